@@ -1,11 +1,11 @@
-"""Ranks of methods over settings: the Friedman test, and what differs from what after it.
+"""Ranks of methods over settings: Friedman's test, and the comparisons of two methods that follow it.
 
-The second paper's test (Bandarkar & Peng 2025, section 5): settings are blocks, methods are treatments. After it come
-Nemenyi's test, which compares mean ranks, and Wilcoxon's signed-rank test with Holm's correction, which also weighs how
-large the differences are (Demšar 2006, Journal of Machine Learning Research 7). Numbers in, numbers out, no NaN.
-Settings that share an expert or documents are not independent, which none of these tests knows. Effect sizes stand
-beside both: Kendall's W beside Friedman's χ², and the rank-biserial correlation of matched pairs (Kerby 2014,
-Comprehensive Psychology 3) beside Wilcoxon's p.
+Friedman's test is that of the second paper (Bandarkar & Peng 2025, section 5): settings are blocks, methods are
+treatments. It is followed by Nemenyi's test, which compares mean ranks, and by Wilcoxon's signed-rank test with Holm's
+correction, which also weighs the size of differences (Demšar 2006, Journal of Machine Learning Research 7). All three
+assume independent settings, which settings that share an expert or documents are not. Effect sizes are Kendall's W for
+Friedman's test, and the rank-biserial correlation of matched pairs (Kerby 2014, Comprehensive Psychology 3) for
+Wilcoxon's. Takes and returns numbers, never NaN.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class RankComparison:
 
     Attributes:
         one, other: the methods.
-        difference: the mean score of `one` minus that of `other`, higher being better.
-        nemenyi: p for their mean ranks; None for two methods only, which need no correction, and for few settings.
-        wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm over the comparisons with
-            the reference, or over all where there is none; None for comparisons without the reference, and for few
+        difference: the mean score of `one` minus that of `other`; higher scores are better.
+        nemenyi: p for their mean ranks; None if there are only two methods, which need no correction, or too few
             settings.
-        effect: the rank-biserial correlation of the matched pairs: of all ranks of absolute differences, the share
-            where `one` is ahead minus the share where `other` is; from -1 to 1, and 0 where nothing differs.
+        wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm's method over the
+            comparisons with the reference, or over all comparisons if there is no reference; None for comparisons
+            without the reference, and if there are too few settings.
+        effect: the rank-biserial correlation of the matched pairs: the share of the ranks of absolute differences where
+            `one` is ahead minus the share where `other` is; from -1 to 1, and 0 if nothing differs.
     """
 
     one: str
@@ -51,15 +52,15 @@ class Ranks:
     """Methods ranked within each setting.
 
     Attributes:
-        settings: how many.
+        settings: the number of settings.
         mean_ranks: method → its mean rank; 1 is best, ties share the mean of their ranks.
-        statistic, p: Friedman's χ² and its p with k - 1 degrees of freedom; None for fewer than three methods, and p
-            below `MIN_UNITS` settings, where χ² is a poor approximation and Wilcoxon's p cannot fall below 0.125.
-        critical_difference: mean ranks that are further apart differ at 0.05 by Nemenyi's test; None where `p` is.
-        agreement: Kendall's W = χ² / (settings · (k - 1)): 1 where all settings order the methods alike, 0 where the
-            mean ranks are equal; None where χ² is.
-        comparisons: of every two methods.
-        reference: the method that Wilcoxon's test sets the others against; None where it compares every two.
+        statistic, p: Friedman's χ² and its p with k - 1 degrees of freedom. Both are None for fewer than three methods;
+            p is None below `MIN_UNITS` settings, where χ² is a poor approximation and Wilcoxon's p is at least 0.125.
+        critical_difference: mean ranks that are further apart differ at 0.05 by Nemenyi's test; None if `p` is None.
+        agreement: Kendall's W = χ² / (settings · (k - 1)): 1 if all settings order the methods alike, 0 if all mean
+            ranks are equal; None if χ² is None.
+        comparisons: one for every pair of methods.
+        reference: the method with which Wilcoxon's test compares the others; None if it compares every pair.
     """
 
     settings: int
@@ -78,12 +79,12 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
     Args:
         scores: (settings, methods), higher is better.
         methods: their names.
-        reference: the one that the others are set against by Wilcoxon's test. With few settings, a correction over all
-            comparisons would leave nothing to find.
+        reference: the method with which Wilcoxon's test compares the others. With few settings, a correction over all
+            comparisons would leave no test any power.
     """
     from scipy import stats
 
-    # Equal scores may differ in their last bits, which would make ranks out of rounding.
+    # Equal scores may differ in their last bits; without rounding they would get different ranks.
     table = np.round(np.asarray(scores, float).reshape(-1, len(methods)), 12)
     settings, number = table.shape
     if settings < 2 or number < 2:
@@ -129,7 +130,7 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
 def cliques(mean_ranks: Mapping[str, float], critical_difference: float) -> list[tuple[str, ...]]:
     """The largest groups of methods whose mean ranks are no further apart than the critical difference, best first.
 
-    A critical-difference diagram joins each by a line (Demšar 2006, section 3.2.4). Methods alone are left out.
+    A critical-difference diagram joins each group by a line (Demšar 2006, section 3.2.4). Single methods are left out.
     """
     ordered = sorted(mean_ranks, key=lambda method: (mean_ranks[method], method))
     found: list[tuple[str, ...]] = []
@@ -155,7 +156,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _nemenyi(distance: float, number: int) -> float:
-    """p of two mean ranks that are `distance` standard errors apart, by the studentized range of `number` means."""
+    """p for two mean ranks that are `distance` standard errors apart, by the studentized range of `number` means."""
     from scipy import stats
 
     return min(1.0, max(0.0, float(stats.studentized_range.sf(distance * 2**0.5, number, np.inf))))
@@ -170,7 +171,7 @@ def _rank_biserial(differences: NDArray[np.float64]) -> float:
 
 
 def _signed_rank(differences: NDArray[np.float64]) -> Any:
-    """Wilcoxon's p, exact where there are neither ties nor zeros; 1 where nothing differs."""
+    """Wilcoxon's p, exact if there are neither ties nor zeros; 1 if nothing differs."""
     from scipy import stats
 
     if not differences.any():

@@ -1,6 +1,6 @@
 """Standard errors, paired bootstrap intervals, and correlations.
 
-Numbers in, numbers out; what cannot be known from them (a spread of one value, a correlation with a constant) is None,
+Takes and returns numbers. What they cannot determine (the spread of one value, a correlation with a constant) is None,
 never NaN. Ranks over settings are in `ranks`. Knows nothing of runs, cells and tasks.
 """
 
@@ -17,11 +17,11 @@ __all__ = [
     "MIN_LEVELS", "MIN_UNITS", "Correlation", "Interval", "bootstrap", "correlate", "standard_error",
 ]  # fmt: skip
 
-MIN_LEVELS = 3  # of whatever is resampled: with two experts, 95 % intervals held the mean in 85 % of simulated runs
-MIN_UNITS = 5  # for a p-value: with four units no order of them has a two-sided p below 0.08
+MIN_LEVELS = 3  # of each factor: with two experts, 95 % intervals contained the mean in 85 % of simulated runs
+MIN_UNITS = 5  # for a p-value: with four, no order of them has a two-sided p below 0.08
 
-_EXACT = 7  # up to so many points, Spearman's p is taken from all orders of them: 5,040 at most
-_CHUNK = 1000  # draws at once, which bounds the memory
+_EXACT = 7  # the most points for which Spearman's p is computed over all orders, at most 5,040
+_CHUNK = 1000  # draws at once, to bound memory
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Interval:
     """A mean and its bootstrap interval.
 
     Attributes:
-        mean: of all values, as they are.
-        low, high: between which the mean lies with the level asked for; None where a factor has two levels only, or
-            there are fewer than `MIN_LEVELS` documents.
+        mean: of all values, without resampling.
+        low, high: the ends of the interval; None if a factor has only two levels, or there are fewer than `MIN_LEVELS`
+            documents.
     """
 
     mean: float
@@ -41,14 +41,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Correlation:
-    """How two measures of the same things go together.
+    """How two measures of the same things correlate.
 
     Attributes:
-        points: how many things were measured.
+        points: the number of things that were measured.
         pearson, pearson_p: the linear correlation, and its two-sided p (exact for normal values).
         spearman, spearman_p: the correlation of ranks, and its two-sided p: over all orders up to 7 points, by
-            Student's t beyond. All four are None below 3 points, or where one measure is the same everywhere. Both p
-            are None below `MIN_UNITS` different points.
+            Student's t beyond. All four are None below 3 points, or if one measure is constant. Both p are None below
+            `MIN_UNITS` distinct points.
     """
 
     points: int
@@ -59,7 +59,7 @@ class Correlation:
 
 
 def standard_error(values: ArrayLike) -> float | None:
-    """Of a mean: sample standard deviation / √n; None for fewer than two values."""
+    """The standard error of a mean: sample standard deviation / √n; None for fewer than two values."""
     array = np.asarray(values, float)
     return float(array.std(ddof=1) / len(array) ** 0.5) if len(array) > 1 else None
 
@@ -72,29 +72,30 @@ def bootstrap(
     level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """The interval of a mean over units and documents, all of them resampled.
+    """The interval of a mean over units and documents, both resampled.
 
-    A unit is known by its factors: (task expert, language expert) in a sweep, a seed in the lab. The levels of each
+    A unit is described by its factors: (task expert, language expert) in a sweep, a seed in the lab. The levels of each
     factor are drawn with replacement, and so are the documents, each independently of the others; a value then counts
-    as often as its documents and all levels of its unit were drawn together. So experts that occur in several pairs,
-    and documents that all pairs are asked, count as what they are: one draw. This is the pigeonhole bootstrap (Owen
-    2007, Annals of Applied Statistics 1(2)). A factor with one level is not resampled: the interval then speaks of that
-    level only. A factor with two levels cannot be resampled, and neither can one or two documents, which the interval
-    always speaks of: there is no interval.
+    as often as its document and all levels of its unit were drawn together. So an expert that occurs in several pairs
+    counts as one draw, and so does a document that all pairs share. This is the pigeonhole bootstrap (Owen
+    2007, Annals of Applied Statistics 1(2)). A factor with one level is not resampled: the interval then holds for that
+    level only. A factor with two levels cannot be resampled, and neither can one or two documents; then there is no
+    interval.
 
-    Percentiles of few levels lie too close together: by √((n-1)/n) of a factor's part, and as if its spread were known.
-    The interval is stretched about the mean for both, by t_ν / z · √(Σ V_f n_f/(n_f - 1) / Σ V_f), where V_f is the
-    variance of the mean that factor f brings, and ν has Σ V_f² / (n_f - 1) = (Σ V_f)² / ν (Welch and Satterthwaite).
-    With 125 documents and nothing else that is 1 %.
+    Percentiles of few levels lie too close together: a factor's part is too small by √((n-1)/n), and its spread is
+    taken as known. To correct both, the interval is stretched about the mean by
+    t_ν / z · √(Σ V_f n_f/(n_f - 1) / Σ V_f), where V_f is the contribution of factor f to the variance of the mean, and
+    ν solves Σ V_f² / (n_f - 1) = (Σ V_f)² / ν (Welch and Satterthwaite).
+    With 125 documents and no other factor, it is stretched by 1 %.
 
     For a paired interval, `values` are differences on the same documents.
 
     Args:
         values: (units, documents), or (documents,) for one unit.
         units: the factors of each unit; by default each unit is a level of its own.
-        draws: how often to resample.
-        level: how often the interval should hold the true mean.
-        seed: of the generator: the same seed gives the same interval.
+        draws: the number of resamples.
+        level: the probability with which the interval should contain the true mean.
+        seed: of the generator; the same seed gives the same interval.
     """
     array = np.atleast_2d(np.asarray(values, float))
     number, documents = array.shape
@@ -112,7 +113,7 @@ def bootstrap(
             weights *= _counts(generator, place.max() + 1, size)[:, place]
         per_unit = _counts(generator, documents, size) @ array.T / documents
         total = weights.sum(1)
-        drawn = total > 0  # where the grid of units has holes, a draw may hit nothing but them
+        drawn = total > 0  # a draw may hit only holes in the grid of units
         means.append((weights * per_unit).sum(1)[drawn] / total[drawn])
     per_level = [np.bincount(place, array.mean(1)) / np.bincount(place) for place in places]
     apart = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2]) - mean
@@ -121,7 +122,7 @@ def bootstrap(
 
 
 def _stretch(factors: Sequence[NDArray[np.float64]], level: float) -> float:
-    """The factor of `bootstrap`'s last step, from the means of each factor's levels."""
+    """The factor by which `bootstrap` stretches its interval, from the means of each factor's levels."""
     from scipy import stats
 
     parts = [(values.var() / len(values), len(values)) for values in factors if len(values) > 1]
@@ -135,7 +136,7 @@ def _stretch(factors: Sequence[NDArray[np.float64]], level: float) -> float:
 
 
 def _counts(generator: np.random.Generator, number: int, size: int) -> NDArray[np.float64]:
-    """How often each of `number` things is drawn when `number` are drawn with replacement (size, number)."""
+    """How often each of `number` things is drawn if `number` are drawn with replacement (size, number)."""
     return generator.multinomial(number, [1 / number] * number, size=size).astype(float)
 
 
@@ -143,7 +144,7 @@ def correlate(one: ArrayLike, other: ArrayLike) -> Correlation:
     """Pearson's and Spearman's correlation of two measures (points,)."""
     from scipy import stats
 
-    # Equal scores may differ in their last bits, which would make an order out of rounding.
+    # Equal scores may differ in their last bits; without rounding they would get different ranks.
     x, y = np.round(np.asarray(one, float), 12), np.round(np.asarray(other, float), 12)
     points = len(x)
     if points < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
@@ -160,10 +161,10 @@ def correlate(one: ArrayLike, other: ArrayLike) -> Correlation:
 
 
 def _over_all_orders(x: NDArray[np.float64], y: NDArray[np.float64]) -> Any:
-    """The share of the orders of `x` whose correlation with `y` is as strong: two-sided, exact, for few points."""
+    """The share of the orders of `x` whose correlation with `y` is at least as strong: two-sided and exact."""
     from scipy import stats
 
-    centred = y - y.mean()  # the covariance orders as the correlation does, and is symmetric about 0
+    centred = y - y.mean()  # the covariance has the order of the correlation, and is symmetric about 0
 
     def strength(order: NDArray[np.float64], axis: int = -1) -> Any:
         return np.abs(((order - x.mean()) * centred).sum(axis))
