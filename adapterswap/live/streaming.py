@@ -1,7 +1,7 @@
-"""One prompt, several compositions, and their answers as they are written: a mixed batch, token by token.
+"""Answer one prompt by several compositions in one batch, and stream the answers token by token.
 
-Knows the composer and transformers' generation; knows nothing of who reads the answers. Decoding is greedy, so that an
-answer depends on nothing but the model, the composition and the prompt.
+Knows the composer and transformers' generation, but not who reads the answers. Decoding is greedy, so an answer depends
+only on the model, the composition and the prompt.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True)
 class Answers:
-    """What a mixed batch has written so far.
+    """The answers of several compositions so far.
 
     Attributes:
         texts: a text for each composition, without special tokens.
-        tokens: how many tokens each has written; the end of sequence is not counted.
-        ended: whether each has ended by itself.
-        switch_seconds: how long it took to set the compositions.
-        first_seconds: from setting them to the first token, the switch included; None before it.
-        seconds: from setting them until now.
-        done: nothing more will come.
+        tokens: the number of tokens in each answer, without the end-of-sequence token.
+        ended: whether each answer has reached its end-of-sequence token.
+        switch_seconds: how long setting the compositions took.
+        first_seconds: the time to the first token, including setting the compositions; None before it.
+        seconds: the time so far, including setting the compositions.
+        done: whether this is the last update.
     """
 
     texts: tuple[str, ...]
@@ -49,7 +49,7 @@ class Answers:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all rows together, once there are tokens."""
+        """The rate of all answers together; None before the first token."""
         return sum(self.tokens) / self.seconds if self.seconds and sum(self.tokens) else None
 
 
@@ -64,41 +64,42 @@ def stream(
     turn: Callable[[], AbstractContextManager[object]] = nullcontext,
     stopped: threading.Event | None = None,
 ) -> Iterator[Answers]:
-    """Answer one prompt by several compositions at once, and yield what there is after every token.
+    """Answer one prompt by several compositions at once, and yield the answers so far after every token.
 
-    The model computes in a thread of its own while the caller reads. A caller who stops reading (`close()` of the
-    iterator) ends the generation at the next token.
+    The model computes in a separate thread while the caller reads. Closing the iterator ends the generation at the next
+    token.
 
     Args:
-        composer: of the model.
-        tokenizer: the model's.
-        prompt: the text.
+        composer: the model's composer.
+        tokenizer: the model's tokenizer.
+        prompt: the text to answer.
         compositions: one for each answer; None and `base` are the base.
-        max_new_tokens: at most so many, fewer where the model's context ends.
+        max_new_tokens: the most tokens of an answer; fewer if the model's context ends earlier.
         chat: put the prompt into the tokenizer's chat template, as the user's message.
-        turn: makes a context that is entered while the model computes: a lock, where others use it too.
-        stopped: set by another thread, it ends the generation at the next token, or before it begins.
+        turn: returns a context manager to hold while the model computes: a lock, if others use the model too.
+        stopped: an event that ends the generation at the next token, or before it begins, once it is set.
 
     Raises:
-        ArgumentError: no composition, an empty prompt, one that fills the context, or a tokenizer without a template.
+        ArgumentError: there is no composition; the prompt is empty or fills the context; `max_new_tokens` is below 1;
+            the tokenizer has no chat template.
         CompositionError, UnsupportedError: see `LiveComposer.use_rows`.
         RunError: the device runs out of memory.
     """
     ids = _ids(tokenizer, prompt, chat=chat)
     allowed = _allowed(composer, ids, max_new_tokens)
     if not compositions:
-        raise ArgumentError("there is nothing to compare", "Name at least one composition", parameter="compositions")
+        raise ArgumentError("`compositions` is empty", "Pass at least one composition", parameter="compositions")
     news: queue.Queue[Answers | BaseException | None] = queue.Queue()
     left = threading.Event()
 
-    def over() -> bool:
+    def is_stopped() -> bool:
         return left.is_set() or (stopped is not None and stopped.is_set())
 
     def generate() -> None:
         try:
             with turn():
-                if not over():
-                    _generate(composer, tokenizer, ids, compositions, allowed, news.put, over)
+                if not is_stopped():
+                    _generate(composer, tokenizer, ids, compositions, allowed, news.put, is_stopped)
         except BaseException as error:  # the reader raises it
             news.put(_explained(error))
         finally:
@@ -118,17 +119,17 @@ def stream(
 
 def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
     if not prompt.strip():
-        raise ArgumentError("the prompt is empty", "Write one", parameter="prompt")
+        raise ArgumentError("the prompt is empty", "Pass some text", parameter="prompt")
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
-        raise ArgumentError("the base has no chat template", "Pass `chat=False`", parameter="chat")
+        raise ArgumentError("the tokenizer has no chat template", "Pass `chat=False`", parameter="chat")
     messages = [{"role": "user", "content": prompt}]
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def _allowed(composer: LiveComposer, ids: list[int], wanted: int) -> int:
-    """How many tokens may follow the prompt."""
+    """The most tokens that may follow the prompt."""
     if wanted < 1:
         raise ArgumentError(f"`max_new_tokens` is {wanted}", "Pass 1 or more", parameter="max_new_tokens")
     config = composer.model.get_base_model().config.get_text_config()
@@ -137,7 +138,9 @@ def _allowed(composer: LiveComposer, ids: list[int], wanted: int) -> int:
         return wanted
     if len(ids) >= context:
         raise ArgumentError(
-            f"the prompt has {len(ids)} tokens, and the model's context {context}", "Shorten it", parameter="prompt"
+            f"the prompt has {len(ids)} tokens, and the model's context has {context}",
+            "Shorten the prompt",
+            parameter="prompt",
         )
     return min(wanted, context - len(ids))
 
@@ -148,19 +151,19 @@ def _generate(
     ids: list[int],
     compositions: Sequence[Composable],
     allowed: int,
-    tell: Callable[[Answers], None],
-    over: Callable[[], bool],
+    report: Callable[[Answers], None],
+    is_stopped: Callable[[], bool],
 ) -> None:
     import torch
     from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
     class Stopped(StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            return torch.full((len(input_ids),), over(), dtype=torch.bool, device=input_ids.device)
+            return torch.full((len(input_ids),), is_stopped(), dtype=torch.bool, device=input_ids.device)
 
     model = composer.model
     ends = _ends(model)
-    written = _Written(tokenizer, len(compositions), ends, tell)
+    written = _Written(tokenizer, len(compositions), ends, report)
     tokens = torch.tensor([ids] * len(compositions), device=next(model.parameters()).device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
     config = GenerationConfig(
@@ -188,8 +191,8 @@ def _ends(model: Any) -> set[int]:
 class _Written:
     """What transformers calls a streamer: it is handed the prompt, and then a token of each row at a time."""
 
-    def __init__(self, tokenizer: Any, rows: int, ends: set[int], tell: Callable[[Answers], None]) -> None:
-        self._tokenizer, self._ends, self._tell = tokenizer, ends, tell
+    def __init__(self, tokenizer: Any, rows: int, ends: set[int], report: Callable[[Answers], None]) -> None:
+        self._tokenizer, self._ends, self._report = tokenizer, ends, report
         self._rows: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows
         self._prompted = False
@@ -197,10 +200,10 @@ class _Written:
         self._last = Answers(("",) * rows, (0,) * rows, (False,) * rows)
 
     def begin(self, started: float) -> None:
-        """The compositions are set, which began at `started`."""
+        """Record that the compositions are set; setting them began at `started`."""
         self._started = started
         self._last = replace(self._last, switch_seconds=perf_counter() - started)
-        self._tell(self._last)
+        self._report(self._last)
 
     def put(self, value: Any) -> None:
         if not self._prompted:  # transformers begins with the prompt
@@ -220,17 +223,17 @@ class _Written:
             first_seconds=self._last.first_seconds or seconds,
             seconds=seconds,
         )
-        self._tell(self._last)
+        self._report(self._last)
 
     def end(self) -> None:
-        """Transformers calls it; what remains is said by `finish`, once the composition is left."""
+        """transformers calls this at the end; `finish` reports it once the composition is left."""
 
     def finish(self) -> None:
-        self._tell(replace(self._last, done=True))
+        self._report(replace(self._last, done=True))
 
 
 def _explained(error: BaseException) -> BaseException:
-    """Running out of memory as an error of ours; every other as it is."""
+    """`RunError` if the device ran out of memory; every other error unchanged."""
     text = str(error).lower()
     if isinstance(error, AdapterswapError) or not (
         isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in text for w in _OUT_OF_MEMORY))
