@@ -1,7 +1,7 @@
-"""Which methods and units enter the statistics, where a reader of a run wants fewer than all.
+"""The methods and units that enter the statistics, if not all do.
 
-Single experts, the base and controls differ from compositions for reasons that no test of compositions is about, and
-every method that is far away from the others raises Friedman's χ². Knows the cells of a run; knows no statistics.
+Single experts, the base and controls differ from compositions for other reasons than those under test, and every method
+that is far from the others raises Friedman's χ². Knows the cells of a run; knows no statistics.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def is_single(cell: Cell) -> bool:
 
 
 def unit_text(unit: Unit) -> str:
-    """A unit as it is written: `math1+sw1`, `seed 3`."""
+    """A unit as text: `math1+sw1`, `seed 3`."""
     return "+".join(part for part in unit if part is not None)
 
 
 def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]:
-    """The families that are ranked and tested, in the run's order; all where `methods` is None.
+    """The families to rank and test, in the run's order; all if `methods` is None.
 
     Args:
-        methods: families, and `compositions` for all that compose something.
+        methods: families; `compositions` stands for all that compose something.
 
     Raises:
-        ArgumentError: the run has no such family, or there are fewer than two.
+        ArgumentError: the run has no such family, or fewer than two are left.
     """
     families = list(dict.fromkeys(result.cell.family for result in run.results))
     if methods is None:
@@ -56,7 +56,7 @@ def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]
             raise ArgumentError(f"the run has no method {name!r}", remedy, parameter="methods")
     if len(wanted) < 2:
         raise ArgumentError(
-            f"`methods` leaves {len(wanted)} of the run's methods, and a comparison needs two",
+            f"`methods` leaves {len(wanted)} of the run's methods, but a comparison needs at least two",
             f"Use two or more of: {', '.join(families)}",
             parameter="methods",
         )
@@ -64,10 +64,10 @@ def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]
 
 
 def with_units(run: Run, units: Sequence[str] | None) -> Run:
-    """The run with the cells of some units only; those without an expert on a side go with every unit.
+    """The run with the cells of some units only; a cell without an expert on a side matches every unit.
 
     Args:
-        units: pairs (`math1+sw1`), or experts (`sw1`) for all pairs that they are in; seeds (`seed 3`) of a lab run.
+        units: pairs (`math1+sw1`), experts (`sw1`, for all pairs that include them), or seeds of a lab run (`seed 3`);
             None for all.
 
     Raises:
@@ -87,7 +87,7 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
             raise ArgumentError(f"the run has no finished unit {name!r}", remedy, parameter="units")
         kept |= dict.fromkeys(found)
     if not kept:
-        raise ArgumentError("`units` is empty", "Name pairs or experts, or leave it out", parameter="units")
+        raise ArgumentError("`units` is empty", "Name a pair, an expert or a seed, or leave it out", parameter="units")
 
     def stays(cell: Cell) -> bool:
         return next(matching([unit_of(cell)], kept), None) is not None
@@ -100,7 +100,7 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
 
 
 def _whole(units: Iterable[Unit]) -> list[Unit]:
-    """The units with the most sides, which the others go with."""
+    """The units with the most sides; the other units match them."""
     listed = list(units)
     most = max((sum(side is not None for side in unit) for unit in listed), default=0)
     return [unit for unit in listed if sum(side is not None for side in unit) == most]
