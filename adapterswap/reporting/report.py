@@ -1,6 +1,6 @@
-"""A report as plain data: everything that its page, its tables and its JSON say.
+"""A report as plain data: the content of its page, its tables and its JSON.
 
-Knows what belongs into a report; knows nothing of how it is shown.
+Knows what belongs in a report; knows nothing of how it is shown.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ _LEADS = ("layer_swap", "layer swap")
 
 @dataclass(frozen=True)
 class Report:
-    """What a report says.
+    """The content of a report.
 
     Attributes:
-        name: of the run's folder, or of several: `swahili + ties`.
+        name: the name of the run's folder, or the names of several: `swahili + ties`.
         kind, units, remarks: see `ReportSource`.
-        reference: the family that the others are compared with.
+        reference: the family with which the others are compared.
         lead: the family whose landscape, indicators and examples are shown first.
-        cells, finished: how many cells were asked for, and are there.
-        missing: family → how many of its cells are not there.
+        cells, finished: the number of cells in the run, and of finished ones.
+        missing: family → the number of its unfinished cells.
         targets: a table for each target task.
-        ranking: over all targets and units; None where too few settings are complete.
+        ranking: over all targets and units; None if too few settings are complete.
         indicators: correlations of experts' own scores with their compositions'.
         grids: landscapes of bottom and top layers.
-        curves: how each selection went, configuration after configuration.
-        truncations: what was lost by a reduction to a rank, beside what it scores.
+        curves: the course of each selection, by number of configurations.
+        truncations: the errors and scores of compositions that were reduced to a lower rank.
         disagreements: by target task.
-        commands: to run it again.
-        compositions: (row, command to compose, command to judge) for each selected cell of the lead.
+        commands: the commands that run it again.
+        compositions: (row, command to compose, command to evaluate) for each cell of the lead's last row.
         draws, seed: of the bootstrap.
-        preregistration: what was registered before the run, and what was not kept to; None where nothing was.
+        preregistration: what was registered before the run, and what differs from it; None if nothing was registered.
         paragraph: the methods, for a paper; see `methods_paragraph`.
-        experts, recipe, settings, versions: as the run describes them.
+        experts, recipe, settings, versions: as recorded by the run.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Report:
         return f"<Report of {self.name!r}: {self.finished} of {self.cells} cells; {tasks}; against {self.reference!r}>"
 
     def as_json(self) -> dict[str, Any]:
-        """summary.json: all numbers, without the examples, which hold strangers' text."""
+        """The content of summary.json: all numbers, but not the examples, whose text is not trusted."""
         content = asdict(self)
         content["disagreements"] = [
             {key: value for key, value in each.items() if key != "examples"} for each in content["disagreements"]
@@ -116,20 +116,20 @@ def make_report(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Report:
-    """Everything that can be said of a run.
+    """Compute the report of a run.
 
     Args:
         source: from `open_source`.
         reference: a family of the run.
-        methods: the families that are ranked and tested, see `included_methods`; tables show all.
-        units: the pairs, experts or seeds that anything is computed over, see `with_units`.
+        methods: the families to rank and test, see `included_methods`; tables show all.
+        units: the pairs, experts or seeds to compute everything over, see `with_units`.
         draws: of the bootstrap.
         seed: of the bootstrap; the same seed gives the same report.
 
     Raises:
-        ArgumentError: the run has no such family or unit, fewer than two methods are left, or two of several runs were
-            registered.
-        DataError: the run has no finished target task, or a damaged file of samples or pre-registration.
+        ArgumentError: the run has no such family or unit, fewer than two methods are left, or more than one of several
+            runs was registered.
+        DataError: no target task of the run is finished, or a file of samples or the pre-registration is damaged.
         DependencyError: the `report` extra is not installed.
     """
     _require_libraries()
@@ -152,7 +152,7 @@ def make_report(
         )
     tables = [target_table(run, task, reference, draws=draws, seed=seed) for task in targets]
     landscapes = [grid for task in targets for grid in grids(run, task)]
-    if source.development and units is None:  # it is a mean over all seeds
+    if source.development and units is None:  # which is a mean over all seeds
         landscapes.append(_development(source))
     apart = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
     described = run.described
@@ -201,7 +201,7 @@ def make_report(
 def _registered(
     source: ReportSource, reference: str, methods: Sequence[str], units: Sequence[str] | None
 ) -> Preregistration | None:
-    """What was registered before the run, or before one of several."""
+    """The pre-registration of the run, or of the one run among several that has one."""
     if source.kind != "sweep":
         return None
     runs = source.parts or (source.run,)
@@ -209,7 +209,9 @@ def _registered(
     registered = [each for each in found if each is not None]
     if len(registered) > 1:
         raise ArgumentError(
-            f"{len(registered)} of the runs were registered, each by itself", "Report each by itself", parameter="run"
+            f"{len(registered)} of the runs were registered separately",
+            "Report each on its own",
+            parameter="run",
         )
     if not registered or not source.parts:
         return registered[0] if registered else None
@@ -239,11 +241,11 @@ def _command(
 
 def _restricted(source: ReportSource, units: Sequence[str] | None) -> Iterator[str]:
     if units is not None:
-        yield f"Everything here is over some of the run's {source.units} only: {', '.join(units)}."
+        yield f"This report covers only some of the run's {source.units}: {', '.join(units)}."
 
 
 def _lead(run: Run, families: list[str], reference: str) -> str:
-    """Layer swap by its usual names, else the composition with the most cells, else whatever is not the reference."""
+    """Layer swap by its usual names, or else the composition, or else the family, with the most cells."""
     if found := [name for name in _LEADS if name in families and name != reference]:
         return found[0]
     others = [family for family in families if family != reference] or families
@@ -254,7 +256,7 @@ def _lead(run: Run, families: list[str], reference: str) -> str:
 
 
 def _shown(found: list[Choice], lead: str, reference: str) -> list[Choice]:
-    """Lead and reference, and what the lead is made for improving: the task expert, else the base."""
+    """The lead, the reference, and what the lead should improve on: the task expert, or else the base."""
     names = dict.fromkeys([lead, reference])
     for name in ("task expert", "base"):
         if len(names) < 3:

@@ -1,6 +1,6 @@
-"""The files of a report: page, tables, methods paragraph and summary.json; and its figures, in a folder of their own.
+"""The files of a report: page, tables, methods paragraph and summary.json, and its figures in another folder.
 
-The same report gives the same bytes. `report` makes and writes one in a call.
+The same report gives the same bytes. `report` makes and writes one in a single call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _figure_names(record: Mapping[str, Any]) -> Sequence[str]:
 
 
 FIGURES = OutputKind(_FIGURES, _figure_names)
-"""What `report` writes where figures are wanted."""
+"""What `report` writes to the folder of figures."""
 
 
 def report(
@@ -60,24 +60,24 @@ def report(
     table: TableStyle | None = None,
     overwrite: bool = False,
 ) -> Report:
-    """What a sweep or a lab run found, and its page, tables, JSON and figures.
+    """Report a sweep or a lab run: compute its statistics, and write its page, tables, JSON and figures.
 
     Args:
         run: the folder that `sweep` or `adapterswap lab` wrote; a sweep need not be finished. A list of sweeps is
             reported as one if they were judged under the same conditions.
         out_path: a folder to write report.html, tables.tex, tables.csv, methods.txt and summary.json to; by default
             nothing is written.
-        reference: the method that the others are compared with; by default soup.
-        methods: the methods that are ranked and tested; `compositions` stands for all that compose something. By
+        reference: the method with which the others are compared; by default soup.
+        methods: the methods to rank and test; `compositions` stands for all that compose something. By
             default all, with the base and single experts, which raise Friedman's χ². Tables show every method.
         units: the pairs (`math1+sw1`), experts (`sw1`) or seeds (`seed 3`) over which everything is computed; by
             default all.
         seed: of the bootstrap.
-        figures: a folder to write each figure to, as PDF, SVG and PNG, and figures.json with captions and all numbers
-            that are drawn; by default none are written.
-        column_width: how wide figures are: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
+        figures: a folder to write each figure to, as PDF, SVG and PNG, and figures.json with captions and all drawn
+            numbers; by default no figures are written.
+        column_width: the width of figures: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
         table: how tables.tex looks: layout, rows, columns, label and caption; see `TableStyle`.
-        overwrite: replace these folders, if they are a report and its figures.
+        overwrite: replace these folders if they hold a report and its figures.
 
     Returns:
         Everything that the report says, as data.
@@ -142,7 +142,7 @@ def check_targets(
 
 
 def default_out_path(run: str | Path) -> Path:
-    """Where a run's report goes if nobody says: beside it, with `-report` behind its name."""
+    """The default folder of a run's report: beside the run, with `-report` after its name."""
     folder = expand(run)
     named = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to put -report behind
     return named.with_name(f"{named.name}-report")
@@ -157,7 +157,7 @@ def write_report(
     Args:
         out_path: the folder to write.
         table: how tables.tex looks.
-        overwrite: replace it, if it is a report.
+        overwrite: replace the folder if it holds a report.
         run: the folder or folders that the report was made from; the output may not overlap them.
 
     Raises:
@@ -176,16 +176,16 @@ def write_figures(
     overwrite: bool = False,
     run: Path | Sequence[Path] | None = None,
 ) -> dict[str, str]:
-    """Write every figure that a report has, as PDF, SVG and PNG, and figures.json: captions, and what is drawn.
+    """Write every figure of a report as PDF, SVG and PNG, and figures.json with captions and data.
 
     Args:
         folder: the folder to write.
         width: of the figures, in inches.
-        overwrite: replace the folder, if it holds figures of a report.
+        overwrite: replace the folder if it holds the figures of a report.
         run: the folder or folders that the report was made from; the output may not overlap them.
 
     Returns:
-        Which kinds of figures there are none of: kind → why.
+        The kinds of figures that the report lacks: kind → reason.
 
     Raises:
         DependencyError: matplotlib is not installed.
@@ -225,7 +225,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def write_files(report: Report, folder: Path, table: TableStyle | None = None) -> None:
-    """Write a report's files into a folder that is there."""
+    """Write a report's files into an existing folder."""
     contents = {
         "report.html": render_page(report, _downloads(report), table),
         "methods.txt": f"{report.paragraph}\n",
@@ -234,5 +234,5 @@ def write_files(report: Report, folder: Path, table: TableStyle | None = None) -
         "summary.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
     }
     for name, content in contents.items():
-        # What models write may hold half of a character, which UTF-8 has no bytes for.
+        # Outputs of models may hold lone surrogates, which UTF-8 cannot encode.
         (folder / name).write_bytes(content.encode("utf-8", errors="backslashreplace"))
