@@ -1,7 +1,7 @@
-"""Open what a report is about: the folder of a sweep or of a lab run, as the same data.
+"""Read the folder of a sweep or of a lab run into the same data.
 
-A lab run becomes a run of cells without select documents: each seed is a unit of its own, its methods are families with
-one cell each, and its choices were made on a development set before. Knows nothing of statistics.
+A lab run becomes a run of cells without selection documents: each seed is a unit, its methods are families with one
+cell each, and its configurations were already chosen on a development set. Knows nothing of statistics.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _REMEDY = "Pass the folder that `adapterswap sweep` or `adapterswap lab` wrote"
 
 @dataclass(frozen=True)
 class ReportSource:
-    """A run, and what a report says of it.
+    """A run, and what a report needs to know about it.
 
     Attributes:
         run: tasks and cells.
         kind: `sweep` or `lab`.
         names: the folders' own names, in the order in which they were given.
         units: what methods are averaged over: `pairs` of experts, or `seeds`.
-        commands: what was run to make it.
-        remarks: what its reader should know.
+        commands: the commands that made it.
+        remarks: notes for the reader.
         parts: the runs that were combined; empty for a single run.
-        development: (bottom, top) → score on documents that no task of the run has; empty for a sweep.
+        development: (bottom, top) → score on the lab's development problems; empty for a sweep.
     """
 
     run: Run
@@ -50,17 +50,17 @@ class ReportSource:
 
     @property
     def name(self) -> str:
-        """What the report is called: `swahili`, or `swahili + ties` for several runs."""
+        """The report's name: `swahili`, or `swahili + ties` for several runs."""
         return " + ".join(self.names)
 
 
 def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
-    """The sweep or lab run in `folder`, or several sweeps whose scores compare as one.
+    """The sweep or lab run in `folder`, or several sweeps with comparable scores as one.
 
     Raises:
-        ArgumentError: several folders, one of which is given twice or holds a lab run.
-        DataError: it is damaged, no cell is finished, or the sweeps differ in a setting; see `combined`.
-        NotFoundError: it is neither.
+        ArgumentError: one of several folders is given twice or holds a lab run.
+        DataError: a folder is damaged, no cell is finished, or the sweeps differ in a setting; see `combined`.
+        NotFoundError: a folder holds neither a sweep nor a lab run.
     """
     if not more:
         return _open_one(expand(folder))
@@ -71,8 +71,8 @@ def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
     for each, source in zip(folders, sources, strict=True):
         if source.kind != "sweep":
             raise ArgumentError(
-                f"{each} is a lab run, and only sweeps can be reported together",
-                "Report it by itself",
+                f"{each} is a lab run, but only sweeps can be reported together",
+                "Report it on its own",
                 parameter="run",
             )
     return ReportSource(
@@ -111,7 +111,7 @@ def _open_one(folder: Path) -> ReportSource:
 
 
 def _searched(run: Run) -> Iterator[str]:
-    """What a search left out: the rows of its families are of what it liked, not of their grids."""
+    """Remarks on families of which a search evaluated only a part."""
     search = run.described.get("recipe", {}).get("search")
     if not search:
         return
@@ -122,10 +122,10 @@ def _searched(run: Run) -> Iterator[str]:
             for cells in (run.cells, judged, run.given_up)
         )
         if len(whole) < len(asked):
-            dropped = f", and gave {len(given_up - whole)} more up after some documents" * bool(given_up - whole)
+            dropped = f", and stopped {len(given_up - whole)} more after some documents" * bool(given_up - whole)
             yield (
-                f"{family}: a search ({search.get('sampler', 'tpe')}) judged {len(whole)} of {len(asked)} "
-                f"configurations{dropped}. Its rows are of those, so minimum and mean say nothing of the whole grid."
+                f"{family}: a search ({search.get('sampler', 'tpe')}) evaluated {len(whole)} of {len(asked)} "
+                f"configurations{dropped}. Its rows cover only those; minimum and mean do not hold for the whole grid."
             )
 
 
@@ -142,10 +142,10 @@ def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> Report
 def lab_source(
     folder: Path, content: Mapping[str, Any], answers: Iterable[Mapping[str, Any]], *, name: str
 ) -> ReportSource:
-    """A lab run from the content of its results.json and the rows of its answers.jsonl; `name` is its folder's.
+    """A lab run from the content of its results.json and the rows of its answers.jsonl; `name` is its folder's name.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: they are not what the lab writes.
+        ValueError, KeyError, TypeError, AttributeError: the content is damaged.
     """
     number = int(content["problems"])
     tasks = {

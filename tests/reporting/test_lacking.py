@@ -64,7 +64,7 @@ def test_what_a_search_left_out_is_told(tmp_path: Path) -> None:
     (folder / "rungs.jsonl").write_text("\n".join(lines) + "\n")
     report = reported(folder)
     (told,) = report.remarks
-    assert told.startswith("layer_swap: a search (tpe) judged 3 of 9 configurations, and gave 2 more up after some")
+    assert told.startswith("layer_swap: a search (tpe) evaluated 3 of 9 configurations, and stopped 2 more after some")
     assert report.missing == {}
     whole = reported(craft(tmp_path / "whole", recipe(search={"trials": 9}), documents=8))
     assert whole.remarks == ()
