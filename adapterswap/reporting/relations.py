@@ -1,4 +1,4 @@
-"""What holds across methods and settings: ranks, merging indicators, and the landscape of zones.
+"""Comparisons across methods and settings: ranks, merging indicators, and the landscape of zones.
 
 Knows choices and statistics; knows nothing of pages.
 """
@@ -29,12 +29,12 @@ class Ranking:
 
     Attributes:
         methods: the label of each family's row that was ranked.
-        single: of these, the ones that compose nothing: the base, an expert, another adapter. That they are far from
-            the compositions raises χ², whatever the compositions do.
-        excluded: the labels of families that were not to be ranked.
-        left_out: families that fewer than half of the settings have.
-        dropped: settings that a ranked family lacks.
-        ranks: the tests, on scores whose sign is turned where less is better.
+        single: those of `methods` that compose nothing: the base, an expert, another adapter. They are far from the
+            compositions, which raises χ² however the compositions compare.
+        excluded: the labels of families that were excluded on request.
+        left_out: the labels of families that are in fewer than half of the settings.
+        dropped: the number of settings that a ranked family lacks.
+        ranks: the tests; the sign of scores is reversed if lower is better.
     """
 
     methods: tuple[str, ...]
@@ -47,17 +47,17 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Indicator:
-    """An expert's own score on a task, and what its compositions score on the target.
+    """Experts' own scores on a task, and the scores of their compositions on the target.
 
     Attributes:
-        experts: whose scores: `task expert`, `language expert`.
+        experts: the family of the experts: `task expert`, `language expert`.
         signal: the task of the expert's own score.
         target: the target task.
         merged: the row of the compositions.
-        points: (expert, its own score, the mean of its compositions).
+        points: (expert, its own score, the mean score of its compositions).
         correlation: over the points.
-        pearson_holm, spearman_holm: the two p corrected by Holm over all indicators of the same compositions on the
-            same target; None where p is.
+        pearson_holm, spearman_holm: both p corrected by Holm's method over all indicators of the same compositions on
+            the same target; None if p is None.
     """
 
     experts: str
@@ -72,7 +72,7 @@ class Indicator:
 
 @dataclass(frozen=True)
 class GridCell:
-    """One choice of bottom and top layers: its mean on all documents over `units`, and in how many it was selected."""
+    """One choice of bottom and top layers: its mean over all documents and `units`, and how many units selected it."""
 
     bottom: int
     top: int
@@ -86,10 +86,10 @@ class ZoneGrid:
     """The landscape of b and u for one family, its transition zones and its other settings.
 
     Attributes:
-        task: whose score it is.
+        task: the task whose score it shows.
         family: the method.
-        settings: transition zones and what else is fixed: `bottom_transition=1, top_transition=0`.
-        cells: in order of bottom, then top.
+        settings: the transition zones and other fixed settings: `bottom_transition=1, top_transition=0`.
+        cells: sorted by bottom, then top.
     """
 
     task: str
@@ -99,9 +99,9 @@ class ZoneGrid:
 
 
 def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collection[str]) -> Ranking | None:
-    """Families by their selected configuration (their default, or only one, where they have none), over all settings.
+    """Rank families over all settings by their selected configuration, or else by their default or only one.
 
-    Wilcoxon's test sets them against the family `reference`; where that is not among `methods`, it compares every two.
+    Wilcoxon's test compares them with the family `reference`, or every pair if `reference` is not among `methods`.
     """
     table: dict[str, dict[tuple[str, Unit], float]] = {}
     labels: dict[str, str] = {}
@@ -147,18 +147,18 @@ def _sides(unit: Unit) -> int:
 
 
 def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:
-    """The mean over a choice's cells that go with `unit`."""
+    """The mean score of a choice's cells that match `unit`."""
     values = [score(choice.cells[other], task) for _, _, other in matching([unit], choice.cells)]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
-    """Correlations of experts' own scores, on every task, with the mean of the compositions that they are in.
+    """Correlations of experts' own scores, on every task, with the mean score of the compositions that include them.
 
-    The experts' scores are taken on the select documents where there is a split, the compositions' on the reported
-    ones: chance that both share would look like a correlation. A point is an expert, since a point for every pair would
-    count each expert many times.
+    If there is a split, experts are scored on the selection documents and compositions on the reported ones, because
+    chance on shared documents would look like a correlation. A point is an expert; a point for every pair would count
+    each expert many times.
     """
     standing = _standing(choices(run, target))
     corrected = []
@@ -191,13 +191,13 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
 
 
 def _corrected(p_values: list[float | None]) -> list[float | None]:
-    """Holm's correction of those that are there."""
+    """Holm's correction of the p-values that are not None."""
     known = iter(holm([p for p in p_values if p is not None]))
     return [None if p is None else next(known) for p in p_values]
 
 
 def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
-    """Every landscape of bottom and top layers with two cells or more.
+    """Every landscape of bottom and top layers with at least two cells.
 
     Raises:
         FieldError: a cell's composition is damaged.
@@ -234,7 +234,7 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
 
 
 def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | None:
-    """A layer swap's (bottom, top), and what else it sets, as text; None for what has no zones."""
+    """A layer swap's (bottom, top) and its other settings as text; None for a cell without zones."""
     if num_layers is None or not cell.task_expert or not cell.composition:
         return None
     composition = validate(dict(cell.composition), Composition, where=f"the cell {cell.short}")

@@ -1,4 +1,4 @@
-"""How a selection went, configuration after configuration, and what a lower rank costs: the data of two figures.
+"""The course of a selection, and the cost of a lower rank: the data of two figures.
 
 Knows the cells of a run; knows nothing of figures.
 """
@@ -16,14 +16,14 @@ __all__ = ["SelectionCurve", "Truncations", "selection_curves", "truncations"]
 
 @dataclass(frozen=True)
 class SelectionCurve:
-    """What a family would have scored, had its selection ended after so many configurations.
+    """The score of a family if its selection had ended after each number of configurations.
 
     Attributes:
         task: the target.
         family: the method.
-        units: how many units have all of these configurations; each point is a mean over them.
-        points: (configurations judged, the mean of the best of them on the documents to choose on, the mean of the same
-            configurations on the others). Configurations in the order in which each unit's were judged.
+        units: the number of units that have all of these configurations; each point is a mean over them.
+        points: (configurations evaluated, the mean of the best of them on the selection documents, the mean of the same
+            configurations on the others). Configurations are in each unit's order of evaluation.
     """
 
     task: str
@@ -34,7 +34,7 @@ class SelectionCurve:
 
 @dataclass(frozen=True)
 class Truncations:
-    """Cells of a family that were reduced to a rank: what the reduction lost, and what they score.
+    """Cells of a family that were reduced to a lower rank, with the error of the reduction and the score.
 
     Attributes:
         task: the target.
@@ -48,12 +48,12 @@ class Truncations:
 
 
 def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
-    """A curve for each family with several configurations; none where documents to choose on are missing."""
+    """A curve for each family with several configurations; none if there are no selection documents."""
     if not has_split(task):
         return []
     places = {cell.cell: place for place, cell in enumerate(run.cells)}
     families: dict[str, dict[Unit, list[CellResult]]] = {}
-    for result in run.results:  # in the order in which they were judged
+    for result in run.results:  # in the order of evaluation
         if score(result, task, "select") is not None and score(result, task) is not None:
             families.setdefault(result.cell.family, {}).setdefault(unit_of(result.cell), []).append(result)
     found = []
@@ -83,7 +83,7 @@ def _after(
 
 
 def truncations(run: Run, task: TaskInfo) -> list[Truncations]:
-    """Each family's cells of which the error is recorded."""
+    """Each family's cells whose error is recorded."""
     families: dict[str, list[tuple[str, Unit, float, float]]] = {}
     for result in run.results:
         value = score(result, task)
