@@ -1,4 +1,4 @@
-"""A report as one HTML page: no network, no external font or script, nothing in it that a model wrote is ever run.
+"""A report as one HTML page without network, external fonts or scripts. Nothing that a model wrote is ever run.
 
 The templates, the style and the script are in `page/`. Text is escaped by Jinja, and a content security policy in the
 page allows its own script by hash and no other. Knows reports; knows nothing of runs and statistics.
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 __all__ = ["Download", "render_page"]
 
 Link = tuple[str, str, list[tuple[str, str]]]
-"""(what it is, the file's name, [(suffix, address)])."""
+"""(title, the file's name, [(suffix, address)])."""
 
 _TYPES = {"pdf": "application/pdf", "svg": "image/svg+xml", "csv": "text/csv", "tex": "application/x-tex"}
 
 
 def render_page(report: Report, figures: Sequence[Download] = (), table: TableStyle | None = None) -> str:
-    """The page. The same report gives the same text.
+    """The page as HTML. The same report gives the same text.
 
     Args:
-        figures: to be downloaded from it.
-        table: how the LaTeX that can be downloaded looks.
+        figures: the figures that it offers to download.
+        table: the style of the LaTeX that it offers to download.
     """
     from markupsafe import Markup
 
@@ -70,7 +70,7 @@ def render_page(report: Report, figures: Sequence[Download] = (), table: TableSt
 
 @dataclass(frozen=True)
 class Download:
-    """A figure that the page holds as files.
+    """A figure embedded in the page, as files.
 
     Attributes:
         kind, place, name: see `PlannedFigure`.
@@ -89,7 +89,7 @@ class Download:
 
 
 def _table_links(report: Report, place: int, style: TableStyle | None) -> list[Link]:
-    """The table of a target; LaTeX of all targets in one table goes with the first."""
+    """Links to the table of a target. LaTeX with all targets in one table is linked from the first."""
     target = report.targets[place]
     one = replace(report, targets=(target,))
     files = {"csv": csv_table(one)}
@@ -123,7 +123,7 @@ def _environment() -> Environment:
 
 
 def _ranked(report: Report) -> list[dict[str, Any]]:
-    """The methods by mean rank, each with its comparison with the reference, if that was ranked."""
+    """The methods by mean rank, each with its comparison to the reference if that was ranked."""
     if report.ranking is None:
         return []
     ranks = report.ranking.ranks
@@ -168,7 +168,7 @@ def _p_value(value: float | None) -> str:
 
 
 def _p_text(value: float | None) -> str:
-    """In running text, on one line."""
+    """A p-value in running text, without a line break."""
     text = _p_value(value)
     return f"p\u00a0{text}".replace("< ", "<\u00a0") if text.startswith("<") else f"p\u00a0=\u00a0{text}"
 

@@ -1,4 +1,4 @@
-"""A report's tables as CSV, every number in full. Knows reports; LaTeX is made in `latex`."""
+"""A report's tables as CSV, with every number in full. Knows reports; `latex` writes the tables as LaTeX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEAD = (
 
 
 def csv_table(report: Report) -> str:
-    """One line for each target, method and task; differences and the papers' protocol on the target's own line."""
+    """A line for each target, method and task; the target's own line has differences and the papers' protocol."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_HEAD)
@@ -46,5 +46,5 @@ def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> l
 
 
 def _harmless(name: str) -> str:
-    """A name that no spreadsheet takes for a formula."""
+    """The name, quoted if a spreadsheet would read it as a formula."""
     return f"'{name}" if name[:1] in "=+-@\t\r" else name
