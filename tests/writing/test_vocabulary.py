@@ -200,7 +200,7 @@ def test_inspect_says_whose_the_new_rows_are(
 
 def test_the_live_composer_does_not_let_peft_change_the_base(trained: Make, bases: Callable[[bool], Path]) -> None:
     for name in ("frozen+2", "both+2"):
-        with refused(UnsupportedError, match="over the base's own"):
+        with refused(UnsupportedError, match="overwrite the base's own"):
             adapterswap.LiveComposer.from_experts(loaded(bases(False)), {"t": trained(name)})
 
 
