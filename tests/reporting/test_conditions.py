@@ -124,7 +124,7 @@ def test_runs_of_other_settings_are_refused(tmp_path: Path, name: str) -> None:
         ({"documents": 8}, "num_docs"),
         ({"split": False}, "select"),
         ({"corpus": (SW,)}, "primary"),
-        ({"values": lambda cell, task: [0.5] * 6}, "base scored"),
+        ({"values": lambda cell, task: [0.5] * 6}, "base has different scores"),
         ({"asked": recipe(**SMALL | {"compositions": [{"bottom": [3, 4]}]})}, "layer_swap"),
         ({"asked": recipe(**SMALL | {"compositions": [{"bottom": [4, 5], "max_rank": 8}]})}, "layer_swap"),
     ],
