@@ -106,10 +106,11 @@ def _configuration(cell: Cell) -> str:
 def _other_score(one: Run, other: Run, before: CellResult, result: CellResult) -> str:
     for task, value in before.results.items():
         if value != result.results.get(task):
-            now = f"{result.results[task].value:.4g}" if task in result.results else "none"
+            values = (value.value, result.results[task].value if task in result.results else None)
+            first, second = ("none" if number is None else f"{number:.4g}" for number in values)
             return (
                 f"{result.cell.short} has different scores on {task}, in the mean or for single documents: "
-                f"{value.value:.4g} in {one.folder}, {now} in {other.folder}"
+                f"{first} in {one.folder}, {second} in {other.folder}"
             )
     return f"{result.cell.short} has different relative errors in {one.folder} and {other.folder}"
 
