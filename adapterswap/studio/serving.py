@@ -118,9 +118,11 @@ def _launch(workspace: Workspace, host: str, port: int, open_browser: bool) -> t
             mcp_server=False, enable_monitoring=False, run_history=False, max_file_size=_MOST_UPLOADED,
             show_error=False, app_kwargs={"middleware": middleware, "routes": page.studio_routes}, max_threads=64,
         )  # fmt: skip
-    except OSError as error:
+    except OSError:  # Gradio's message names its own settings
         raise RunError(
-            f"the page cannot be served on {host}: {error}", "Choose another `port`", parameter="port"
+            f"cannot serve the page on {host}, port {port}: the port is taken, or the address is not local",
+            "Pass another `port` or `host`",
+            parameter="port",
         ) from None
     return page, url
 
