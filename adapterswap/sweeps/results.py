@@ -309,7 +309,7 @@ def _why_not_sampled(run: Run, result: CellResult) -> str | None:
 
 
 def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[tuple[dict[str, Any], _Line]]:
-    """The complete lines of a file, parsed; none if there is no file. Text after the last newline is ignored."""
+    """Parse the complete lines of a file. Text after the last newline is ignored, and a missing file has no lines."""
     if not exists(path):
         return []
     with open_regular(path, _REMEDY) as file:

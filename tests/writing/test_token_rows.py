@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -22,7 +22,8 @@ from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Un
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
-from adapterswap.planning.plan import Plan
+
+from .vocabularies import in_peft, loaded, merged_by_peft, plan_of
 
 LAYERS, SIZE = 4, 48
 KEY = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
@@ -85,35 +86,10 @@ def trained(bases: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFact
     return make
 
 
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def in_peft(base: Path, adapter: Path, size: int = SIZE) -> Any:
-    model = loaded(base)
-    if size != SIZE:
-        model.resize_token_embeddings(size, mean_resizing=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(model, adapter).eval()
-
-
-def merged_by_peft(base: Path, adapter: Path, size: int = SIZE) -> dict[str, torch.Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = in_peft(base, adapter, size).merge_and_unload()
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
 def answers(model: Any, size: int = SIZE) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(torch.arange(2 * size).reshape(2, size) % size).logits
     return logits
-
-
-def plan_of(task: Path, language: Path, base: Path | None, **options: Any) -> Plan:
-    composition = Composition(task=("t",), language=("l",), bottom=1, top=1, base_model=base and str(base), **options)
-    return make_plan(composition, {"t": adapterswap.open_adapter(task), "l": adapterswap.open_adapter(language)})
 
 
 def rows_of(name: str, module: str, *, tied: bool) -> set[int]:

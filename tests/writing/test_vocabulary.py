@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from refusals import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tolerances import close
@@ -20,9 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 import adapterswap
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, UnsupportedError
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.making import make_plan
-from adapterswap.planning.plan import Plan
+
+from .vocabularies import in_peft, loaded, merged_by_peft, plan_of
 
 LAYERS, SIZE = 4, 96
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
@@ -96,21 +95,8 @@ def trained(bases: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFact
     return make
 
 
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def size_of(*names: str) -> int:
     return SIZE + max(len(EXPERTS[name][1]) for name in names)
-
-
-def in_peft(base: Path, adapter: Path, size: int) -> Any:
-    model = loaded(base)
-    if size != SIZE:
-        model.resize_token_embeddings(size, mean_resizing=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(model, adapter).eval()
 
 
 def answers(model: Any, size: int) -> torch.Tensor:
@@ -118,19 +104,9 @@ def answers(model: Any, size: int) -> torch.Tensor:
         return model(torch.arange(40).reshape(2, 20) * 7 % size).logits
 
 
-def plan_of(task: Path, language: Path, base: Path | None, **options: Any) -> Plan:
-    composition = Composition(task=("t",), language=("l",), bottom=1, top=1, base_model=base and str(base), **options)
-    return make_plan(composition, {"t": adapterswap.open_adapter(task), "l": adapterswap.open_adapter(language)})
-
-
 def transplant(base: Path, task: Path, language: Path, sizes: tuple[int, int], outside: str) -> Any:
     """Composed by hand: layers 0 and 3 of the language, rows that both have by the rule, others as they are."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT tells of ties that come apart
-        ours, theirs = (
-            {key: value.clone() for key, value in in_peft(base, adapter, size).merge_and_unload().state_dict().items()}
-            for adapter, size in zip((task, language), sizes, strict=True)
-        )
+    ours, theirs = (merged_by_peft(base, adapter, size) for adapter, size in zip((task, language), sizes, strict=True))
     weights = {}
     for key, own in ours.items():
         other = theirs[key]

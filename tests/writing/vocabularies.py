@@ -1,0 +1,44 @@
+"""What PEFT makes of one expert alone, and plans of two experts: for tests of embeddings, heads and their rows."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import adapterswap
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
+
+__all__ = ["in_peft", "loaded", "merged_by_peft", "plan_of"]
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def in_peft(base: Path, adapter: Path, size: int | None = None) -> Any:
+    """PEFT's running model. `size`: resize the vocabulary of the base first, unless it has that many rows."""
+    model = loaded(base)
+    if size not in (None, model.config.vocab_size):
+        model.resize_token_embeddings(size, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(model, adapter).eval()
+
+
+def merged_by_peft(base: Path, adapter: Path, size: int | None = None) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of ties that come apart
+        model = in_peft(base, adapter, size).merge_and_unload()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def plan_of(task: Path, language: Path, base: Path | None, **options: Any) -> Plan:
+    composition = Composition(task=("t",), language=("l",), bottom=1, top=1, base_model=base and str(base), **options)
+    return make_plan(composition, {"t": adapterswap.open_adapter(task), "l": adapterswap.open_adapter(language)})
