@@ -6,7 +6,9 @@ the library and print; data goes to stdout, everything else to stderr. Nothing i
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import importlib
 import io
 import os
@@ -124,6 +126,7 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # no traceback for characters that a terminal cannot show
+        atexit.register(gc.freeze)  # spares a command of 0.4 s the 0.08 s of Python's search for cycles in what it imported
         if not (sys.stderr.isatty() and is_first()):  # progress bars of libraries are for terminals only
             os.environ.update(dict.fromkeys(_BARS, "1"))
         try:

@@ -26,7 +26,6 @@ from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
-from adapterswap.planning.mergekit import is_mergekit, read_mergekit
 from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import as_composition
@@ -285,6 +284,8 @@ def read_composition(recipe: str | Path) -> Composition:
     """
     check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
     path = find_recipe(recipe, "compose")
+    from adapterswap.planning.mergekit import is_mergekit, read_mergekit  # a seldom used reader
+
     if is_mergekit(path):
         merge = read_mergekit(path)
         if merge.dtype is not None:
