@@ -126,7 +126,7 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # no traceback for characters that a terminal cannot show
-        atexit.register(gc.freeze)  # spares a command of 0.4 s the 0.08 s of Python's search for cycles in what it imported
+        atexit.register(gc.freeze)  # spares the search for cycles at exit, 0.1 s of a command's 0.5 s
         if not (sys.stderr.isatty() and is_first()):  # progress bars of libraries are for terminals only
             os.environ.update(dict.fromkeys(_BARS, "1"))
         try:
