@@ -71,7 +71,8 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
         )
     ]
     variant = variant_of(modules)
-    tensors += [tensor for module in modules for tensor in _beside(module, shapes[module.name], variant, plan)]
+    if variant:
+        tensors += [tensor for module in modules for tensor in _beside(module, shapes[module.name], variant, plan)]
     tensors += _base_copies(modules)
     tensors += [tensor for module in plan.saved.values() for tensor in saved_tensors(module, plan, ranks)]
     if form.dtype is not None:
@@ -241,9 +242,10 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
 
 def _like(module: Slot, plan: Plan) -> LoraModule:
     """An expert's module of the same name and shape, if possible one that takes part."""
-    entering = (term.lora for term in module.terms)
+    if module.terms:
+        return module.terms[0].lora
     held = (adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules)
-    return next(entering, None) or replace(next(held), name=module.name)
+    return replace(next(held), name=module.name)
 
 
 def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:

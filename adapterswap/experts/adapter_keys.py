@@ -83,12 +83,14 @@ class SortedKeys(NamedTuple):
             parameter `bias`; trained rows of an embedding or head have the parameter `TOKENS`.
         parts: for another kind than LoRA, tensors by the end of their keys.
         shared: for another kind than LoRA, tensors that all modules use, by their name.
+        renamed: whether a key is not as PEFT writes it for the bare model.
     """
 
     factors: dict[str, FactorTensors]
     saved: dict[str, dict[str, Tensor]]
     parts: dict[str, dict[str, Tensor]]
     shared: dict[str, Tensor]
+    renamed: bool
 
 
 def canonical_key(key: str) -> str:
@@ -146,7 +148,7 @@ def copies_in(file: TensorFile) -> dict[str, Tensor]:
     return {
         key.removeprefix(_PREFIX).removesuffix(_BASE_COPY): tensor
         for stored, tensor in file.tensors.items()
-        if _is_copy(key := canonical_key(stored))
+        if ".base_layer" in stored and _is_copy(key := canonical_key(stored))
     }
 
 
@@ -247,7 +249,8 @@ def sort_keys(
         _refuse_whole(whole, folder, problems)
     for name in sorted(extras.keys() - factors.keys()):
         problems.add(f"{folder}: {name} has {min(extras[name])}, but no LoRA factors", "Save the adapter again")
-    return SortedKeys(_pair_factors(factors, copies, extras, folder, problems), saved, parts, shared)
+    renamed = any(stored != key for stored, key in canonical.items())
+    return SortedKeys(_pair_factors(factors, copies, extras, folder, problems), saved, parts, shared, renamed)
 
 
 def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
@@ -304,7 +307,7 @@ def _pair_factors(
 ) -> dict[str, FactorTensors]:
     pairs = {}
     for name, stored in factors.items():
-        embedding = any(key.startswith("embedding_") for key in stored)
+        embedding = "embedding_A" in stored or "embedding_B" in stored
         prefix = "embedding_" if embedding else ""
         missing = [factor for factor in (f"{prefix}A", f"{prefix}B") if factor not in stored]
         if missing or len(stored) != 2:

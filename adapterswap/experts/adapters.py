@@ -18,7 +18,6 @@ from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_confi
 from adapterswap.experts.adapter_keys import (
     TOKENS,
     FactorTensors,
-    canonical_key,
     check_dtypes,
     check_names,
     factor_key,
@@ -313,7 +312,7 @@ def read_adapter(source: Source) -> Adapter:
     problems.raise_if_any()
     assert config is not None
     assert file is not None
-    pairs, saved, parts, shared = sort_keys(
+    pairs, saved, parts, shared, renamed = sort_keys(
         file, config.modules_to_save, folder, problems, kind=KINDS.get(config.peft_type), biases=config.bias != "none",
         tokens=bool(config.trained_tokens),
     )  # fmt: skip
@@ -373,7 +372,7 @@ def read_adapter(source: Source) -> Adapter:
         container,
         _kept_layers(folder),
         ignored,
-        renamed=any(canonical_key(key) != key for key in file.tensors),
+        renamed=renamed,
         opaque=by_layer(opaque),
     )
 

@@ -107,4 +107,6 @@ def read_targets(content: Mapping[str, Any], where: str, problems: Problems) -> 
 def _selected(selection: frozenset[str] | str, name: str, match: Matcher) -> bool:
     if isinstance(selection, str):
         return match(selection, name) is not None
+    if name.rpartition(".")[2] in selection:  # as in nearly all configs
+        return True
     return any(end in selection for end in ends_of(name))

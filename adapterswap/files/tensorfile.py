@@ -159,5 +159,5 @@ def _check(name: str, dtype: str, shape: tuple[int, ...], path: Path) -> None:
         raise ExpertError(f"{path}: {shown(name)} is not the name of a tensor", _REMEDY)
     if dtype not in DTYPE_BYTES:
         raise ExpertError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _REMEDY)
-    if len(shape) > 8 or any(length >= 2**63 for length in shape):
+    if len(shape) > 8 or max(shape, default=0) >= 2**63:
         raise ExpertError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _REMEDY)

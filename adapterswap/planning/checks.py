@@ -287,7 +287,8 @@ def check_matches(
                 parameter=parameter or "weights",
                 kind=CompositionError,
             )
-    for slot in slots:
+    slices = any(expert.kept_layers is not None for expert in experts.values())
+    for slot in slots if slices else ():
         for name in slot.requested:
             kept = experts[name].kept_layers if name in experts else None
             if kept is not None and slot.layer is not None and not kept.holds(slot.name, slot.layer):

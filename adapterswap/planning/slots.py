@@ -179,6 +179,8 @@ class Slot:
     def absent(self) -> tuple[str, ...]:
         """The experts that the rule requests but that do not change the slot (their ΔW is zero)."""
         present = {term.expert for term in self.terms}
+        if self.rule is not None and not self.rule.averages and present == {self.rule.expert}:
+            return ()  # as in most modules of most plans
         return tuple(name for name in self.requested if name not in present)
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from adapterswap import __version__
 from adapterswap.arithmetic.outputs import Layout
@@ -16,7 +16,7 @@ from adapterswap.experts.sources import Source, public_name
 from adapterswap.files.yamltext import dump_yaml
 from adapterswap.methods.registry import find_method
 from adapterswap.planning.compositions import ZONES
-from adapterswap.planning.describe import error_text, marks, strip, unusual
+from adapterswap.planning.describe import Mark, error_text, marks, strip, unusual
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slicing import sliced_layers
 from adapterswap.records.licences import Licence, common_licence, licence_warning, licences
@@ -248,14 +248,15 @@ def _short(value: object) -> str:
 
 def _zones(plan: Plan) -> list[tuple[str, str]]:
     """Consecutive layers with the same origin, and that origin, in the order of the layers."""
-    stacks = dict.fromkeys(mark.stack for mark in marks(plan))
-    zones = [(stack, zone) for stack in sorted(stacks, key=str, reverse=True) for zone in _zones_of(plan, stack)]
+    drawn = marks(plan)
+    stacks = dict.fromkeys(mark.stack for mark in drawn)
+    zones = [(stack, zone) for stack in sorted(stacks, key=str, reverse=True) for zone in _zones_of(drawn, stack)]
     return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in zones]
 
 
-def _zones_of(plan: Plan, stack: Stack | None) -> list[tuple[str, str]]:
+def _zones_of(drawn: Sequence[Mark], stack: Stack | None) -> list[tuple[str, str]]:
     origins: dict[int, dict[str, str]] = {}
-    for mark in marks(plan):
+    for mark in drawn:
         if mark.stack != stack:
             continue
         origin = mark.owner or mark.blend

@@ -239,7 +239,8 @@ def _renamed(slot: Slot, name: str) -> Slot:
 def loadable_form(plan: Plan, form: Form) -> Form:
     """The form in which PEFT can load the plan's adapter: the portable layout if PEFT fuses its experts.
 
-    PEFT gives all fused experts one rank and one alpha, and ignores patterns on their old names.
+    PEFT gives all fused experts one rank and one alpha, and ignores patterns on their old names. If every module is a
+    copy with the same rank and alpha, the layout `exact` has no patterns, and is kept.
 
     Raises:
         UnsupportedError: the plan has LoRA on a module that PEFT would take for a part of the fused experts, or on only
@@ -281,7 +282,15 @@ def loadable_form(plan: Plan, form: Form) -> Form:
                 remedy,
             )
     _check_fusing(plan, next(name for name in fused if modules[name].terms), remedy)
-    return replace(form, layout="portable")
+    return form if _is_uniform(plan, form) else replace(form, layout="portable")
+
+
+def _is_uniform(plan: Plan, form: Form) -> bool:
+    """Whether every module is a copy, and all have one rank and alpha."""
+    if form.max_rank is not None or form.max_error is not None or not all(slot.owner for slot in plan.modules.values()):
+        return False
+    copies = [slot.terms[0].lora if slot.terms else None for slot in plan.modules.values()]
+    return len({lora and (lora.rank, lora.alpha, lora.rslora) for lora in copies}) == 1
 
 
 def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) -> bool:

@@ -87,3 +87,37 @@ def test_another_base_is_not_known(wrong: Any, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "math", tmp_path / "base", of_experts("qwen3_moe", **wrong))
     with refused(UnsupportedError):
         adapterswap.layer_swap(adapter, adapter, bottom=1, top=1).write(tmp_path / "out")
+
+
+def test_experts_with_one_rank_are_copied_byte_for_byte(tmp_path: Path) -> None:
+    """The layout `exact` has no patterns, so PEFT loads it like `portable`, and no tensor is computed."""
+    import torch
+    from matrix.reference import load_with_peft, logits
+    from safetensors.torch import load_file, save_file
+    from tolerances import close
+    from transformers import AutoModelForCausalLM
+
+    build(ARCHITECTURES["qwen3_moe"]).save_pretrained(tmp_path / "base")
+    adapters = {}
+    for seed, name in enumerate(("math", "swahili")):
+        folder = write_adapter(tmp_path / name, tmp_path / "base", of_experts("qwen3_moe"))
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 2}))
+        generator = torch.Generator().manual_seed(seed)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in tensors.items()}
+        save_file(tensors, folder / "adapter_model.safetensors")
+        adapters[name] = tensors
+    plan = adapterswap.layer_swap(tmp_path / "math", tmp_path / "swahili", bottom=1, top=1)
+    exact = plan.write(tmp_path / "exact")
+    portable = plan.write(tmp_path / "portable", layout="portable")
+    written = load_file(exact / "adapter_model.safetensors")
+    assert written.keys() == adapters["math"].keys()
+    for key, tensor in written.items():
+        owner = "swahili" if int(key.split(".layers.")[1].split(".")[0]) in (0, LAYERS - 1) else "math"
+        assert torch.equal(tensor, adapters[owner][key])
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    loaded = [logits(load_with_peft(base, folder)[0]) for folder in (exact, portable)]
+    close(loaded[0], loaded[1], depth=LAYERS)
+    assert not torch.allclose(loaded[0], logits(base))
