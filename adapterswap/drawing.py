@@ -63,7 +63,9 @@ def looks(number: int) -> list[Look]:
 def require_matplotlib(what: str) -> None:
     """Raise `DependencyError` unless matplotlib is installed."""
     if find_spec("matplotlib") is None:
-        raise DependencyError(f"{what} need matplotlib, which is not installed", "pip install 'adapterswap[plots]'")
+        raise DependencyError(
+            f"{what} need matplotlib, which is not installed", "Run `pip install 'adapterswap[plots]'`"
+        )
 
 
 def column_width(value: str | float) -> float:

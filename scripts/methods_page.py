@@ -26,18 +26,18 @@ adapterswap merge -t experts/math -l experts/swahili --method karcher --base-mod
 
 * A method combines ΔW = W - W_base, module by module. Parameters are next to `method` in recipes, rules, sweeps and
   short names (`math+swahili@method=della,density=0.5`), and are options of the same name on the command line.
-* **in an adapter**: *exact*: a weighted sum of the experts' ΔW, which an adapter holds as it is. *reduced*: the result
+* **in an adapter**: *exact*: a weighted sum of the experts' ΔW, which an adapter holds unchanged. *reduced*: the result
   has full rank; pass `--max-rank` or `--max-error`. *no*: the method combines whole weights, which only
   `adapterswap merge` writes. Full weights are exact for all.
 * Several experts on one side are averaged first. An expert that does not change a module has ΔW = 0 there.
-* A row is what the last axis of ΔW (out×in) runs through; of full checkpoints, the last axis of the stored tensor.
-* Random choices depend on the seed, the expert's name and the module's name, and on no order of computation.
+* A row is a slice of ΔW (out×in) along its last axis; for full checkpoints, along the last axis of the stored tensor.
+* Random choices depend on the seed, the expert's name and the module's name, not on the order of computation.
 
 """
 
 
 def page() -> str:
-    """The page: a table of all methods, then each by itself."""
+    """The page: a table of all methods, then a section for each."""
     rows = ["| method | in an adapter | experts | weights | parameters |", "|---|---|---|---|---|"]
     rows += [_row(method) for method in BUILT_IN.values()]
     aliases = "".join(f"\n`{name}` is another name of `{method}`.\n" for name, method in ALIASES.items())
@@ -53,30 +53,31 @@ def _worth() -> str:
 ## What they are worth in the lab
 
 Two experts of the [lab](lab.md)'s scene `{results["scene"]}`, English maths and the language xx without maths, are
-combined by every method and asked word problems in xx. It is a constructed demonstration on models of 0.3 million
-parameters, and no evidence for any other scene or size.
+combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.3
+million parameters. It says nothing about other scenes or sizes.
 
 ```bash
-adapterswap lab --methods all --seeds {len(seeds)} -o comparison    # one that was stopped is continued
+adapterswap lab --methods all --seeds {len(seeds)} -o comparison    # resumes if it was stopped
 ```
 
 * **Seeds** {seeds[0]} to {seeds[-1]}, {len(seeds)} of them: each a base and its experts. Seeds 0 to 4, on which the
   scene was designed, are not among them. Every base was pretrained for this run.
 * **Budget.** Each method and control has at most {results["budget"]} configurations (column `tried`; written down in
-  `adapterswap/lab/choices.py` before the run). They are judged on {sizes["development"]} development problems in xx,
-  and the best, of equals the first, is tested on {sizes["test"]:,} others. Weights are merged in full and in float32:
-  no method is reduced to a rank.
-* **xx maths**, and **English** on {sizes["english"]} problems, for which nothing is chosen: exact match, mean ±
+  `adapterswap/lab/choices.py` before the run). They are evaluated on {sizes["development"]} development problems in
+  xx, and the best (the first of several equals) is tested on {sizes["test"]:,} others. Weights are merged in full and
+  in float32: no method is reduced to a rank.
+* **xx maths**, and **English** on {sizes["english"]} problems, on which nothing is chosen: exact match, mean ±
   standard deviation over seeds. Differences in xx are paired, with 95 % intervals over seeds and problems, not
   corrected for their number.
-* **On {", ".join(reversed(few))}**: the accuracy on the test where only so many problems in xx are there to choose on.
-* **Controls** stand at the end. `reset` puts outer layers back to the base; `random` is an expert with random factors
+* **On {", ".join(reversed(few))}**: the accuracy on the test if only that many problems in xx are available to
+  choose on.
+* **Controls** are at the end. `reset` puts outer layers back to the base; `random` is an expert with random factors
   and the language expert's norms; the last rows train the math expert further on {", ".join(few[:-1])} or {few[-1]}
   worked problems in xx, with rates and steps chosen on the {sizes["development"]}.
 
 {table}
-What a learned mixture has to beat is training on the problems in xx on which it would be chosen. The line favours both
-a little: the best method is the best on the test, and the training's rate and steps are those best on the
+A learned mixture has to beat training on the problems in xx on which it would be chosen. The line favours both a
+little: the best method is the best on the test, and the training has the rate and steps that are best on the
 {sizes["development"]} problems.
 
 {line}"""

@@ -2,7 +2,7 @@
 
 For each seed, a math expert (English) and a language expert (the constructed language `xx`, without maths) are trained
 on a base model by the library's own training, composed by its own composer, and scored on held-out word problems. This
-demonstrates a mechanism and is no evidence for the papers' numbers. Importing it does not import torch.
+demonstrates a mechanism; it does not reproduce the papers' numbers. Importing it does not import torch.
 """
 
 from __future__ import annotations

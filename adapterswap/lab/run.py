@@ -142,6 +142,6 @@ def require_libraries() -> None:
 
     if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
         raise DependencyError(
-            f"the lab needs these packages, which are not installed: {', '.join(missing)}",
+            f"packages that the lab needs are not installed: {', '.join(missing)}",
             "Run `pip install 'adapterswap[lab]'`",
         )

@@ -226,7 +226,8 @@ def _require_libraries() -> None:
 
     if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
         raise DependencyError(
-            f"a report needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[report]'"
+            f"packages that a report needs are not installed: {', '.join(missing)}",
+            "Run `pip install 'adapterswap[report]'`",
         )
 
 

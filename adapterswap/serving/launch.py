@@ -61,7 +61,7 @@ class Launch:
 def require_vllm() -> None:
     """Raise `DependencyError` if vLLM is not installed."""
     if find_spec("vllm") is None:
-        raise DependencyError("vLLM is not installed", "Install it: pip install 'adapterswap[vllm]'")
+        raise DependencyError("vLLM is not installed", "Run `pip install 'adapterswap[vllm]'`")
 
 
 def plan_launch(

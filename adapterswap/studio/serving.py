@@ -39,7 +39,7 @@ _QUIET = {
 def check_installed() -> None:
     """Raise `DependencyError` if Gradio is not installed."""
     if find_spec("gradio") is None:
-        raise DependencyError("the studio needs gradio, which is not installed", "pip install 'adapterswap[studio]'")
+        raise DependencyError("gradio is not installed", "Run `pip install 'adapterswap[studio]'`")
 
 
 def serve_page(

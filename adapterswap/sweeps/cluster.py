@@ -85,7 +85,7 @@ def _ray() -> Any:
     try:
         return import_module("ray")
     except ImportError:
-        raise DependencyError("ray is not installed", "pip install 'adapterswap[ray]' installs it") from None
+        raise DependencyError("ray is not installed", "Run `pip install 'adapterswap[ray]'`") from None
 
 
 def _connect(address: str, workers: int | None) -> None:

@@ -153,9 +153,7 @@ def ask(
     try:
         optuna: Any = import_module("optuna")  # untyped, so that type checks do not depend on it
     except ImportError:
-        raise DependencyError(
-            "a search needs optuna, which is not installed", "pip install 'adapterswap[search]' installs it"
-        ) from None
+        raise DependencyError("optuna is not installed", "Run `pip install 'adapterswap[search]'`") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
     pruner = optuna.pruners.NopPruner()

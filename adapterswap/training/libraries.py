@@ -20,27 +20,27 @@ def check_libraries(recipe: TrainRecipe) -> None:
     """
     if missing := [name for name in ("datasets", "trl") if find_spec(name) is None]:
         raise DependencyError(
-            f"training needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
-            "pip install 'adapterswap[train]'",
+            f"packages that training needs are not installed: {', '.join(missing)}",
+            "Run `pip install 'adapterswap[train]'`",
         )
     problems, options = Problems(DependencyError), recipe.training
     if recipe.selection and find_spec("lm_eval") is None:
         problems.add(
             "`selection` needs lm-evaluation-harness, which is not installed",
-            "pip install 'adapterswap[eval]'",
+            "Run `pip install 'adapterswap[eval]'`",
             parameter="selection",
         )
     if find_spec("bitsandbytes") is None:
         if recipe.quantization:
             problems.add(
                 "`quantization` needs bitsandbytes, which is not installed",
-                "pip install bitsandbytes",
+                "Run `pip install bitsandbytes`",
                 parameter="quantization",
             )
         if "8bit" in options.optimizer or "paged" in options.optimizer:
             problems.add(
                 f"training.optimizer {options.optimizer} needs bitsandbytes, which is not installed",
-                "pip install bitsandbytes, or choose adamw_torch_fused",
+                "Run `pip install bitsandbytes`, or choose adamw_torch_fused",
                 parameter="training.optimizer",
             )
     package = _ATTENTION.get(options.attn_implementation)

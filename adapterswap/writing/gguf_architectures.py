@@ -316,7 +316,5 @@ def load_gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise DependencyError(
-            "writing GGUF files needs the package gguf", "Install it with `pip install adapterswap[gguf]`"
-        ) from None
+        raise DependencyError("gguf is not installed", "Run `pip install 'adapterswap[gguf]'`") from None
     return gguf
