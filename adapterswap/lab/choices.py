@@ -96,10 +96,10 @@ def chosen_methods(names: str | Iterable[str]) -> tuple[str, ...]:
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     if listed == ["all"]:
         return (*(name for name, method in all_methods().items() if method.as_composition), *SUGGESTED)
-    found = []
+    chosen = []
     for name in listed:
         if name in SUGGESTED:
-            found.append(name)
+            chosen.append(name)
             continue
         method = find_method(name)
         if not method.as_composition:
@@ -108,5 +108,5 @@ def chosen_methods(names: str | Iterable[str]) -> tuple[str, ...]:
                 "Leave it out, since `soup` gives the same result",
                 parameter="methods",
             )
-        found.append(method.name)
-    return tuple(dict.fromkeys(found))
+        chosen.append(method.name)
+    return tuple(dict.fromkeys(chosen))

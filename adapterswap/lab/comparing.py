@@ -1,8 +1,8 @@
 """One seed of the comparison of all methods: experts, configurations, a development set, a test set.
 
 Every composition is written as full float32 weights by `merge`, so all methods are exact. A method's configurations
-(`choices`) are judged on development problems in xx, and only the chosen ones on the test set, which shares no problem
-with them. Knows nothing of other seeds, intervals and tables.
+(`choices`) are evaluated on development problems in xx, and only the chosen ones on the test set, which shares no
+problem with them. Knows nothing of other seeds, intervals and tables.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def compare_seed(
     rebuild_base: bool,
     sizes: ComparisonSizes,
     seed: int,
-    tell: Tell = lambda what, done: None,
+    tell: Tell = lambda step, share: None,
 ) -> dict[str, Any]:
-    """Train what is missing in `folder`/seed-N, judge everything, and write `folder`/seed-N.json; read it if it exists.
+    """Train what is missing in `folder`/seed-N, evaluate everything, and write seed-N.json; read it if it exists.
 
     Args:
         methods: see `chosen_methods`.
@@ -125,7 +125,7 @@ def compare_seed(
     _experts(scene, seed, place, rebuild_base, tell)
     few = draw_problems(scene, "development", sizes.development + max(FEW))[sizes.development :]
     _trainings(few, seed, place, tell)
-    asked = _Asked(scene, few, sizes)
+    problem_sets = _ProblemSets(scene, few, sizes)
     rows: dict[str, Any] = {}
     jobs = _jobs(methods, place)
     from adapterswap.training.isolation import isolated
@@ -137,12 +137,12 @@ def compare_seed(
             if name == "inverse swap":  # choosing would be unfair: inverse(b, 0) is swap(0, L - b)
                 swap = rows[REFERENCE]
                 configurations = [configurations[swap["chosen"]["all"]]]
-            rows[name] = asked.row(judge, configurations, choose_on_few=not name.startswith("trained"))
-    found = {"seed": seed, "rows": rows}
+            rows[name] = problem_sets.row(judge, configurations, choose_on_few=not name.startswith("trained"))
+    result = {"seed": seed, "rows": rows}
     building = record.with_suffix(".part")
-    write_json(building, found)
+    write_json(building, result)
     building.rename(record)
-    return found
+    return result
 
 
 def _experts(scene: Scene, seed: int, place: Path, rebuild_base: bool, tell: Tell) -> None:
@@ -152,10 +152,10 @@ def _experts(scene: Scene, seed: int, place: Path, rebuild_base: bool, tell: Tel
 
     if not exists(place / "base"):
         rebuild = rebuild_base or not shipped_file(scene, seed).exists()
-        with isolated(), _whole(place / "base") as folder:
+        with isolated(), _complete_folder(place / "base") as folder:
             write_base(
                 scene, seed, folder, rebuild=rebuild,
-                progress=lambda done, steps: tell("pretraining the base", 0.3 * done / steps),
+                progress=lambda step, steps: tell("pretraining the base", 0.3 * step / steps),
             )  # fmt: skip
     for share, (name, rows) in enumerate({"math": math_rows, "language": language_rows, "source": source_rows}.items()):
         if not exists(place / name):
@@ -163,7 +163,7 @@ def _experts(scene: Scene, seed: int, place: Path, rebuild_base: bool, tell: Tel
             rate = LEARNING_RATES["math" if name == "math" else "language"]
             train_expert(place / "base", place / name, rows(scene, seed), seed, learning_rate=rate)
     if not exists(place / "random"):
-        with _whole(place / "random") as folder:
+        with _complete_folder(place / "random") as folder:
             _write_random(place / "language", folder, seed)
 
 
@@ -186,7 +186,7 @@ def _training(number: int, options: Fields) -> str:
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
+def _complete_folder(target: Path) -> Iterator[Path]:
     """A folder that receives its name when it is complete."""
     building = target.with_name(f"{target.name}.part")
     shutil.rmtree(building, ignore_errors=True)
@@ -235,7 +235,7 @@ def _jobs(methods: Sequence[str], place: Path) -> dict[str, list[_Job]]:
     def suggested(fields: Fields) -> _Job:
         places = {name: str(place / name) for name in ("math", "language")}
         proposal = suggest_owners(places, base_model=place / "base", **fields)
-        assert proposal is not None  # it is no dry run
+        assert proposal is not None  # not a dry run
         composition = Composition(
             experts={name: path for name, path in places.items() if name not in proposal.unused},
             base_model=str(place / "base"), num_layers=NUM_LAYERS, rules=proposal.rules,
@@ -250,10 +250,10 @@ def _jobs(methods: Sequence[str], place: Path) -> dict[str, list[_Job]]:
         method = find_method(name)
         language: str | list[str] = ["language", "source"] if method.sides[0] == 3 else "language"
         jobs[name] = [composed(name, fields, language=language) for fields in choices(method)]
-    alone = {"bottom": 0, "top": 0}
+    no_zones = {"bottom": 0, "top": 0}
     jobs["base"] = [_Job({}, None)]
-    jobs["math expert"] = [composed(REFERENCE, alone, "math", BASE)]
-    jobs["language expert"] = [composed(REFERENCE, alone, "language", BASE)]
+    jobs["math expert"] = [composed(REFERENCE, no_zones, "math", BASE)]
+    jobs["language expert"] = [composed(REFERENCE, no_zones, "language", BASE)]
     jobs["inverse swap"] = [composed(REFERENCE, zones, "language", "math") for zones in ZONES]
     jobs["reset"] = [composed(REFERENCE, zones, "math", BASE) for zones in ZONES]
     jobs["random swap"] = [composed(REFERENCE, zones, "math", "random") for zones in ZONES]
@@ -290,18 +290,18 @@ class _Judge:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-class _Asked:
+class _ProblemSets:
     """The problems of a scene, and the scores of a row on them."""
 
-    def __init__(self, scene: Scene, few: Sequence[WordProblem], sizes: ComparisonSizes) -> None:
+    def __init__(self, scene: Scene, few_problems: Sequence[WordProblem], sizes: ComparisonSizes) -> None:
         test = draw_problems(scene, "test", sizes.test)
         self._development = Questions(draw_problems(scene, "development", sizes.development), "xx")
-        self._few = Questions(few, "xx")
+        self._few = Questions(few_problems, "xx")
         self._test = Questions(test, "xx")
         self._english = Questions(test[: sizes.english], "en")
 
     def row(self, judge: _Judge, jobs: Sequence[_Job], *, choose_on_few: bool) -> dict[str, Any]:
-        """Judge a row's configurations, choose the best, and score these on the test set."""
+        """Evaluate a row's configurations, choose the best, and score these on the test set."""
         chosen, accuracies = {"all": 0}, []
         if len(jobs) > 1:
             on_few = []

@@ -48,10 +48,10 @@ class ComparisonPlan:
 
     Attributes:
         seeds: each a base and its experts.
-        methods: what is compared; `layer_swap` is judged in any case.
+        methods: what is compared; `layer_swap` is always included.
         out_path: the folder to write, or to continue.
         rebuild_base: pretrain the bases, even if they are shipped.
-        sizes: how many problems are asked.
+        sizes: numbers of problems.
         overwrite: replace `out_path`, if such a comparison is there.
     """
 
@@ -65,7 +65,7 @@ class ComparisonPlan:
 
     @property
     def pretrained(self) -> tuple[int, ...]:
-        """The seeds whose base is pretrained (about two minutes each on a core), unless it is there already."""
+        """The seeds whose base is pretrained (about two minutes each on a core), unless it already exists."""
         return pretrained_seeds(self.scene, self.seeds, rebuild_base=self.rebuild_base)
 
     def to_json(self) -> dict[str, Any]:
@@ -115,16 +115,16 @@ def plan_comparison(
 
 
 def run_comparison(
-    plan: ComparisonPlan, *, jobs: int | None = None, tell: Tell = lambda seed, what, done: None
+    plan: ComparisonPlan, *, jobs: int | None = None, tell: Tell = lambda seed, step, share: None
 ) -> dict[str, Any]:
-    """Judge the methods on every seed, and write comparison.json, results.json and the models of each seed.
+    """Evaluate the methods on every seed, and write comparison.json, results.json and the models of each seed.
 
     On one machine and with the same versions, the same plan gives the same numbers.
 
     Args:
         plan: see `plan_comparison`.
         jobs: seeds at once; by default as many as there are cores.
-        tell: called with a seed, its current step, and the share of the seed that is done.
+        tell: called with a seed, its current step, and the finished share of the seed.
 
     Returns:
         What results.json says; see `compared`.
@@ -145,8 +145,8 @@ def run_comparison(
                 _clear(folder)
             with replacing(folder / _RECORD) as building:
                 write_json(building, _described(plan))
-            work = partial(compare_seed, plan.scene, plan.methods, folder, plan.rebuild_base, plan.sizes)
-            content = compared(_described(plan), run_seeds(work, plan.seeds, jobs=jobs, tell=tell))
+            compare = partial(compare_seed, plan.scene, plan.methods, folder, plan.rebuild_base, plan.sizes)
+            content = compared(_described(plan), run_seeds(compare, plan.seeds, jobs=jobs, tell=tell))
             with replacing(folder / _RESULTS) as building:
                 write_json(building, content)
     except OSError as error:
