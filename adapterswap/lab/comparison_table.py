@@ -52,15 +52,15 @@ def compared(described: Mapping[str, Any], seeds: Sequence[Mapping[str, Any]]) -
 
 
 def _row(name: str, seeds: Sequence[Mapping[str, Any]], few: Sequence[int]) -> dict[str, Any]:
-    own = [seed["rows"][name] for seed in seeds]
+    seed_rows = [seed["rows"][name] for seed in seeds]
     right = _right(name, seeds)
-    on_few = {str(n): _right(name, seeds, str(n)) for n in few if str(n) in own[0]["chosen"]}
+    on_few = {str(n): _right(name, seeds, str(n)) for n in few if str(n) in seed_rows[0]["chosen"]}
     return {
-        "configurations": len(own[0]["configurations"]),
+        "configurations": len(seed_rows[0]["configurations"]),
         "xx": _spread([float(row.mean()) for row in right]),
-        "en": _spread([row["en"].count("1") / len(row["en"]) for row in own]),
+        "en": _spread([row["en"].count("1") / len(row["en"]) for row in seed_rows]),
         "per_seed": [round(float(row.mean()), 6) for row in right],
-        "chosen": [row["configurations"][row["chosen"]["all"]] for row in own],
+        "chosen": [row["configurations"][row["chosen"]["all"]] for row in seed_rows],
         "few": {n: round(float(values.mean()), 6) for n, values in on_few.items()},
         "minus": {other: _difference(right, _right(other, seeds)) for other in COMPARED_WITH if other != name},
     }
@@ -92,15 +92,15 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": round(summary.mean, 6), "spread": None if summary.spread is None else round(summary.spread, 6)}
 
 
-def _difference(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> dict[str, float | int | None]:
+def _difference(right: NDArray[np.bool_], reference: NDArray[np.bool_]) -> dict[str, float | int | None]:
     from adapterswap.lab.statistics import difference
     from adapterswap.reporting.statistics import bootstrap
 
-    found = bootstrap(one.astype(float) - other.astype(float), draws=_DRAWS)
-    seeds = difference(list(one), list(other))
-    interval = {"low": found.low, "high": found.high}
+    summary = bootstrap(right.astype(float) - reference.astype(float), draws=_DRAWS)
+    seeds = difference(list(right), list(reference))
+    interval = {"low": summary.low, "high": summary.high}
     rounded = {key: None if value is None else round(value, 6) for key, value in interval.items()}
-    return {"mean": round(found.mean, 6), **rounded, "better": seeds.won, "worse": seeds.lost}
+    return {"mean": round(summary.mean, 6), **rounded, "better": seeds.won, "worse": seeds.lost}
 
 
 def _ordered(results: Mapping[str, Any]) -> list[str]:
@@ -138,8 +138,8 @@ def training_line(results: Mapping[str, Any]) -> list[list[str]]:
     """Headings, then per number of problems: the score of training on them, and of methods chosen on them."""
     headings = ["problems in xx", "trained on them", "best method chosen on them", "difference (95 %)", "layer_swap's"]
     lines = [headings]
-    for number, found in results["training"].items():
-        best, minus = found["best"], found["minus"]
+    for number, result in results["training"].items():
+        best, minus = result["best"], result["minus"]
         chosen = f"{best}, {results['rows'][best]['few'][number]:.3f}"
         training = _with_spread(results["rows"][f"trained on {number}"]["xx"])
         lines.append([number, training, chosen, _interval(minus[best]), _interval(minus[COMPARED_WITH[0]])])

@@ -53,7 +53,7 @@ def _grid(study: Study) -> Figure:
     for (bottom, top), value in grid.items():
         values[top, bottom] = value
     figure, axes = _figure(6.4, 3.6)
-    for top, bottom in np.argwhere(np.isnan(values)).tolist():  # not judged; a score of 0 would look different
+    for top, bottom in np.argwhere(np.isnan(values)).tolist():  # not evaluated; a score of 0 would look different
         axes.add_patch(
             Rectangle((bottom - 0.5, top - 0.5), 1, 1, facecolor="white", edgecolor=_GREY, hatch=HATCH, lw=0)
         )

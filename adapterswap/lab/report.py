@@ -41,9 +41,9 @@ def tables(study: Study) -> Iterator[Table]:
     scores = Table(title=f"Exact match, {over}{spread}", title_justify="left")
     for heading in ("method", "xx maths", "English maths", "description"):
         scores.add_column(heading, justify="right" if "maths" in heading else "left", no_wrap=heading != "description")
-    for method, what in METHODS.items():
+    for method, description in METHODS.items():
         values = [_with_spread(study.score(method, language)) for language in ("xx", "en")]
-        scores.add_row(method, *values, what, style="bold" if method == "layer swap" else "")
+        scores.add_row(method, *values, description, style="bold" if method == "layer swap" else "")
     yield scores
 
     differences = Table(
@@ -54,13 +54,13 @@ def tables(study: Study) -> Iterator[Table]:
     for heading in ("than", "difference", "95 % over seeds", "clearly better : worse", "seed by seed"):
         differences.add_column(heading, justify="left" if heading in ("than", "seed by seed") else "right")
     for method in _COMPARED:
-        found = study.against(method)
-        summary = found.over_seeds
+        paired = study.against(method)
+        summary = paired.over_seeds
         differences.add_row(
             method,
             f"{summary.mean:+.3f}",
             "" if summary.interval is None else f"± {summary.interval:.3f}",
-            f"{found.won} : {found.lost} of {number}",
+            f"{paired.won} : {paired.lost} of {number}",
             " ".join(f"{value:+.3f}" for value in summary.values),
         )
     yield differences
