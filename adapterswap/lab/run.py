@@ -101,7 +101,7 @@ def plan_lab(
     return LabPlan(scene, seeds, Path(out_path), rebuild_base, sizes, overwrite)
 
 
-def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: Tell = lambda seed, what, done: None) -> Study:
+def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: Tell = lambda seed, step, share: None) -> Study:
     """Run a plan and write results.json, answers.jsonl, a report, pictures and the models of each seed.
 
     The folder appears when it is complete. On the same machine and with the same versions, the same plan gives the same
@@ -110,7 +110,7 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: Tell = lambda seed,
     Args:
         plan: see `plan_lab`.
         jobs: seeds at once; by default as many as there are cores.
-        tell: called with a seed, its current step, and the share of the seed that is done.
+        tell: called with a seed, its current step, and the finished share of the seed.
 
     Raises:
         DependencyError: the `lab` extra is not installed.

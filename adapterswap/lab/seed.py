@@ -101,9 +101,9 @@ def run_seed(
     *,
     rebuild_base: bool = False,
     sizes: Sizes = DEFAULT_SIZES,
-    tell: Tell = lambda what, done: None,
+    tell: Tell = lambda step, share: None,
 ) -> SeedResult:
-    """Train and judge one seed; the base, the experts, the composed adapter and the training rows stay in `folder`.
+    """Train and evaluate one seed; the base, the experts, the composed adapter and the training rows stay in `folder`.
 
     Args:
         folder: a missing or empty folder, for base/, math/, language/, math+language/, math.jsonl and language.jsonl.
@@ -125,7 +125,7 @@ def run_seed(
     with isolated():
         write_base(
             scene, seed, folder / "base", rebuild=pretrains,
-            progress=lambda done, steps: tell("pretraining the base", math * done / steps),
+            progress=lambda step, steps: tell("pretraining the base", math * step / steps),
         )  # fmt: skip
     tell("math expert", math)
     losses = {"math": _train(folder, "math", math_rows(scene, seed), seed)}
@@ -134,9 +134,9 @@ def run_seed(
     tell("development set", compositions)
     with isolated():
         judge = _LoadedPair(folder)
-        asked = Questions(draw_problems(scene, "development", sizes.development), "xx")
-        grid = {zone: judge.accuracy(judge.swap(*zone), asked) for zone in ZONES}
-        scales = {scale: judge.accuracy(judge.sum(scale), asked) for scale in SCALES}
+        development = Questions(draw_problems(scene, "development", sizes.development), "xx")
+        grid = {zone: judge.accuracy(judge.swap(*zone), development) for zone in ZONES}
+        scales = {scale: judge.accuracy(judge.sum(scale), development) for scale in SCALES}
         bottom, top = max(ZONES[1:], key=lambda zone: (grid[zone], -sum(zone)))
         scale = max(scales, key=lambda scale: (scales[scale], scale))
         tell("test set", (1 + compositions) / 2)

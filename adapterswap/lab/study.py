@@ -28,7 +28,7 @@ __all__ = ["Study", "run_seeds", "run_study"]
 
 Tell = Callable[[int, str, float], None]
 _Result = TypeVar("_Result")
-_Work = Callable[[int, Callable[[str, float], None]], _Result]
+_SeedFunction = Callable[[int, Callable[[str, float], None]], _Result]
 _POLL_SECONDS = 0.2
 
 
@@ -72,7 +72,7 @@ def run_study(
     rebuild_base: bool = False,
     sizes: Sizes = DEFAULT_SIZES,
     jobs: int | None = None,
-    tell: Tell = lambda seed, what, done: None,
+    tell: Tell = lambda seed, step, share: None,
 ) -> Study:
     """Run seeds 0…`seeds`-1, each in `folder`/seed-N.
 
@@ -86,16 +86,16 @@ def run_study(
         RunError: a seed's process died.
         AdapterswapError: see `run_seed`.
     """
-    work = partial(_run_one, scene, folder, rebuild_base, sizes)
-    return Study(scene, tuple(run_seeds(work, range(seeds), jobs=jobs, tell=tell)))
+    run_one = partial(_run_one, scene, folder, rebuild_base, sizes)
+    return Study(scene, tuple(run_seeds(run_one, range(seeds), jobs=jobs, tell=tell)))
 
 
 def run_seeds(
-    work: _Work[_Result],
+    work: _SeedFunction[_Result],
     seeds: Sequence[int],
     *,
     jobs: int | None = None,
-    tell: Tell = lambda seed, what, done: None,
+    tell: Tell = lambda seed, step, share: None,
 ) -> list[_Result]:
     """The results of `work(seed, tell)` for each seed, each in its own process, on one thread.
 
@@ -146,11 +146,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run(work: _Work[_Result], seed: int) -> _Result:
-    def tell(what: str, done: float) -> None:
-        _news.put((seed, what, done))
+def _run(run_one: _SeedFunction[_Result], seed: int) -> _Result:
+    def tell(step: str, share: float) -> None:
+        _news.put((seed, step, share))
 
-    return work(seed, tell)
+    return run_one(seed, tell)
 
 
 def _run_one(
