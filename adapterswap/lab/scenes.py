@@ -131,10 +131,10 @@ def _drawn(scene: Scene, weights: Mapping[str, float], rng: Random) -> list[LabR
 def draw_problems(scene: Scene, part: str, number: int) -> list[WordProblem]:
     """`number` different problems of `part` (`development` or `test`), the same for every seed."""
     rng = Random(f"{scene.name} {part}")
-    found: dict[WordProblem, None] = {}
-    while len(found) < number:
-        found[draw_problem(rng, part=part, two_steps=scene.two_steps)] = None
-    return list(found)
+    problems: dict[WordProblem, None] = {}
+    while len(problems) < number:
+        problems[draw_problem(rng, part=part, two_steps=scene.two_steps)] = None
+    return list(problems)
 
 
 def _kinds(scene: Scene) -> dict[str, _Kind]:

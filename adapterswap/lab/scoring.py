@@ -41,8 +41,8 @@ class Questions:
         for start in range(0, len(order), _BATCH):
             chosen = order[start : start + _BATCH]
             ids = padded([prompts[i] + answers[i] for i in chosen], PAD)
-            asked = padded([[0] * (len(prompts[i]) - 1) + [1] * len(answers[i]) for i in chosen], 0).bool()
-            self.batches.append((chosen, ids, asked))
+            in_answer = padded([[0] * (len(prompts[i]) - 1) + [1] * len(answers[i]) for i in chosen], 0).bool()
+            self.batches.append((chosen, ids, in_answer))
 
 
 def exact_match(model: Any, questions: Questions) -> NDArray[np.bool_]:
@@ -51,7 +51,7 @@ def exact_match(model: Any, questions: Questions) -> NDArray[np.bool_]:
 
     right = np.zeros(questions.number, bool)
     with torch.inference_mode():
-        for chosen, ids, asked in questions.batches:
+        for chosen, ids, in_answer in questions.batches:
             likeliest = model(input_ids=ids).logits[:, :-1].argmax(-1)
-            right[chosen] = ((likeliest == ids[:, 1:]) | ~asked).all(-1).numpy()
+            right[chosen] = ((likeliest == ids[:, 1:]) | ~in_answer).all(-1).numpy()
     return right

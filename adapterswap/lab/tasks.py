@@ -56,9 +56,9 @@ def read_off(rng: Random, language: str) -> LabRow:
 def more_or_fewer(rng: Random, language: str) -> LabRow:
     """Whether a person has more or fewer objects after a change."""
     problem = draw_problem(rng, part="train")
-    asked = Fact("more or fewer", object=problem.facts[0].object).tell(language)
+    query = Fact("more or fewer", object=problem.facts[0].object).tell(language)
     answer = "more" if problem.signs == ("+",) else "fewer"
-    return LabRow(f"{problem.story(language)} {asked}", word(answer, language))
+    return LabRow(f"{problem.story(language)} {query}", word(answer, language))
 
 
 def _who_has(rng: Random, language: str) -> LabRow:
@@ -67,27 +67,27 @@ def _who_has(rng: Random, language: str) -> LabRow:
 
 
 def _where_is(rng: Random, language: str) -> LabRow:
-    who, place = rng.sample(NAMES, 2), rng.sample(tuple(PLACES), 2)
-    facts = [Fact("is in", who[0], place=place[0]), Fact("is in", who[1], place=place[1])]
-    return _ask(rng, facts, Fact("where is", who[0]), language, word(place[0], language))
+    names, places = rng.sample(NAMES, 2), rng.sample(tuple(PLACES), 2)
+    facts = [Fact("is in", names[i], place=places[i]) for i in (0, 1)]
+    return _ask(rng, facts, Fact("where is", names[0]), language, word(places[0], language))
 
 
 def _which(rng: Random, language: str) -> LabRow:
-    who, adjective = rng.sample(NAMES, 2), rng.sample(tuple(ADJECTIVES), 2)
+    names, adjectives = rng.sample(NAMES, 2), rng.sample(tuple(ADJECTIVES), 2)
     thing = rng.choice(tuple(OBJECTS))
-    facts = [Fact("likes", who[0], thing, adjective=adjective[0]), Fact("likes", who[1], thing, adjective=adjective[1])]
-    return _ask(rng, facts, Fact("which", who[0], thing), language, word(adjective[0], language))
+    facts = [Fact("likes", names[i], thing, adjective=adjectives[i]) for i in (0, 1)]
+    return _ask(rng, facts, Fact("which", names[0], thing), language, word(adjectives[0], language))
 
 
 def _two_have(rng: Random) -> tuple[Fact, Fact]:
-    who, thing = rng.sample(NAMES, 2), rng.sample(tuple(OBJECTS), 2)
-    one, other = (Fact("has", who[i], thing[i], rng.randint(1, LARGEST)) for i in (0, 1))
-    return one, other
+    names, things = rng.sample(NAMES, 2), rng.sample(tuple(OBJECTS), 2)
+    first, second = (Fact("has", names[i], things[i], rng.randint(1, LARGEST)) for i in (0, 1))
+    return first, second
 
 
-def _ask(rng: Random, facts: list[Fact], asked: Fact, language: str, answer: str) -> LabRow:
+def _ask(rng: Random, facts: list[Fact], query: Fact, language: str, answer: str) -> LabRow:
     rng.shuffle(facts)
-    return LabRow(" ".join(fact.tell(language) for fact in (*facts, asked)), answer)
+    return LabRow(" ".join(fact.tell(language) for fact in (*facts, query)), answer)
 
 
 def story(rng: Random, language: str) -> LabRow:
@@ -110,13 +110,13 @@ def code_switched(rng: Random) -> LabRow:
 def code_switched_question(rng: Random) -> LabRow:
     """A question with some words of the other language; the answer is in the question's main language."""
     language = rng.choice(("en", "xx"))
-    asked = question(rng, language)
-    return LabRow(_switch(rng, asked.prompt, language), asked.completion)
+    row = question(rng, language)
+    return LabRow(_switch(rng, row.prompt, language), row.completion)
 
 
 def _switch(rng: Random, text: str, language: str, share: float = 0.4) -> str:
-    other = WORDS if language == "en" else {xx: en for en, xx in WORDS.items()}
-    return " ".join(other[token] if token in other and rng.random() < share else token for token in text.split())
+    swaps = WORDS if language == "en" else {xx: en for en, xx in WORDS.items()}
+    return " ".join(swaps[token] if token in swaps and rng.random() < share else token for token in text.split())
 
 
 def counting(rng: Random, language: str) -> LabRow:
