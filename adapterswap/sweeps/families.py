@@ -79,7 +79,8 @@ class Family(MethodFields):
 
     The parameters of methods are fields too: {method: ties, density: [0.2, 0.5]}.
 
-    All combinations are judged, with every pair. Zones that need more layers than the base has are skipped and counted.
+    All combinations are evaluated, with every pair, except zones that need more layers than the base has: these are
+    counted.
     """
 
     as_lists: ClassVar[bool] = True
@@ -119,7 +120,7 @@ class Family(MethodFields):
     )
     full_rank: bool = Field(
         default=False,
-        description="Judge each composition exactly, as merged weights; each is written and loaded as a model.",
+        description="Evaluate each composition exactly, as merged weights; each is written and loaded as a model.",
     )
 
     @property

@@ -38,7 +38,7 @@ RoleName = Annotated[str, AfterValidator(_role_name)]
 
 
 class SweepRecipe(StrictModel):
-    """What a sweep judges, and on which tasks."""
+    """What a sweep evaluates, and on which tasks."""
 
     base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
     num_layers: int | None = Field(
@@ -75,7 +75,7 @@ class SweepRecipe(StrictModel):
         min_length=1,
         description="Task names as for evaluate; or language expert (patterns such as sw*) → the tasks of its pairs.",
     )
-    retention: list[str] = Field(default=[], description="More tasks that everything is judged on.")
+    retention: list[str] = Field(default=[], description="More tasks that everything is evaluated on.")
     primary: dict[str, str] = Field(
         default={}, description="Task → the score that counts, as metric or metric,filter. Default: `normalized`, or "
         "the task's first."
@@ -84,7 +84,7 @@ class SweepRecipe(StrictModel):
     selection: DocumentSplit = Field(
         default=DocumentSplit(), description="The documents on which configurations are chosen."
     )
-    search: Search | None = Field(default=None, description="Search the families' grids instead of judging all.")
+    search: Search | None = Field(default=None, description="Search the families' grids instead of evaluating all.")
 
     @property
     def by_role(self) -> dict[str, dict[str, str]]:
@@ -100,18 +100,18 @@ class SweepRecipe(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> SweepRecipe:
-        if both := sorted(self.task_experts.keys() & self.language_experts.keys()):
-            raise ValueError(f"{both[0]!r} is both a task expert and a language expert: rename one")
+        if shared := sorted(self.task_experts.keys() & self.language_experts.keys()):
+            raise ValueError(f"{shared[0]!r} is both a task expert and a language expert: rename one")
         self._check_roles()
         for pair in self.pairs or []:
-            for side, names, known in (
+            for side, names, experts in (
                 ("task", pair.task, self.task_experts),
                 ("language", pair.language, self.language_experts),
             ):
-                if unknown := [name for name in names if name not in known]:
-                    raise ValueError(f"pairs: {unknown[0]!r} is not a {side} expert ({', '.join(known)})")
+                if unknown := [name for name in names if name not in experts]:
+                    raise ValueError(f"pairs: {unknown[0]!r} is not a {side} expert ({', '.join(experts)})")
         if not self.compositions and not self.baselines and not self.extra:
-            raise ValueError("there is nothing to judge: add compositions, baselines or extra")
+            raise ValueError("there is nothing to evaluate: add compositions, baselines or extra")
         rows = {family.name or "" for family in self.compositions} | {"base", *map(expert_row, self.by_role)}
         if clash := sorted(rows & self.extra.keys()):
             raise ValueError(f"extra: {clash[0]!r} is already the name of another row: choose another name")
@@ -136,11 +136,11 @@ class SweepRecipe(StrictModel):
             if family.rules is not None:
                 check_names(named_in(rules), [*homes, *self.by_role], problems, rules)
             mistake = next(iter(problems), None)
-            what = f"compositions: {family.name or 'rules'}: "
+            prefix = f"compositions: {family.name or 'rules'}: "
             if mistake is not None:
-                raise FieldMistake(what + mistake.message, "compositions", remedy=mistake.remedy)
+                raise FieldMistake(prefix + mistake.message, "compositions", remedy=mistake.remedy)
             if message := check_roles(named_in(rules), {role: [*names] for role, names in self.by_role.items()}):
-                raise FieldMistake(what + message, "compositions")
+                raise FieldMistake(prefix + message, "compositions")
 
 
 SWEEP_PATHS = (
@@ -189,7 +189,7 @@ def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[
 def with_places(recipe: SweepRecipe, found: Callable[[str], str]) -> SweepRecipe:
     """The recipe with `found(place)` in place of the paths of the base, each expert and `include_path`."""
 
-    def each(places: dict[str, str]) -> dict[str, str]:
+    def replaced(places: dict[str, str]) -> dict[str, str]:
         return {name: found(place) for name, place in places.items()}
 
     settings = recipe.settings
@@ -198,9 +198,9 @@ def with_places(recipe: SweepRecipe, found: Callable[[str], str]) -> SweepRecipe
     return recipe.model_copy(
         update={
             "base_model": found(recipe.base_model),
-            "task_experts": each(recipe.task_experts),
-            "language_experts": each(recipe.language_experts),
-            "roles": {role: each(experts) for role, experts in recipe.roles.items()},
+            "task_experts": replaced(recipe.task_experts),
+            "language_experts": replaced(recipe.language_experts),
+            "roles": {role: replaced(experts) for role, experts in recipe.roles.items()},
             "extra": {row: [found(place) for place in as_list(places)] for row, places in recipe.extra.items()},
             "settings": settings,
         }

@@ -36,8 +36,8 @@ class DocumentSplit(StrictModel):
         """(documents to choose on, documents to report on), both sorted. A single document is only reported on."""
         chosen = min(max(1, round(self.fraction * num_docs)), num_docs - 1)
         select = sorted(Random(self.seed).sample(range(num_docs), chosen))
-        kept = set(select)
-        return tuple(select), tuple(doc_id for doc_id in range(num_docs) if doc_id not in kept)
+        selected = set(select)
+        return tuple(select), tuple(doc_id for doc_id in range(num_docs) if doc_id not in selected)
 
 
 class Halving(StrictModel):
@@ -59,7 +59,7 @@ class Halving(StrictModel):
 
 
 class Search(StrictModel):
-    """Judge some configurations of a family instead of all. A trial is one configuration with every pair."""
+    """Evaluate some configurations of a family instead of all. A trial is one configuration with every pair."""
 
     sampler: Literal["tpe", "random"] = Field(
         default="tpe", description="tpe: Bayesian, from the trials so far (Bergstra et al. 2011); random: uniform."

@@ -264,7 +264,7 @@ BAD = {
     "a pair of strangers": ({"pairs": [{"task": "m1", "language": "m2"}]}, "'m2' is not a language expert"),
     "no task": ({"tasks": []}, "tasks"),
     "a language without tasks": ({"tasks": {"s1": []}}, "s1 has no task"),
-    "nothing to judge": ({"baselines": [], "compositions": []}, "nothing to judge"),
+    "nothing to evaluate": ({"baselines": [], "compositions": []}, "nothing to evaluate"),
     "a row that is there": ({"extra": {"base": "x"}}, "already the name of another row"),
     "a share above 1": ({"selection": {"fraction": 1.5}}, "less than 1"),
     "an unknown baseline": ({"baselines": ["nothing"]}, "baselines"),
