@@ -1,9 +1,9 @@
-"""Judge cells in worker processes over Ray, on this machine or many.
+"""Evaluate cells in worker processes over Ray, on this machine or many.
 
 Each worker prepares the same sweep itself and loads the base and the experts once. It is refused if its files or
 versions differ from this process's. Workers get one cell at a time, and results are returned in the order of the cells.
-If a worker dies, another is started in its place, and the next free worker judges its cell. Only this process writes.
-Knows judges and Ray; knows nothing of the folder, or of which cells there are.
+If a worker dies, another is started in its place, and the next free worker evaluates its cell. Only this process
+writes. Knows judges and Ray; knows nothing of the folder, or of which cells there are.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def over_ray(
         AdapterswapError: a worker cannot open the sweep.
     """
     ray = _ray()
-    own = not ray.is_initialized()
+    started_here = not ray.is_initialized()
     try:
-        if own:
+        if started_here:
             _connect(address, workers)
         gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
         cpus = int(ray.cluster_resources().get("CPU", 0))
@@ -75,7 +75,7 @@ def over_ray(
         arguments = (_anywhere(prepared.recipe), consent)
         yield _Cluster(prepared, remote, (*arguments, device if gpus else "cpu", dtype), workers or gpus)
     finally:
-        if own:
+        if started_here:
             ray.shutdown()
 
 
@@ -136,7 +136,7 @@ class _Cluster:
     """The workers of a sweep; see `Judge`. Waits until one of them has loaded."""
 
     def __init__(self, prepared: PreparedSweep, remote: Any, arguments: tuple[Any, ...], workers: int) -> None:
-        self._known: Mapping[str, Any] = prepared.described
+        self._agreed: Mapping[str, Any] = prepared.described
         self._remote, self._arguments = remote, arguments
         self._idle: deque[Any] = deque()
         self._busy: dict[Any, tuple[Any, int | None]] = {}  # reference → worker, and its cell, or None while it loads
@@ -145,10 +145,10 @@ class _Cluster:
             self._start()
         while not self._idle:
             self._await()
-        self.described = self._known
+        self.described = self._agreed
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge cells side by side. Does not call `on_progress`: workers do not report theirs.
+        """Evaluate cells side by side. Does not call `on_progress`: workers do not report theirs.
 
         Raises:
             RunError: workers die repeatedly on a cell.
@@ -165,11 +165,11 @@ class _Cluster:
                 yield finished.pop(following)
                 following += 1
                 continue
-            done, judged = self._await()
-            if done is not None and judged is not None:
-                finished[done] = judged
-            elif done is not None:
-                waiting.appendleft(done)
+            index, result = self._await()
+            if index is not None and result is not None:
+                finished[index] = result
+            elif index is not None:
+                waiting.appendleft(index)
 
     def _start(self) -> None:
         worker = self._remote.remote()
@@ -196,5 +196,5 @@ class _Cluster:
             raise answer
         self._idle.append(worker)
         if number is None:
-            self._known = agreed(self._known, answer)
+            self._agreed = agreed(self._agreed, answer)
         return number, answer if number is not None else None

@@ -1,4 +1,4 @@
-"""Judge cells over one base in memory, with all adapters of a sweep loaded.
+"""Evaluate cells over one base in memory, with all adapters of a sweep loaded.
 
 Between most cells only LoRA layers are switched; nothing is loaded or written. Compositions that need their own tensors
 are the exception. With a bound on the rank (TIES, DARE, pruning) they are reduced to an adapter in a temporary folder,
@@ -56,7 +56,7 @@ class Judged:
 
 
 class Judge(Protocol):
-    """Judges cells.
+    """Evaluates cells.
 
     Attributes:
         described: everything that the results depend on, for sweep.json.
@@ -66,12 +66,12 @@ class Judge(Protocol):
     def described(self) -> Mapping[str, Any]: ...
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge the assignments; the results are in the same order."""
+        """Evaluate the assignments; the results are in the same order."""
         ...
 
 
 def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
-    """Whether a cell is judged by switching alone, is first reduced to an adapter, or merged into full weights."""
+    """Whether a cell is evaluated by switching alone, is first reduced to an adapter, or merged into full weights."""
     from adapterswap.live import why_not_live
 
     plan = prepared.plans[cell.cell]
@@ -108,7 +108,7 @@ class LocalJudge:
     Args:
         prepared: the sweep.
         device, dtype: as for `sweep`.
-        processes: the processes that judge together, each with its own `LocalJudge`; None for this one alone.
+        processes: the processes that evaluate together, each with its own `LocalJudge`; None for this one alone.
 
     Raises:
         AdapterswapError: see `choose_device`, `load_weights` and `LiveComposer.load_expert`.
@@ -129,7 +129,7 @@ class LocalJudge:
         self.described = {**prepared.described, "settings": settings, "versions": versions}
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge cells lazily, one for each `next`. A cell's composition is removed from the model after it.
+        """Evaluate cells lazily, one for each `next`. A cell's composition is removed from the model after it.
 
         Raises:
             AdapterswapError: see `evaluate`.
@@ -147,18 +147,18 @@ class LocalJudge:
         with self._composed(cell) as relative_error:
             model = self._model
             switched = time.perf_counter()
-            found = evaluate(
+            evaluation = evaluate(
                 model, tokenizer, tasks, prepared.settings,
                 documents=documents, processes=self._processes, on_progress=on_progress,
             )  # fmt: skip
             seconds = {"switch": switched - started, "evaluate": time.perf_counter() - switched}
         rounded = {name: round(value, 6) for name, value in seconds.items()}
         questions: dict[str, list[dict[str, Any]]] = {task: [] for task in tasks}
-        for sample in found.samples:
+        for sample in evaluation.samples:
             target = sample.as_json()["target"]
             questions[sample.task].append({"doc_id": sample.doc_id, "prompt": sample.prompt, "target": target})
-        result = CellResult(cell, _values(found, prepared), rounded, relative_error)
-        return Judged(result, list(_samples(found)), questions)
+        result = CellResult(cell, _values(evaluation, prepared), rounded, relative_error)
+        return Judged(result, list(_samples(evaluation)), questions)
 
     def _load(self) -> None:
         """Load the base with all adapters, unless it is in memory: a merged model may have replaced it."""
@@ -186,20 +186,20 @@ class LocalJudge:
                 yield None
             return
         self._load()
-        if self._composer is None:  # without adapters only the base is left to judge here
+        if self._composer is None:  # without adapters only the base is left to evaluate here
             yield None
             return
         if plan is None or way == "switched":
             with self._composer.use(plan):
                 yield None
             return
-        written = prepare(plan, Form(**cell.output))
-        errors = (reduced.written_error for reduced in written.reduced.values())
+        adapter = prepare(plan, Form(**cell.output))
+        errors = (reduced.written_error for reduced in adapter.reduced.values())
         relative_error = float(f"{max(errors, default=0.0):.6g}") if cell.output else None
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
             place = Path(stack.enter_context(TemporaryDirectory()))
-            self._composer.load_expert(write_prepared(written, place / "composed"), name)
+            self._composer.load_expert(write_prepared(adapter, place / "composed"), name)
             try:
                 with self._composer.use(name):
                     yield relative_error
@@ -208,7 +208,7 @@ class LocalJudge:
 
     @contextmanager
     def _merged(self, plan: Plan) -> Iterator[None]:
-        """Replace the model in memory by the one that `merge` writes for a plan, until the cell is judged."""
+        """Replace the model in memory by the one that `merge` writes for a plan, until the cell is evaluated."""
         from adapterswap.bases import load_weights
         from adapterswap.merging import ModelForm, prepare_model, write_model
 
@@ -231,17 +231,17 @@ class LocalJudge:
                 self._model = None
 
 
-def _values(found: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:
+def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:
     """The scores of one evaluation, as recorded; numbers that JSON cannot represent become None."""
-    plain = {task["name"]: task["scores"] for task in found.as_json()["tasks"]}
+    plain = {task["name"]: task["scores"] for task in evaluation.as_json()["tasks"]}
     values = {}
-    for name, task in found.tasks.items():
+    for name, task in evaluation.tasks.items():
         metric, filter_name = prepared.tasks[name].primary
         scores = {f"{score['metric']},{score['filter']}": score for score in plain[name]}
         primary = scores.get(f"{metric},{filter_name}", {"value": None, "stderr": None})
         docs = {
             sample.doc_id: sample.scores[filter_name][metric]
-            for sample in found.samples
+            for sample in evaluation.samples
             if sample.task == task.name and metric in sample.scores.get(filter_name, {})
         }
         plain_scores = {key: score["value"] for key, score in scores.items()}
@@ -253,7 +253,7 @@ def _values(found: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskV
     return values
 
 
-def _samples(found: EvaluationResult) -> Iterator[dict[str, Any]]:
-    for sample in found.samples:
+def _samples(evaluation: EvaluationResult) -> Iterator[dict[str, Any]]:
+    for sample in evaluation.samples:
         content = sample.as_json()
         yield {key: content[key] for key in ("task", "doc_id", "target", "output", "answers", "scores")}

@@ -1,4 +1,4 @@
-"""Judge each cell with all processes that a launcher started.
+"""Evaluate each cell with all processes that a launcher started.
 
 The main process runs the sweep as if it were alone, and records the results. It sends each assignment to the other
 processes, which have loaded the same base and experts, and the cell's batches are divided among all of them. Knows
@@ -33,7 +33,7 @@ def lead(prepared: PreparedSweep, processes: Processes, device: str, dtype: str)
 
 
 def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> Run:
-    """Judge the main process's assignments with it, until it sends the sweep's results. Loads nothing before the first.
+    """Evaluate the main process's assignments with it, until it sends the results. Loads nothing before the first.
 
     Raises:
         AdapterswapError: as `lead`; see `evaluate`.
@@ -54,9 +54,9 @@ def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: st
 def _opened(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> LocalJudge:
     """The judge of this process. Checks that all processes have the same description."""
     judge = LocalJudge(prepared, device, dtype, processes=processes)
-    known, *others = processes.shared(range(processes.count), lambda _: judge.described)
-    for found in others:
-        agreed(known, found)
+    first, *others = processes.shared(range(processes.count), lambda _: judge.described)
+    for described in others:
+        agreed(first, described)
     return judge
 
 
@@ -68,7 +68,7 @@ class _Leader:
         self.described = judge.described
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge the assignments lazily, one for each `next`.
+        """Evaluate the assignments lazily, one for each `next`.
 
         Raises:
             AdapterswapError: see `evaluate`.
