@@ -1,4 +1,4 @@
-"""The conditions under which cells were judged: base, experts, tasks, settings and versions.
+"""The conditions under which cells were evaluated: base, experts, tasks, settings and versions.
 
 Scores can be compared only if their conditions are equal.
 Knows the description of a sweep, as plain data; knows nothing of folders or scores.
@@ -28,18 +28,18 @@ def conditions_of(
         described: the content of sweep.json.
         experts, tasks: the experts and tasks to include; None for all.
     """
-    found = {name: described[name] for name in ("adapterswap_version", "num_layers") if name in described}
+    conditions = {name: described[name] for name in ("adapterswap_version", "num_layers") if name in described}
     for part in ("base_model", "settings", "versions"):
-        found |= _named(part, described.get(part, {}))
+        conditions |= _named(part, described.get(part, {}))
     for name, expert in described.get("experts", {}).items():
         if experts is None or name in experts:
-            found |= _named(f"experts.{name}", expert)
+            conditions |= _named(f"experts.{name}", expert)
     for name, task in described.get("tasks", {}).items():
         if tasks is None or name in tasks:
-            found |= _named(f"tasks.{name}", {key: task[key] for key in _OF_TASKS if key in task})
+            conditions |= _named(f"tasks.{name}", {key: task[key] for key in _OF_TASKS if key in task})
     if described.get("task_files"):
-        found["task_files"] = _digest(described["task_files"])
-    return found
+        conditions["task_files"] = _digest(described["task_files"])
+    return conditions
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -1,6 +1,6 @@
-"""The results of judging: tasks, scores and cells. Plain data that is written as JSON and read back.
+"""The results of a sweep: tasks, scores and cells. Plain data that is written as JSON and read back.
 
-Knows nothing of folders, of how cells are made or judged, or of statistics.
+Knows nothing of folders, of how cells are made or evaluated, or of statistics.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ class CellResult:
     """A finished cell.
 
     Attributes:
-        cell: what was judged.
+        cell: what was evaluated.
         results: task → scores.
         seconds: `switch`, for making this composition from the previous one, and `evaluate`.
         relative_error: for a cell with a bounded rank, the largest ‖ΔW − ΔW'‖ / ‖ΔW‖ of a module (Frobenius norm); ΔW'
-            is what was judged, after rounding; 0 if nothing had to be reduced. None for cells without a bound, which
+            is what was evaluated, after rounding; 0 if nothing had to be reduced. None for cells without a bound, which
             are exact, and in sweeps of older versions, which did not record it.
     """
 
@@ -137,11 +137,11 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RungResult:
-    """The scores of a cell on a rung of successive halving, before it was judged on all documents or given up.
+    """The scores of a cell on a rung of successive halving, before it was evaluated on all documents or given up.
 
     Attributes:
         cell: the cell's id.
-        documents: on how many documents of each target task it was judged.
+        documents: on how many documents of each target task it was evaluated.
         results: target task → scores over these documents.
         seconds: see `CellResult`.
     """
@@ -181,7 +181,7 @@ class Findings:
 
     @property
     def seen(self) -> set[str]:
-        """The cells that were judged on at least some documents."""
+        """The cells that were evaluated on at least some documents."""
         return {*self.results, *(cell for cell, _ in self.rungs)}
 
     def get(self, assignment: Assignment) -> CellResult | RungResult | None:
@@ -190,11 +190,14 @@ class Findings:
         finished = self.results.get(cell)
         if assignment.documents is None or rung is None:
             return finished
-        seen = self.rungs.get((cell, rung))
-        asked = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
+        rung_result = self.rungs.get((cell, rung))
+        requested = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
         # A search with another seed takes other documents, though as many.
-        if seen is not None and {task: {*value.docs} for task, value in seen.results.items()} == asked:
-            return seen
+        if (
+            rung_result is not None
+            and {task: {*value.docs} for task, value in rung_result.results.items()} == requested
+        ):
+            return rung_result
         if finished is None:
             return None
         parts = {task: finished.results[task].only(doc_ids) for task, doc_ids in assignment.documents.items()}
