@@ -1,6 +1,6 @@
-"""A cell is one thing that a sweep judges. Plain data that is written as JSON and read back.
+"""A cell is one thing that a sweep evaluates. Plain data that is written as JSON and read back.
 
-Knows nothing of how cells are made or judged.
+Knows nothing of how cells are made or evaluated.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Cell:
         language_expert: the same for the language side; also empty for a reset to the base.
         other_experts: the experts of all other roles.
         composition: the fields of a `Composition` that are not its defaults; empty for the base.
-        output: `max_rank` or `max_error` if the composition is reduced to an adapter before it is judged; `full_rank`
-            if it is merged into full weights.
+        output: `max_rank` or `max_error` if the composition is first reduced to an adapter; `full_rank` if it is
+            merged into full weights.
         short: the short name: `math1+sw1@bottom=3,top=1`; an expert's name; or `base`.
         default: whether it is the papers' default configuration of its family; see `defaults.default_of`.
-        tasks: the tasks that it is judged on: target tasks, then retention.
+        tasks: the tasks that it is evaluated on: target tasks, then retention.
     """
 
     cell: str
@@ -48,12 +48,12 @@ class Cell:
 
     @property
     def identity(self) -> str:
-        """Equal for cells of different families that are the same composition, so that only one of them is judged."""
+        """Equal for cells of different families that are the same composition: only one of them is evaluated."""
         return repr((sorted(self.composition.items()), sorted(self.output.items()), self.tasks))
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the rank is bounded, so that the judged adapter is an approximation."""
+        """Whether the rank is bounded, so that the evaluated adapter is an approximation."""
         return bool(self.output.keys() - {"full_rank"})
 
     def as_json(self) -> dict[str, Any]:
@@ -89,11 +89,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A cell to judge, on all documents or on those of a rung of successive halving.
+    """A cell to evaluate, on all documents or on those of a rung of successive halving.
 
     Attributes:
         cell: the cell.
-        documents: target task → the documents to judge on, the same number for each task; None for all documents.
+        documents: target task → the documents to evaluate on, the same number for each task; None for all documents.
     """
 
     cell: Cell

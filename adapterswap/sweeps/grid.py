@@ -44,7 +44,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Candidate:
     """A composition of a pair, before it is known whether it is its row's default. Its id is appended to `trial`."""
 
     row: str
@@ -68,7 +68,7 @@ class Grid:
     """The cells of a recipe.
 
     Attributes:
-        cells: in the order in which they are judged.
+        cells: in the order in which they are evaluated.
         left_out: the number of skipped compositions, over all pairs: their zones need more layers than the base has.
         repeated: the number of duplicates within families, over all pairs.
         spaces: the cells of compositions of pairs, by family and configuration.
@@ -89,11 +89,11 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
     Args:
         asked: the tasks, by their full names.
         num_layers: the number of layers of the base.
-        full: the experts that are full checkpoints; compositions with one of them are judged as merged weights.
+        full: the experts that are full checkpoints; compositions with one of them are evaluated as merged weights.
 
     Raises:
         FieldError: the settings of a composition are invalid; lists all of them.
-        CompositionError: nothing is left to judge.
+        CompositionError: nothing is left to evaluate.
     """
     problems = Problems(FieldError)
     everything = asked.of(recipe.language_experts)
@@ -111,34 +111,34 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
         add(_make_cell("base", (), (), {}, {}, BASE, everything, default=True))
     if "task" in recipe.baselines:
         for name in recipe.task_experts:
-            add(_alone("task expert", (name,), (), name, everything))
+            add(_expert_cell("task expert", (name,), (), name, everything))
     if "language" in recipe.baselines:
         for name in recipe.language_experts:
-            add(_alone("language expert", (), (name,), name, asked.of([name])))
+            add(_expert_cell("language expert", (), (name,), name, asked.of([name])))
     if "roles" in recipe.baselines:
         for role, experts in recipe.roles.items():
             for name in experts:
-                add(_alone(expert_row(role), (), (), name, everything, others=(name,)))
+                add(_expert_cell(expert_row(role), (), (), name, everything, others=(name,)))
     for row, adapters in extra_experts(recipe).items():
         for number, name in enumerate(adapters, 1):
             short = row if len(adapters) == 1 else f"{row} {number}"
-            add(_alone(row, (), (), name, everything, short=short))
-    wanted: list[_Wanted] = []
+            add(_expert_cell(row, (), (), name, everything, short=short))
+    candidates: list[_Candidate] = []
     asked_families: list[tuple[Family, list[dict[str, Any]], list[list[str]]]] = []
     for family in _families(recipe):
         configurations = []
         for content in _configurations(family):
             with problems.collect():
                 configurations.append(_check(content, family))
-        held: list[list[str]] = [[] for _ in configurations]
+        trial_ids: list[list[str]] = [[] for _ in configurations]
         if family.rules is not None:
-            for content, ids in zip(configurations, held, strict=True):
+            for content, ids in zip(configurations, trial_ids, strict=True):
                 with problems.collect():
-                    wanted += _by_rules(recipe, family, content, asked, ids, full)
-            asked_families.append((family, configurations, held))
+                    candidates += _by_rules(recipe, family, content, asked, ids, full)
+            asked_families.append((family, configurations, trial_ids))
             continue
         for task, language in pairs_of(recipe, family):
-            for content, ids in zip(configurations, held, strict=True):
+            for content, ids in zip(configurations, trial_ids, strict=True):
                 with problems.collect():
                     composition = _on(content, task, language or (BASE,))
                     _check_form(composition, family, full)
@@ -148,21 +148,21 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
                     short = _short(task, language, content, family.output)
                     tasks = asked.of(language or recipe.language_experts)
                     row = _row(family, composition)
-                    wanted.append(_Wanted(row, composition, family.output, short, tasks, ids, task, language))
-        asked_families.append((family, configurations, held))
+                    candidates.append(_Candidate(row, composition, family.output, short, tasks, ids, task, language))
+        asked_families.append((family, configurations, trial_ids))
     problems.raise_if_any()
-    for one, default in _with_defaults(wanted, num_layers):
+    for candidate, default in _with_defaults(candidates, num_layers):
         cell = _make_cell(
-            one.row, one.task, one.language, _as_data(one.composition), dict(one.output), one.short, one.tasks,
-            default=default, others=one.others,
+            candidate.row, candidate.task, candidate.language, _as_data(candidate.composition), dict(candidate.output),
+            candidate.short, candidate.tasks, default=default, others=candidate.others,
         )  # fmt: skip
-        one.trial.append(add(cell))
-    for family, configurations, held in asked_families:
-        filled = zip(configurations, held, strict=True)
+        candidate.trial.append(add(cell))
+    for family, configurations, trial_ids in asked_families:
+        filled = zip(configurations, trial_ids, strict=True)
         spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in filled if ids)))
     if not cells:
         raise CompositionError(
-            f"nothing is left to judge: all zones overlap in {num_layers} layers",
+            f"nothing is left to evaluate: all zones overlap in {num_layers} layers",
             "Lower bottom, top and the transitions",
             parameter="compositions",
         )
@@ -170,20 +170,22 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
     return Grid(tuple(ordered), left_out, repeated, tuple(spaces))
 
 
-def _with_defaults(wanted: list[_Wanted], num_layers: int) -> Iterator[tuple[_Wanted, bool]]:
+def _with_defaults(candidates: list[_Candidate], num_layers: int) -> Iterator[tuple[_Candidate, bool]]:
     """Every composition, and whether it is the papers' default of its row; of two equal ones the first is."""
-    rows: dict[Any, list[_Wanted]] = {}
-    for one in wanted:
-        row = rows.setdefault(one.setting, [])
-        if not any((one.composition, one.output) == (other.composition, other.output) for other in row):
-            row.append(one)
+    rows: dict[Any, list[_Candidate]] = {}
+    for candidate in candidates:
+        row = rows.setdefault(candidate.setting, [])
+        if not any(
+            (candidate.composition, candidate.output) == (earlier.composition, earlier.output) for earlier in row
+        ):
+            row.append(candidate)
     defaults = set()
     for setting, row in rows.items():
-        index = default_of([one.composition for one in row], num_layers)
+        index = default_of([candidate.composition for candidate in row], num_layers)
         if index is not None:
             defaults.add((setting, row[index].short))
-    for one in wanted:
-        yield one, (one.setting, one.short) in defaults
+    for candidate in candidates:
+        yield candidate, (candidate.setting, candidate.short) in defaults
 
 
 def composition_of(cell: Cell) -> Composition | None:
@@ -214,32 +216,32 @@ def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _check_form(composition: Composition, family: Family, full: Collection[str]) -> None:
-    """Check that a composition can be judged in the form that its family requires: switched, reduced or merged."""
+    """Check that a composition can be evaluated in the form that its family requires: switched, reduced or merged."""
     name = family.name or ("rules" if family.rules else composition.method)
-    whole = next((expert for expert in composition.expert_names if expert in full), None)
+    full_expert = next((expert for expert in composition.expert_names if expert in full), None)
     bound = next((key for key in family.output if key != "full_rank"), None)
-    if whole is not None and bound is not None:
+    if full_expert is not None and bound is not None:
         raise FieldError(
-            f"compositions: {name}: {bound} does not apply: {whole} is a full checkpoint, so the composition is judged "
-            "as merged weights",
+            f"compositions: {name}: {bound} does not apply: {full_expert} is a full checkpoint, so the composition is "
+            "evaluated as merged weights",
             f"Leave {bound} out",
             parameter=bound,
         )
-    if whole is not None or family.full_rank:
+    if full_expert is not None or family.full_rank:
         return
     used = [(rule.method, rule.parameters) for rule in family.rules or () if rule.blend is not None]
     for method, parameters in used if family.rules else [(composition.method, composition.parameters)]:
         if find_method(method).acts_on == "weights":
             raise FieldError(
                 f"compositions: {name}: {method} combines whole weights, which an adapter cannot hold",
-                "Set full_rank: true in the family to judge its merged weights, or use a method on ΔW",
+                "Set full_rank: true in the family to evaluate its merged weights, or use a method on ΔW",
                 parameter="full_rank",
             )
         if not find_method(method).exact_in_adapters(parameters) and not family.output:
             raise FieldError(
                 f"compositions: {name}: the result of {method} does not have low rank, so an adapter cannot hold it",
-                "Set full_rank: true in the family to judge its merged weights, or max_rank (such as the experts' "
-                "rank, or twice that) or max_error to judge an adapter that approximates it",
+                "Set full_rank: true in the family to evaluate its merged weights, or max_rank (such as the experts' "
+                "rank, or twice that) or max_error to evaluate an adapter that approximates it",
                 parameter="max_rank",
             )
 
@@ -248,10 +250,10 @@ def _by_rules(
     recipe: SweepRecipe,
     family: Family,
     content: dict[str, Any],
-    asked: AskedTasks,
+    tasks: AskedTasks,
     ids: list[str],
     full: Collection[str],
-) -> Iterator[_Wanted]:
+) -> Iterator[_Candidate]:
     """The compositions of one configuration of a family of rules: one for every choice of experts for its roles."""
     rules = family.rules or ()
     roles = {role: [*experts] for role, experts in recipe.by_role.items()}
@@ -260,13 +262,13 @@ def _by_rules(
         task, language, others = cast.of(TASK), cast.of(LANGUAGE), cast.others
         sides = [side for side in (task, language, others) if side]
         name = "+".join("&".join(side) for side in sides)
-        where = f"compositions: {family.name or 'rules'} with {', '.join(one for side in sides for one in side)}"
+        where = f"compositions: {family.name or 'rules'} with {', '.join(expert for side in sides for expert in side)}"
         composition = validate({**content, "rules": bound(rules, cast)}, Composition, where=where)
         _check_form(composition, family, full)
-        row = (family.name or "rules") + " of soups" * any(len(one) > 1 for one in cast.experts.values())
-        yield _Wanted(
+        row = (family.name or "rules") + " of soups" * any(len(names) > 1 for names in cast.experts.values())
+        yield _Candidate(
             row, composition, family.output, f"{name}@{_settings_text(settings)}",
-            asked.of(language or recipe.language_experts), ids, task, language, others,
+            tasks.of(language or recipe.language_experts), ids, task, language, others,
         )  # fmt: skip
 
 
@@ -290,7 +292,7 @@ def _as_data(composition: Composition) -> dict[str, Any]:
     return always | composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
 
 
-def _alone(
+def _expert_cell(
     family: str,
     task: tuple[str, ...],
     language: tuple[str, ...],

@@ -80,8 +80,10 @@ def casts(
     chosen = [{TASK: task, LANGUAGE: language} for task, language in pairs]
     sides = dict.fromkeys(tuple(pair[role] for role in sided) for pair in chosen) if sided else {(): None}
     others = [role for role in free if role not in sided]
-    for side, rest in product(sides, product(*(roles[role] for role in others))):
-        experts = dict(zip(sided, side, strict=True)) | {role: (one,) for role, one in zip(others, rest, strict=True)}
+    for side, added in product(sides, product(*(roles[role] for role in others))):
+        experts = dict(zip(sided, side, strict=True)) | {
+            role: (member,) for role, member in zip(others, added, strict=True)
+        }
         experts |= {name: (name,) for name in names if name in home}
         by_role: dict[str, tuple[str, ...]] = {}
         for name in names:
@@ -104,7 +106,7 @@ def _bound(rule: Rule, cast: Cast) -> Rule:
 
     def renamed(name: str) -> str:
         if name in rule.averages:
-            members = [one for member in rule.averages[name] for one in cast.experts.get(member, (member,))]
+            members = [expert for member in rule.averages[name] for expert in cast.experts.get(member, (member,))]
             label = name if members == list(rule.averages[name]) else mean_label(members)
         elif name == BASE or len(members := list(cast.experts[name])) == 1:
             return name if name == BASE else cast.experts[name][0]
