@@ -21,17 +21,21 @@ def default_of(configurations: Sequence[Composition], num_layers: int) -> int | 
     single configuration without zones is always the default. None if no configuration is the default, or more than one
     (partitions A and B, TIES at two ranks).
     """
-    alone = len(configurations) == 1
-    found = [index for index, one in enumerate(configurations) if _is_default(one, num_layers, alone=alone)]
-    return found[0] if len(found) == 1 else None
+    is_only = len(configurations) == 1
+    defaults = [
+        index
+        for index, composition in enumerate(configurations)
+        if _is_default(composition, num_layers, is_only=is_only)
+    ]
+    return defaults[0] if len(defaults) == 1 else None
 
 
-def _is_default(composition: Composition, num_layers: int, *, alone: bool) -> bool:
+def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> bool:
     free = {"task_weight", "language_weight", "weights", "norms", "row_threshold", "seed"}
     changed = composition.model_dump(exclude_defaults=True).keys() & free
     if _has_zones(composition):
         return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
-    if alone:
+    if is_only:
         return True
     defaults = {p.name: None if p.required else p.default for p in own_parameters(composition.method)}
     return not changed and composition.parameters == {**defaults, **find_method(composition.method).published}

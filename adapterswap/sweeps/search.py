@@ -1,10 +1,10 @@
-"""Which cells a sweep judges, and in which order: all, or those that a search proposes.
+"""Which cells a sweep evaluates, and in which order: all, or those that a search proposes.
 
-A search (optuna) proposes configurations of a family, one after the other. A trial is a configuration judged with every
-pair. Its value is the mean of the target tasks' primary scores on the documents to choose on. The table chooses by the
-same number, and documents to report on are not used. Successive halving judges a trial on a few documents first, then
-on more, and gives it up if others did better. After a sweep was killed, the results in its folder are replayed to the
-sampler in its own order, so it proposes the same trials again.
+A search (optuna) proposes configurations of a family, one after the other. A trial is a configuration evaluated with
+every pair. Its value is the mean of the target tasks' primary scores on the documents to choose on. The table chooses
+by the same number, and documents to report on are not used. Successive halving evaluates a trial on a few documents
+first, then on more, and gives it up if others did better. After a sweep was killed, the results in its folder are
+replayed to the sampler in its own order, so it proposes the same trials again.
 
 Knows prepared sweeps and results; knows nothing of models or folders.
 """
@@ -30,7 +30,7 @@ _PATIENCE = 20  # after so many proposals in a row that were tried before or who
 
 
 def batches(prepared: PreparedSweep, found: Findings) -> Iterator[list[Assignment]]:
-    """Lists of assignments to judge. Those of one list may be judged at the same time, and are on the same documents.
+    """Lists of assignments to evaluate. Those of one list are on the same documents and may run at the same time.
 
     Args:
         prepared: the sweep.
@@ -50,18 +50,18 @@ def batches(prepared: PreparedSweep, found: Findings) -> Iterator[list[Assignmen
 
 
 def expected(prepared: PreparedSweep, seen: Collection[str]) -> list[Cell]:
-    """As many cells as will be judged, including those in `seen`. Which others a search proposes is not known yet.
+    """As many cells as will be evaluated, including those in `seen`; a search may propose other ones.
 
     Args:
         prepared: the sweep.
-        seen: the cells that were judged, or given up after some documents.
+        seen: the cells that were evaluated, or given up after some documents.
     """
-    kept = {cell.cell for cell in _always(prepared)} | set(seen)
+    included = {cell.cell for cell in _always(prepared)} | set(seen)
     for space in _searched(prepared):
         seen_first = sorted(space.trials, key=lambda trial: -sum(cell in seen for cell in trial.cells))
         assert prepared.recipe.search is not None
-        kept |= {cell for trial in seen_first[: prepared.recipe.search.trials] for cell in trial.cells}
-    return [cell for cell in prepared.grid.cells if cell.cell in kept]
+        included |= {cell for trial in seen_first[: prepared.recipe.search.trials] for cell in trial.cells}
+    return [cell for cell in prepared.grid.cells if cell.cell in included]
 
 
 def rungs(prepared: PreparedSweep) -> tuple[int, ...]:
@@ -77,13 +77,13 @@ def _on(documents: int | None, cell: Cell, prepared: PreparedSweep) -> Assignmen
     if documents is None:
         return Assignment(cell)
     assert prepared.recipe.search is not None
-    asked = {}
+    documents_by_task = {}
     for name in cell.tasks:
         task = prepared.tasks[name]
         if task.role == "target":
             order = Random(prepared.recipe.search.seed).sample(task.select, len(task.select))
-            asked[name] = tuple(sorted(order[:documents]))
-    return Assignment(cell, asked)
+            documents_by_task[name] = tuple(sorted(order[:documents]))
+    return Assignment(cell, documents_by_task)
 
 
 def _searched(prepared: PreparedSweep) -> list[Space]:
@@ -95,12 +95,12 @@ def _searched(prepared: PreparedSweep) -> list[Space]:
 
 
 def _always(prepared: PreparedSweep) -> list[Cell]:
-    """The cells that are judged in any case."""
+    """The cells that are evaluated in any case."""
     searched = _searched(prepared)
-    asked = {cell for space in searched for trial in space.trials for cell in trial.cells}
-    others = [space for space in prepared.grid.spaces if space not in searched]
-    asked -= {cell for space in others for trial in space.trials for cell in trial.cells}
-    return [cell for cell in prepared.grid.cells if cell.cell not in asked]
+    searched_cells = {cell for space in searched for trial in space.trials for cell in trial.cells}
+    other_spaces = [space for space in prepared.grid.spaces if space not in searched]
+    searched_cells -= {cell for space in other_spaces for trial in space.trials for cell in trial.cells}
+    return [cell for cell in prepared.grid.cells if cell.cell not in searched_cells]
 
 
 def _trials(
@@ -111,17 +111,17 @@ def _trials(
     defaults = {cell.cell for cell in prepared.grid.cells if cell.default}
 
     def value(trial: Trial, documents: int | None) -> float:
-        judged = [found.get(_on(documents, cells[cell], prepared)) for cell in trial.cells]
-        results = [result for result in judged if result is not None]
+        findings = [found.get(_on(documents, cells[cell], prepared)) for cell in trial.cells]
+        results = [result for result in findings if result is not None]
         scores = [half_value(result, prepared.tasks, "select") for result in results]
-        known = [score for score in scores if score is not None]
-        if len(known) < len(trial.cells):
+        complete = [score for score in scores if score is not None]
+        if len(complete) < len(trial.cells):
             raise DataError(
                 f"search: one of the tasks {', '.join(prepared.tasks)} has no score for each document to choose on",
                 "Name another score in `primary`, use more documents, or leave `search` out",
                 parameter="primary",
             )
-        return sign_of(results, prepared.tasks) * sum(known) / len(known)
+        return sign_of(results, prepared.tasks) * sum(complete) / len(complete)
 
     first = [trial for trial in space.trials if defaults.issuperset(trial.cells)]
     yield from ask(space.trials, search, value, first=first, rungs=rungs(prepared))
@@ -170,22 +170,22 @@ def ask(
         for field, values in fields.items()
         if len(values) > 1
     }
-    left = {tuple(fields[field].index(trial.values[field]) for field in space): trial for trial in trials}
-    start = [point for point, trial in left.items() if trial in first]
+    untried = {tuple(fields[field].index(trial.values[field]) for field in space): trial for trial in trials}
+    start = [point for point, trial in untried.items() if trial in first]
     drawn = Random(search.seed)
-    for _ in range(min(search.trials, len(left))):
+    for _ in range(min(search.trials, len(untried))):
         point: tuple[Any, ...] = ()
         for _ in range(0 if start else _PATIENCE):
             question = study.ask(space)
             point = tuple(question.params[field] for field in space)
-            if point in left:
+            if point in untried:
                 break
             study.tell(question, state=optuna.trial.TrialState.FAIL)
-        if point not in left:
-            point = start.pop(0) if start else drawn.choice(list(left))
+        if point not in untried:
+            point = start.pop(0) if start else drawn.choice(list(untried))
             study.enqueue_trial(dict(zip(space, point, strict=True)))
             question = study.ask(space)
-        trial = left.pop(point)
+        trial = untried.pop(point)
         for documents in rungs:
             yield trial, documents
             question.report(value(trial, documents), documents)

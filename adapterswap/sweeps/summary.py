@@ -66,15 +66,17 @@ def best_of(candidates: Iterable[tuple[float | None, bool, _Candidate]], sign: i
         candidates: (score, whether it is the default, candidate), in the order of the recipe.
         sign: -1 where less is better.
     """
-    known = [(sign * round(score, 12), default, one) for score, default, one in candidates if score is not None]
-    return max(known, key=lambda entry: entry[:2])[2] if known else None
+    scored = [
+        (sign * round(score, 12), default, candidate) for score, default, candidate in candidates if score is not None
+    ]
+    return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
 def better(one: CellResult | None, other: CellResult, tasks: Mapping[str, TaskInfo]) -> CellResult | None:
     """The cell with the better value, see `best_of`; `one`, if neither has a value."""
     cells = [cell for cell in (one, other) if cell is not None]
-    found = best_of(((cell_value(cell, tasks), cell.cell.default, cell) for cell in cells), sign_of([other], tasks))
-    return one if found is None else found
+    best = best_of(((cell_value(cell, tasks), cell.cell.default, cell) for cell in cells), sign_of([other], tasks))
+    return one if best is None else best
 
 
 def summarize(run: Run) -> list[Row]:
@@ -83,25 +85,26 @@ def summarize(run: Run) -> list[Row]:
     places = {cell.cell: place for place, cell in enumerate(run.cells)}
     for result in sorted(run.results, key=lambda result: places.get(result.cell.cell, len(places))):
         families[result.cell.family].append(result)
-    asked = Counter((cell.family, cell.configuration) for cell in run.cells)
-    return [_row(family, results, run.tasks, asked) for family, results in families.items()]
+    cell_counts = Counter((cell.family, cell.configuration) for cell in run.cells)
+    return [_row(family, results, run.tasks, cell_counts) for family, results in families.items()]
 
 
 def _row(
-    family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo], asked: Mapping[tuple[str, str], int]
+    family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo], cell_counts: Mapping[tuple[str, str], int]
 ) -> Row:
     values = [value for result in results if (value := cell_value(result, tasks)) is not None]
     configurations: dict[str, list[CellResult]] = {}
     for result in results:
         configurations.setdefault(result.cell.configuration, []).append(result)
     scores = {
-        name: _mean(half_value(result, tasks, "select") for result in found) for name, found in configurations.items()
+        name: _mean(half_value(result, tasks, "select") for result in members)
+        for name, members in configurations.items()
     }
-    alone = sum(one == family for one, _ in asked) == 1
+    is_only = sum(other_family == family for other_family, _ in cell_counts) == 1
     candidates = [
-        (scores[name], all(result.cell.default for result in found), name)
-        for name, found in configurations.items()
-        if alone or len(found) == asked[family, name]
+        (scores[name], all(result.cell.default for result in members), name)
+        for name, members in configurations.items()
+        if is_only or len(members) == cell_counts[family, name]
     ]
     best = best_of(candidates, sign_of(results, tasks))
     return Row(
@@ -160,5 +163,5 @@ def half_value(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo], h
 
 def _mean(values: Iterable[float | None]) -> float | None:
     listed = list(values)
-    known = [value for value in listed if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(listed) else None
+    numbers = [value for value in listed if value is not None]
+    return sum(numbers) / len(numbers) if numbers and len(numbers) == len(listed) else None
