@@ -1,4 +1,4 @@
-"""Estimate a sweep before it runs: cells, requests, switches, and the time if a cell was already judged.
+"""Estimate a sweep before it runs: cells, requests, switches, and the time if a cell was already evaluated.
 
 Loads no weights. Knows prepared sweeps and the results in their folder.
 """
@@ -30,12 +30,12 @@ class Estimate:
         left_out: compositions that are skipped because their zones need more layers than the base has.
         repeated: duplicates within families.
         documents: task → the number of its documents.
-        requests: requests to the model for the remaining cells, if all were judged on all documents.
+        requests: requests to the model for the remaining cells, if all were evaluated on all documents.
         switched: remaining cells that only switch LoRA layers.
         reduced: remaining cells that are first reduced to an adapter.
         merged: remaining cells that are first merged into full weights.
         copied: remaining cells that equal another cell and get its results.
-        seconds: the time for the remaining cells, at the rate of the finished ones (on the machine that judged
+        seconds: the time for the remaining cells, at the rate of the finished ones (on the machine that evaluated
             them); None if none is finished.
     """
 
@@ -73,22 +73,22 @@ def estimate(prepared: PreparedSweep, found: Findings | None = None) -> Estimate
     previews = preview(base.tokenizer, base.config, list(prepared.tasks), prepared.settings)
     requests = {task.name: task.num_requests for task in previews}
 
-    def asked(cell: Cell) -> int:
+    def requests_of(cell: Cell) -> int:
         return sum(requests[task] for task in cell.tasks)
 
     cells = expected(prepared, found.seen)
     pending = [cell for cell in cells if cell.cell not in found.seen]
-    judged = {result.cell.identity for result in found.results.values()}
-    new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in judged}
+    evaluated = {result.cell.identity for result in found.results.values()}
+    new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in evaluated}
     copied = len(pending) - len(new)
     pending = [cell for cell in pending if new.get(cell.identity) is cell]
     ways = Counter(way_of(prepared, cell) for cell in pending)
     measured = [result for result in found.results.values() if result.seconds["evaluate"] > 0]
-    left = sum(map(asked, pending))
+    remaining_requests = sum(map(requests_of, pending))
     seconds = None
     if measured:
         spent = sum(sum(result.seconds.values()) for result in measured)
-        seconds = spent / sum(asked(result.cell) for result in measured) * left
+        seconds = spent / sum(requests_of(result.cell) for result in measured) * remaining_requests
     return Estimate(
         cells=len(cells),
         finished=len(found.results),
@@ -97,7 +97,7 @@ def estimate(prepared: PreparedSweep, found: Findings | None = None) -> Estimate
         left_out=grid.left_out,
         repeated=grid.repeated,
         documents={name: info.num_docs for name, info in prepared.tasks.items()},
-        requests=left,
+        requests=remaining_requests,
         switched=ways["switched"],
         reduced=ways["reduced"],
         merged=ways["merged"],

@@ -59,7 +59,7 @@ def freeze(
     methods: Sequence[str] | None = None,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Write what a sweep will choose and compare into the folder that it will fill. Judges nothing.
+    """Write what a sweep will choose and compare into the folder that it will fill. Evaluates nothing.
 
     Args:
         prepared: the sweep, from `prepare`.
@@ -153,14 +153,17 @@ def read_frozen(
     differences = [name for key in _COMPARED for name in _differing(key, registered.get(key), described.get(key))]
     if comparison["reference"] != reference:
         differences.append(f"methods are compared with {reference}, not with {comparison['reference']}")
-    wanted = comparison["methods"]
-    asked = wanted or list(dict.fromkeys(cell["family"] for cell in registered["cells"]))
-    if set(asked) != set(methods):
-        differences.append(f"the methods that are tested are {', '.join(methods)}, not {', '.join(asked)}")
+    registered_methods = comparison["methods"]
+    expected_methods = registered_methods or list(dict.fromkeys(cell["family"] for cell in registered["cells"]))
+    if set(expected_methods) != set(methods):
+        differences.append(f"the methods that are tested are {', '.join(methods)}, not {', '.join(expected_methods)}")
     if units is not None:
         differences.append(f"everything is computed over {', '.join(units)} only")
     return Preregistration(
-        content[SEAL], comparison["reference"], None if wanted is None else tuple(wanted), tuple(differences)
+        content[SEAL],
+        comparison["reference"],
+        None if registered_methods is None else tuple(registered_methods),
+        tuple(differences),
     )
 
 
@@ -178,7 +181,7 @@ def _differing(key: str, before: Any, after: Any) -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     content = read_json(path, _REMEDY)
-    whole = content.get("format") == PREREGISTRATION_FORMAT and is_sealed(content)
-    if not whole or not isinstance(content.get("sweep"), dict) or not isinstance(content.get("comparison"), dict):
+    is_valid = content.get("format") == PREREGISTRATION_FORMAT and is_sealed(content)
+    if not is_valid or not isinstance(content.get("sweep"), dict) or not isinstance(content.get("comparison"), dict):
         raise DataError(f"{path} is damaged, or was changed after it was written", _REMEDY, parameter="run")
     return content

@@ -130,12 +130,12 @@ def prepare(
     with problems.collect():
         settings.check(base.tokenizer)
     with problems.collect():
-        asked, tasks = find_tasks(recipe, settings)
+        asked_tasks, tasks = find_tasks(recipe, settings)
     with problems.collect():
         num_layers = _num_layers(base, recipe.num_layers)
     problems.raise_if_any()
     full = [name for name, expert in experts.items() if isinstance(expert, Checkpoint)]
-    grid = make_cells(recipe, asked, num_layers, full)
+    grid = make_cells(recipe, asked_tasks, num_layers, full)
     # The weights of a base on the Hub are downloaded now only if experts are compared with them.
     merged = any(cell.output.get("full_rank") for cell in grid.cells) and base.source.revision is None
     stored = open_checkpoint(recipe.base_model) if full or merged else None
@@ -179,7 +179,7 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
     if (reason := clash(adapters)) is not None:
         problems.add(
             reason,
-            "Train both the same way, or sweep them separately; `compose` and `evaluate` judge compositions of both",
+            "Train both the same way, or sweep them separately; `compose` and `evaluate` take compositions of both",
             parameter="experts",
             kind=UnsupportedError,
         )
@@ -195,17 +195,19 @@ def _plan(
     composition = composition_of(cell)
     if composition is None:
         return None
-    whole = stored is not None and any(isinstance(experts[name], Checkpoint) for name in composition.expert_names)
+    uses_checkpoint = stored is not None and any(
+        isinstance(experts[name], Checkpoint) for name in composition.expert_names
+    )
     try:
         # The folder, so that a base on the Hub is not looked up again for every cell.
-        base_model = str(stored.source.folder) if whole and stored is not None else recipe.base_model
+        base_model = str(stored.source.folder) if uses_checkpoint and stored is not None else recipe.base_model
         declared = composition.model_copy(update={"base_model": base_model})
         plan = make_plan(declared, experts, num_layers=num_layers)
         if plan.is_model:
             return plan
         if cell.output.get("full_rank"):
             if stored is not None:
-                merge_plan(plan, stored)  # reports mistakes before anything is judged
+                merge_plan(plan, stored)  # reports mistakes before anything is evaluated
         elif cell.output or why_not_live(plan) is not None:  # reduced to an adapter
             check_kinds(plan, Form(**cell.output))
         return plan
