@@ -116,8 +116,8 @@ class Lab:
         return {"path": str(path), "prompt": "{prompt}", "completion": " {completion}", "side": side}
 
     def sweep(self, name: str, **content: Any) -> Run:
-        """Judge on the lab's problems in xx and in English."""
-        print(f"judging {name}", file=sys.stderr)
+        """Evaluate on the lab's problems in xx and in English."""
+        print(f"evaluating {name}", file=sys.stderr)
         recipe = {
             "base_model": str(self.folder / "base"), "tasks": ["lab_xx"], "retention": ["lab_en"],
             "settings": {"include_path": str(self.folder / "tasks"), "batch_size": 100},
@@ -185,7 +185,7 @@ def second_paper(lab: Lab, shared: Path) -> list[str]:
     results = [*whole.results, *partial.results]
     xx, en = ({_key(result.cell): result.results[task].value for result in results} for task in ("lab_xx", "lab_en"))
     base = xx["base", (), ()]
-    judged = f"Right answers in percent, of {whole.tasks['lab_xx'].num_docs} problems; one expert on a side."
+    caption = f"Right answers in percent, of {whole.tasks['lab_xx'].num_docs} problems; one expert on a side."
     regimes = [
         ("Math-only", xx["task expert", ("partmath",), ()], xx["task expert", ("math0",), ()]),
         ("Language-only", xx["language expert", (), ("partxx",)], xx["language expert", (), ("xx0",)]),
@@ -196,7 +196,7 @@ def second_paper(lab: Lab, shared: Path) -> list[str]:
     first = _grid(
         ["Training description", "Base", "Partial LoRA", "LoRA"],
         [(name, base, partial, whole) for name, partial, whole in regimes],
-        f"Mock-up, with the lab's numbers in xx: after table 1 of Bandarkar \\& Peng (2025). {judged}",
+        f"Mock-up, with the lab's numbers in xx: after table 1 of Bandarkar \\& Peng (2025). {caption}",
     )
     second = _grid(
         ["Frozen or reset", "frozen during", "reset after"],
@@ -206,7 +206,7 @@ def second_paper(lab: Lab, shared: Path) -> list[str]:
               for letter, what in PARTITIONS.items()),
             ("None", en["task expert", ("math0",), ()], en["task expert", ("math0",), ()]),
         ],
-        f"Mock-up, with the lab's numbers in English: after table 2 of Bandarkar \\& Peng (2025). {judged}",
+        f"Mock-up, with the lab's numbers in English: after table 2 of Bandarkar \\& Peng (2025). {caption}",
     )  # fmt: skip
     return [first, second]
 
@@ -260,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("--experts", type=int, default=3, help="on each side [3]")
-    parser.add_argument("--problems", type=int, default=200, help="that each model is judged on [200]")
+    parser.add_argument("--problems", type=int, default=200, help="that each model is evaluated on [200]")
     parser.add_argument("--rows", type=int, default=6000, help="that each expert is trained on, of a side [6000]")
     options = parser.parse_args()
     if shutil.which("pdflatex") is None:
