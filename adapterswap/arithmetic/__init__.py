@@ -1,1 +1,1 @@
-"""The numbers of a plan, in numpy: which tensors its result holds, and what stands in them."""
+"""The numbers of a plan, in numpy: the tensors of its result, and their values."""

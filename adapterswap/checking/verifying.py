@@ -225,7 +225,7 @@ def _compare(
 
 
 def _find_base(recorded: SourceRecord, opened: Mapping[str, Expert], base_model: str | None) -> SourceRecord | None:
-    """The base, of which no weight entered, as it is today; None if its location is unknown or it is not there."""
+    """The base as it is today, none of whose weights are in the result; None if it cannot be located or is gone."""
     noted = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
     local = [place for place in noted if place is not None and public_name(place) == recorded.source]
     for place in [base_model] if base_model is not None else [recorded.reference, *local]:
