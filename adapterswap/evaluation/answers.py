@@ -98,8 +98,8 @@ def extract_answer(text: str, language: str | None = None) -> Decimal | None:
         return _only_answer(_marked(text[marks[-1].start() :]), language)
     for phrase in reversed(phrases := [*_CONCLUSION.finditer(text)]):
         # "The answer is 18. The answer is in dollars, and she has 9 eggs": the second says nothing of a number.
-        sentence = _first(_SENTENCE_END, _after(text, phrase))
-        if _DIGIT.search(_first(_CLAUSE_END, sentence)) and (numbers := find_numbers(sentence, language)):
+        sentence = _up_to(_SENTENCE_END, _after(text, phrase))
+        if _DIGIT.search(_up_to(_CLAUSE_END, sentence)) and (numbers := find_numbers(sentence, language)):
             return _stated_answer(sentence, numbers)
     if phrases:  # the answer is in words, or comes later
         return _last_answer(text[phrases[-1].end() :], language)
@@ -137,10 +137,10 @@ def _after(text: str, phrase: re.Match[str]) -> str:
     return text[begin : begin + _REACH]
 
 
-def _first(end: re.Pattern[str], text: str) -> str:
+def _up_to(end: re.Pattern[str], text: str) -> str:
     """`text` up to the first `end` in it."""
-    found = end.search(text, 1)
-    return text[: found.start()] if found else text
+    match = end.search(text, 1)
+    return text[: match.start()] if match else text
 
 
 def _marked(text: str) -> str:
@@ -159,10 +159,10 @@ def _stated_answer(sentence: str, numbers: list[Number]) -> Decimal | None:
     """The answer after an answer phrase: `18 dollars, 2 more than 16`, `twice 9, or 18`, `not 15 but 18`."""
     clauses = [0, *(end.end() for end in _CLAUSE_END.finditer(sentence)), len(sentence)]
     for begin, end in pairwise(clauses):
-        found = [number for number in numbers if begin <= number.start < end]
-        if not found:
+        in_clause = [number for number in numbers if begin <= number.start < end]
+        if not in_clause:
             continue
-        first, *others = found
+        first, *others = in_clause
         if (
             first.readable
             and not _WORD.search(sentence[: first.start])
@@ -170,15 +170,15 @@ def _stated_answer(sentence: str, numbers: list[Number]) -> Decimal | None:
         ):
             # Right after the phrase. The rest is a remark, unless it is a second answer.
             return None if others and _AND.search(sentence[first.end : others[0].start]) else first.value
-        answer = _answer_among(found, sentence[:end])
-        if answer is not None or any(number.role != "term" for number in found):
+        answer = _answer_among(in_clause, sentence[:end])
+        if answer is not None or any(number.role != "term" for number in in_clause):
             return answer
     return None
 
 
 def _headed_answer(line: str, language: str | None) -> Decimal | None:
     """The answer in a line after a heading: `18 dollars`, `18. Each egg costs 2`; None if a whole solution follows."""
-    sentence = _first(_SENTENCE_END, line)
+    sentence = _up_to(_SENTENCE_END, line)
     return _only_answer(sentence if not _WORD.search(sentence) else line, language)
 
 
@@ -188,7 +188,9 @@ def _last_answer(text: str, language: str | None) -> Decimal | None:
         return None
     plain = _ASIDE.sub(" ", text)
     statements = _STATEMENT_END.split(plain if _DIGIT.search(plain) else text)
-    return next((_only_answer(each, language) for each in reversed(statements) if _DIGIT.search(each)), None)
+    return next(
+        (_only_answer(statement, language) for statement in reversed(statements) if _DIGIT.search(statement)), None
+    )
 
 
 def _only_answer(statement: str, language: str | None) -> Decimal | None:

@@ -242,5 +242,5 @@ def any_word(*tables: tuple[str, ...]) -> str:
     """A pattern for any word of these tables. Words of the first six languages are whole words."""
     spaced = "|".join(words for table in tables for words in table[:6] if words)
     unspaced = "|".join(words for table in tables for words in table[6:] if words)
-    whole = rf"(?<!\w)(?:{spaced})(?!\w)" if spaced else ""
-    return unicodedata.normalize("NFKC", f"(?:{'|'.join(filter(None, (whole, unspaced)))})")
+    whole_words = rf"(?<!\w)(?:{spaced})(?!\w)" if spaced else ""
+    return unicodedata.normalize("NFKC", f"(?:{'|'.join(filter(None, (whole_words, unspaced)))})")

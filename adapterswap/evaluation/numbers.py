@@ -181,21 +181,21 @@ def _value(token: str, decimal_comma: bool) -> Decimal | None:
     marks = [char for char in token if char in ".,'"]
     if not marks:
         return Decimal(token)
-    last = marks[-1]
-    whole, _, rest = token.rpartition(last)
+    last_mark = marks[-1]
+    before, _, after = token.rpartition(last_mark)
     grouped = _GROUPED.fullmatch(token) is not None
     if len(set(marks)) == 1:
-        if grouped and (len(marks) > 1 or last != "." or decimal_comma):
-            return Decimal(token.replace(last, ""))
-        return Decimal(f"{whole}.{rest}") if len(marks) == 1 and last != "'" else None
-    if marks.count(last) == 1 and last != "'" and _GROUPED.fullmatch(whole):
-        return Decimal(re.sub(r"[.,']", "", whole) + "." + rest)
+        if grouped and (len(marks) > 1 or last_mark != "." or decimal_comma):
+            return Decimal(token.replace(last_mark, ""))
+        return Decimal(f"{before}.{after}") if len(marks) == 1 and last_mark != "'" else None
+    if marks.count(last_mark) == 1 and last_mark != "'" and _GROUPED.fullmatch(before):
+        return Decimal(re.sub(r"[.,']", "", before) + "." + after)
     return None
 
 
 def _scale_words(spaced: str, unspaced: str) -> str:
-    whole = f"(?:{spaced})(?!\\w)" if spaced else ""
-    return unicodedata.normalize("NFKC", "|".join(filter(None, (whole, unspaced))))
+    whole_words = f"(?:{spaced})(?!\\w)" if spaced else ""
+    return unicodedata.normalize("NFKC", "|".join(filter(None, (whole_words, unspaced))))
 
 
 _SWAHILI = "|".join(f"(?P<_{factor}>{word})" for factor, word in words.SCALES_BEFORE.items())
@@ -278,20 +278,20 @@ def _with_roles(text: str, numbers: list[Number]) -> list[Number]:
         if link := _link(gap) or ("part" if gap == " " and _SLASH.match(text, right.end) else None):  # 2 3/4
             roles[index] = "part" if "part" in (roles[index], link) else link
             roles[index + 1] = link
-    kept = []
+    with_roles = []
     for number, role in zip(numbers, roles, strict=True):
         before = _BEFORE.search(text[max(0, number.start - _WINDOW) : number.start])
         after = _AFTER.match(text, number.end)
-        said = {match.lastgroup for match in (before, after) if match}
-        if role == "answer" and "negated" in said:
+        cues = {match.lastgroup for match in (before, after) if match}
+        if role == "answer" and "negated" in cues:
             continue
-        if role == "answer" and said:
-            role = "part" if "part" in said else "term"
-        kept.append(replace(number, role=role))
-    for index, (left, right) in enumerate(pairwise(kept)):
+        if role == "answer" and cues:
+            role = "part" if "part" in cues else "term"
+        with_roles.append(replace(number, role=role))
+    for index, (left, right) in enumerate(pairwise(with_roles)):
         if left.role != "term" and right.role != "term" and _is_list(text, left, right):
-            kept[index], kept[index + 1] = replace(left, role="part"), replace(right, role="part")
-    return kept
+            with_roles[index], with_roles[index + 1] = replace(left, role="part"), replace(right, role="part")
+    return with_roles
 
 
 def _link(gap: str) -> Role | None:
@@ -308,12 +308,12 @@ def _is_list(text: str, left: Number, right: Number) -> bool:
         return False
     if _LABEL.fullmatch(gap):
         return True
-    if (found := _LIST.fullmatch(gap)) is None:
+    if (match := _LIST.fullmatch(gap)) is None:
         return False
-    unit, rest = found["unit"].split(), found["rest"].split()
-    if not unit and _NAME.fullmatch("".join(rest)):  # 18 to 20; x = 3 or x = 4
+    unit, more_words = match["unit"].split(), match["rest"].split()
+    if not unit and _NAME.fullmatch("".join(more_words)):  # 18 to 20; x = 3 or x = 4
         return True
     if unit and text.startswith(unit[0], right.end + text.startswith(" ", right.end)):  # 18個または20個
         return True
     before = text[max(0, left.start - _WINDOW) : left.start].split()
-    return bool(rest) and rest[-1:] == before[-1:]  # maembe 12 na maembe 15
+    return bool(more_words) and more_words[-1:] == before[-1:]  # maembe 12 na maembe 15
