@@ -35,17 +35,17 @@ def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]
         text, *more = request.args
         generated = bool(more) and isinstance(more[0], dict)
         kind = request_key("", more[0]) if generated else ""
-        whole = text if generated else "".join(request.args)
-        text = text or whole  # a continuation without a context is a text of its own
+        full_text = text if generated else "".join(request.args)
+        text = text or full_text  # a continuation without a context is a text of its own
         kinds.setdefault(kind, {}).setdefault(text, []).append(place)
-        longest[kind, text] = max(longest.get((kind, text), ""), whole, key=len)
+        longest[kind, text] = max(longest.get((kind, text), ""), full_text, key=len)
     lengths = dict(zip(longest, measured(list(longest.values())), strict=True))
-    found = []
+    batches = []
     for kind, places in kinds.items():
         texts = sorted(places, key=lambda text: (-lengths[kind, text], text))
         for begin in range(0, len(texts), size):
-            found.append([place for text in texts[begin : begin + size] for place in places[text]])
-    return found
+            batches.append([place for text in texts[begin : begin + size] for place in places[text]])
+    return batches
 
 
 def seed_of(seed: int, batch: int) -> int:

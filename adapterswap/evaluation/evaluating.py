@@ -78,7 +78,7 @@ def evaluate(
     from adapterswap.evaluation.harness import EvaluatedModel
 
     # The harness numbers the documents in the given order, and takes an empty list for all.
-    asked = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
+    requested_documents = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
     processes = processes or Processes()
     done = 0
 
@@ -117,11 +117,11 @@ def evaluate(
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(settings.seed)
         try:
-            found = evaluator.evaluate(
+            harness_results = evaluator.evaluate(
                 harness_model,
                 loaded,
-                limit=settings.limit if asked is None else None,
-                samples=asked,
+                limit=settings.limit if requested_documents is None else None,
+                samples=requested_documents,
                 apply_chat_template=settings.apply_chat_template,
                 fewshot_as_multiturn=settings.apply_chat_template,
                 system_instruction=settings.system_instruction,
@@ -137,7 +137,7 @@ def evaluate(
             task._instances = None  # the tasks are kept, their outputs need not be
     described = {"tasks": list(loaded["tasks"]), **settings.described(), **surroundings(model)}
     # All processes have the same results, unless a task runs generated code: the main process decides.
-    result = _collect(found, harness_model, described)
+    result = _collect(harness_results, harness_model, described)
     return processes.from_main(_with_languages(result, loaded["tasks"]) if settings.language_fidelity else result)
 
 
@@ -178,30 +178,35 @@ def surroundings(model: Any) -> dict[str, Any]:
     }
 
 
-def _collect(found: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[str, Any]) -> EvaluationResult:
+def _collect(
+    harness_results: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[str, Any]
+) -> EvaluationResult:
     """The harness's nested dictionaries as an `EvaluationResult`."""
     from adapterswap.evaluation.batches import request_key
 
     samples: dict[str, dict[int, Sample]] = {}
     truncated: dict[str, int] = {}
-    for task, rows in found["samples"].items():
+    for task, rows in harness_results["samples"].items():
         merged: dict[int, Sample] = {}
         for row in rows:
             arguments = row["arguments"][0]
             generated = len(arguments) > 1 and isinstance(arguments[1], dict)
             key = request_key(*arguments[:2]) if generated else ""
-            first = row["doc_id"] not in merged
+            is_first = row["doc_id"] not in merged
             sample = merged.setdefault(row["doc_id"], _sample(task, row, cut=key in model.cut))
             _add_filter(sample, row)
-            truncated[task] = truncated.get(task, 0) + (first and key in model.truncated)
+            truncated[task] = truncated.get(task, 0) + (is_first and key in model.truncated)
         samples[task] = merged
     # A group without a mean of its own is among the results too, but empty.
     tasks = {
-        name: _task_result(name, found, samples[name], truncated[name], model.max_gen_toks)
-        for name in found["results"]
+        name: _task_result(name, harness_results, samples[name], truncated[name], model.max_gen_toks)
+        for name in harness_results["results"]
         if name in samples
     }
-    groups = {name: _task_result(name, found, {}, 0, model.max_gen_toks) for name in found.get("groups", {})}
+    groups = {
+        name: _task_result(name, harness_results, {}, 0, model.max_gen_toks)
+        for name in harness_results.get("groups", {})
+    }
     ordered = tuple(sample for merged in samples.values() for _, sample in sorted(merged.items()))
     return EvaluationResult(tasks=tasks, samples=ordered, settings=settings, groups=groups)
 
@@ -236,30 +241,31 @@ def _add_filter(sample: Sample, row: Mapping[str, Any]) -> None:
 
 
 def _task_result(
-    name: str, found: Mapping[str, Any], samples: Mapping[int, Sample], truncated: int, max_gen_toks: int
+    name: str, harness_results: Mapping[str, Any], samples: Mapping[int, Sample], truncated: int, max_gen_toks: int
 ) -> TaskResult:
     from adapterswap.evaluation.harness import output_limit
 
-    numbers = found["results"][name]
+    numbers = harness_results["results"][name]
     scores = []
     for key, value in numbers.items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr"):
             continue
         stderr = numbers.get(f"{metric}_stderr,{filter_name}")
-        better = (found["higher_is_better"].get(name) or {}).get(metric)
+        better = (harness_results["higher_is_better"].get(name) or {}).get(metric)
         scores.append(
             Score(metric, filter_name, float(value), stderr if isinstance(stderr, float) else None, better is not False)
         )
-    config = found["configs"].get(name, {})
+    config = harness_results["configs"].get(name, {})
     generates = config.get("output_type") == "generate_until"
-    shots = found["n-shot"].get(name)
+    shots = harness_results["n-shot"].get(name)
     return TaskResult(
         name=name,
         # The harness counts scores, so its number is 0 for a task without any.
-        num_docs=int(numbers.get("sample_len", found["n-samples"].get(name, {}).get("effective", 0))) or len(samples),
+        num_docs=int(numbers.get("sample_len", harness_results["n-samples"].get(name, {}).get("effective", 0)))
+        or len(samples),
         num_fewshot=int(shots or 0) if samples or shots is not None else None,
-        version=str(found["versions"].get(name)),
+        version=str(harness_results["versions"].get(name)),
         scores=tuple(scores),
         cut=sum(sample.cut for sample in samples.values()) if generates else None,
         truncated=truncated,

@@ -119,8 +119,8 @@ def add_normalized(task: ConfigurableTask, language: str) -> None:
             return dict(stock(doc, results))
         return {"exact_match": float(answer == _gold(task, 0, doc["answer_number"]))}
 
-    own = {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]}
-    task.set_config("filter_list", [*task.config.filter_list, own])
+    normalized_filter = {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]}
+    task.set_config("filter_list", [*task.config.filter_list, normalized_filter])
     task._filters.append(build_filter_ensemble("normalized", [(NormalizedFilter, {"language": language})]))
     task.process_results = scored
 
@@ -259,7 +259,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
     def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
         """The answers to all requests, in their order, from all processes."""
 
-        def answered(number: int) -> tuple[list[Any], set[str]]:
+        def answer_batch(number: int) -> tuple[list[Any], set[str]]:
             torch.manual_seed(seed_of(self._seed, number))  # sampling does not depend on earlier batches
             self.cut = set()
             return answer([requests[place] for place in batches[number]], disable_tqdm=True), self.cut
@@ -268,27 +268,27 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             self._on_begin()
         answers: dict[int, Any] = {}
         cut: set[str] = set()
-        for batch, (found, cut_in_it) in zip(
-            batches, self._processes.shared(range(len(batches)), answered), strict=True
+        for batch, (batch_answers, cut_in_it) in zip(
+            batches, self._processes.shared(range(len(batches)), answer_batch), strict=True
         ):
-            answers |= zip(batch, found, strict=True)
+            answers |= zip(batch, batch_answers, strict=True)
             cut |= cut_in_it
         self.cut = cut
         return [answers[place] for place in range(len(requests))]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
-        # Rolling likelihoods show a bar whatever the settings.
+        # Rolling likelihoods would show a bar despite the settings.
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         tokens = super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
-        written = tokens[:, context.shape[1] :]
+        output = tokens[:, context.shape[1] :]
         ends = self.model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._cut_in_batch += [
             len(row) >= max_length - context.shape[1]
             and not ends.intersection(row)
             and not any(word in self.tokenizer.decode(row) for word in stop)
-            for row in written.tolist()
+            for row in output.tolist()
         ]
         return tokens
