@@ -90,17 +90,17 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
     if path in seen:
         return {}  # the harness refuses cycles
     seen.add(path)
-    found: list[str] = []
+    code_places: list[str] = []
 
     class Loader(_SAFE):  # type: ignore[misc]
         pass
 
     def function(loader: Any, node: Any) -> _Function:
-        found.append(f"{path}, line {node.start_mark.line + 1}, runs Python code: !function {node.value}")
+        code_places.append(f"{path}, line {node.start_mark.line + 1}, runs Python code: !function {node.value}")
         return _Function(node.value)
 
     def python_object(loader: Any, suffix: str, node: Any) -> None:
-        found.append(f"{path}, line {node.start_mark.line + 1}, runs Python code: !!python/{suffix}")
+        code_places.append(f"{path}, line {node.start_mark.line + 1}, runs Python code: !!python/{suffix}")
 
     Loader.add_constructor("!function", function)
     Loader.add_multi_constructor(_PYTHON, python_object)
@@ -112,12 +112,12 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
         ) from None
     content = content if isinstance(content, dict) else {}
     if not _is_ours(path):
-        for what in (*found, *(f"{path} {what}" for what in _scripts(content))):
-            problems.add(what, _REMEDY, parameter="trust_task_code", kind=ArgumentError)
+        for problem in (*code_places, *(f"{path} {problem}" for problem in _scripts(content))):
+            problems.add(problem, _REMEDY, parameter="trust_task_code", kind=ArgumentError)
     includes = content.pop("include", None) or []
     merged: dict[str, Any] = {}
-    for other in includes if isinstance(includes, list) else [includes]:
-        merged |= _read(path.parent / str(other), problems, seen)
+    for include in includes if isinstance(includes, list) else [includes]:
+        merged |= _read(path.parent / str(include), problems, seen)
     return merged | content
 
 

@@ -147,12 +147,12 @@ def _resolve(names: Sequence[str]) -> _TaskNames:
     sorted_out: tuple[dict[str, None], ...] = ({}, {}, {}, {})
     mgsm, shipped, local, theirs = sorted_out
     for name in names:
-        if found := _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name):
-            mgsm.update(dict.fromkeys(found))
+        if matches := _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name):
+            mgsm.update(dict.fromkeys(matches))
         elif name in _SHIPPED:
             shipped[name] = None
-        elif found := local_names(name):
-            local.update(dict.fromkeys(found))
+        elif matches := local_names(name):
+            local.update(dict.fromkeys(matches))
         else:
             theirs[name] = None
     return _TaskNames(*map(tuple, sorted_out))
@@ -235,10 +235,10 @@ def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> dict
 
 def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -> None:
     """Apply shots and generation settings by the harness's own rules: a task that sets 0 shots keeps them."""
-    own = task.get_config("num_fewshot")
-    if num_fewshot is not None and own != 0:
+    task_shots = task.get_config("num_fewshot")
+    if num_fewshot is not None and task_shots != 0:
         task.set_config("num_fewshot", num_fewshot)
-    elif own is None:
+    elif task_shots is None:
         task.set_config("num_fewshot", 0)
     if gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config("generation_kwargs", gen_kwargs, update=True)

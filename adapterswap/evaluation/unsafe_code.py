@@ -23,23 +23,26 @@ def unsafe_tasks(names: Iterable[str], index: Mapping[str, Any]) -> list[str]:
         names: of tasks, groups and tags.
         index: `TaskManager.task_index`.
     """
-    found: dict[str, None] = {}
+    unsafe: dict[str, None] = {}
     waiting: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
     seen = set()
-    for name, own in waiting:  # grows while it is read
+    for name, inline_config in waiting:  # grows while it is read
         entry = index.get(name)
         config = entry.cfg or {} if entry else {}
-        if own.get("unsafe_code") or config.get("unsafe_code"):
-            found[name] = None
+        if inline_config.get("unsafe_code") or config.get("unsafe_code"):
+            unsafe[name] = None
         members = [
-            member for tasks in (own.get("task"), config.get("task")) if isinstance(tasks, list) for member in tasks
+            member
+            for tasks in (inline_config.get("task"), config.get("task"))
+            if isinstance(tasks, list)
+            for member in tasks
         ]
         if entry and entry.cfg is None:  # a tag
             members += sorted(entry.tags)
         if name not in seen:
             waiting += [_named(member) for member in members]
         seen.add(name)
-    return list(found)
+    return list(unsafe)
 
 
 def _named(member: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
