@@ -191,8 +191,8 @@ class MgsmTask:
     def shots(self) -> list[tuple[str, str]]:
         """The eight questions with their answers, in a fixed order; n shots are the first n."""
         return [
-            (asked.question, str(asked.number) if self.mode == "direct" else solved.solution)
-            for asked, solved in zip(self.language.exemplars, self.solutions_from.exemplars, strict=True)
+            (exemplar.question, str(exemplar.number) if self.mode == "direct" else solved.solution)
+            for exemplar, solved in zip(self.language.exemplars, self.solutions_from.exemplars, strict=True)
         ]
 
 

@@ -76,10 +76,10 @@ class TaskResult:
         Raises:
             KeyError: there are none or several.
         """
-        found = [s for s in self.scores if filter in (None, s.filter) and metric in (None, s.metric)]
-        if len(found) != 1:
-            raise KeyError(f"{self.name} has {len(found)} scores for metric={metric}, filter={filter}")
-        return found[0]
+        scores = [s for s in self.scores if filter in (None, s.filter) and metric in (None, s.metric)]
+        if len(scores) != 1:
+            raise KeyError(f"{self.name} has {len(scores)} scores for metric={metric}, filter={filter}")
+        return scores[0]
 
 
 @dataclass(frozen=True)

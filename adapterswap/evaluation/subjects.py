@@ -170,9 +170,9 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
             parameter="adapter",
         ) from None
     placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    held = {key for key in file.tensors if ".base_layer." not in key}
-    if odd := sorted(placed ^ held):
-        reason = "the base has no such module" if odd[0] in held else "the file does not contain it"
+    stored = {key for key in file.tensors if ".base_layer." not in key}
+    if odd := sorted(placed ^ stored):
+        reason = "the base has no such module" if odd[0] in stored else "the file does not contain it"
         raise ExpertError(
             f"the adapter {adapter} does not fit the base model: {odd[0]}: {reason}",
             "Use the base that the adapter was trained on",
