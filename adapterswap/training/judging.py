@@ -107,8 +107,8 @@ def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examin
 def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
     """The tasks and groups with one score each: those named, and the tasks that a pattern or family matches."""
     groups = [name for name in dict.fromkeys(names) if name in loaded["groups"]]
-    inside = {task.task_name for name in groups for task in loaded["groups"][name].get_all_tasks()}
-    counted = groups + [name for name in loaded["tasks"] if name in names or name not in inside]
+    members = {task.task_name for name in groups for task in loaded["groups"][name].get_all_tasks()}
+    counted = groups + [name for name in loaded["tasks"] if name in names or name not in members]
     return sorted(counted, key=lambda name: names.index(name) if name in names else len(names))
 
 
@@ -120,11 +120,11 @@ def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> 
     """
     group = loaded["groups"].get(name)
     task = group.get_all_tasks()[0] if group else loaded["tasks"][name]
-    known = [(metric, filters.name) for metric in task.aggregation() for filters in task._filters]
+    choices = [(metric, filters.name) for metric in task.aggregation() for filters in task._filters]
     if group:
         formed = {entry.metric for entry in group.aggregate_metric_list or ()}
-        known = [(metric, filter_name) for metric, filter_name in known if metric in formed]
-    if not known:
+        choices = [(metric, filter_name) for metric, filter_name in choices if metric in formed]
+    if not choices:
         raise FieldError(
             f"selection.tasks: the group {name} has no overall score"
             if group
@@ -134,12 +134,12 @@ def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> 
         )
     requested = options.metric.get(name) if isinstance(options.metric, dict) else options.metric
     if requested is None:
-        return next((pair for pair in known if _PRIMARY.get(pair[0]) == pair[1]), known[0])
+        return next((pair for pair in choices if _PRIMARY.get(pair[0]) == pair[1]), choices[0])
     metric, _, filter_name = requested.partition(",")
-    for pair in known:
+    for pair in choices:
         if pair[0] == metric and filter_name in ("", pair[1]):
             return pair
-    names = ", ".join(",".join(pair) for pair in known)
+    names = ", ".join(",".join(pair) for pair in choices)
     raise FieldError(
         f"selection.metric: {name} has no metric {requested!r}", f"Use one of {names}", parameter="selection.metric"
     )
@@ -198,10 +198,12 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         if [row["step"] for row in rows if row["step"] < state.global_step] != due:
             raise RunError(f"{self._table_path} has changed since it was written", _REMEDY, parameter="resume")
         self._weights = content["best"]
-        kept = {row.step for row in best_first([JudgedCheckpoint(**row) for row in rows])[: self._options.keep_best]}
+        best_steps = {
+            row.step for row in best_first([JudgedCheckpoint(**row) for row in rows])[: self._options.keep_best]
+        }
         # If the run resumes from an earlier checkpoint, a later one may have replaced some: it will do so again.
         for name in self._weights:
-            if int(name.rpartition("-")[2]) in kept:
+            if int(name.rpartition("-")[2]) in best_steps:
                 self._check_weights(name)
         return rows
 
@@ -270,7 +272,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
     def _kept(self) -> list[int]:
         return [row.step for row in best_first(self._table)[: self._options.keep_best]]
 
-    def found(self) -> CheckpointSelection:
+    def selection(self) -> CheckpointSelection:
         """The table of scores, and the checkpoints chosen by it."""
         metrics = {name: ",".join(pair) for name, pair in self._examination.metrics.items()}
         return CheckpointSelection(metrics, tuple(self._table), tuple(self._kept()), self._stopped)

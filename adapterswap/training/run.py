@@ -170,7 +170,7 @@ def train(
             seconds=seconds,
             trainable_parameters=targets.parameters,
             processes=processes.count,
-            selection=judge.found() if judge else None,
+            selection=judge.selection() if judge else None,
         )
         bar.begin("writing")
         # With FSDP each process holds a part of the weights, so all must take part.

@@ -89,8 +89,8 @@ class JudgedCheckpoint:
         units = {task: 100 if name.startswith(("bleu", "chrf", "ter")) else 1 for task, (name, *_) in scores.items()}
         values = [value / units[task] * (1 if better else -1) for task, (_, value, _, better) in scores.items()]
         errors = [None if error is None else error / units[task] for task, (_, _, error, _) in scores.items()]
-        known = [error for error in errors if error is not None]
-        stderr = math.hypot(*known) / len(scores) if len(known) == len(scores) else None
+        known_errors = [error for error in errors if error is not None]
+        stderr = math.hypot(*known_errors) / len(scores) if len(known_errors) == len(scores) else None
         tasks = {task: value for task, (_, value, _, _) in scores.items()}
         return cls(step, math.fsum(values) / len(scores), stderr, tasks, eval_loss)
 
@@ -101,7 +101,7 @@ class CheckpointSelection:
 
     Attributes:
         metrics: task → the metric and filter that count.
-        table: a row for each judged checkpoint, in the order of steps.
+        table: a row for each evaluated checkpoint, in the order of steps.
         kept: the steps of the best checkpoints, best first; the first one is the expert.
         stopped_early: whether early stopping ended the run.
     """
@@ -154,7 +154,7 @@ def _with_error(row: JudgedCheckpoint) -> str:
 
 
 def is_judged(step: int, steps: int, save_steps: int, every: int) -> bool:
-    """Whether the checkpoint of this step is judged. One that was saved because the run was stopped is not."""
+    """Whether the checkpoint of this step is evaluated. One that was saved because the run was stopped is not."""
     return step == steps or step % (save_steps * every) == 0
 
 
