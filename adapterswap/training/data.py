@@ -53,8 +53,8 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
     """
     joined, sides, sources, counts = _tokens(recipe.datasets, recipe, base)
     chance = np.random.default_rng(recipe.training.data_seed)
-    kept = _drawn(sides, recipe.samples_per_side, chance)
-    groups = [chance.permutation(group) for group in _groups(sides, kept, recipe)]
+    used_rows = _drawn(sides, recipe.samples_per_side, chance)
+    groups = [chance.permutation(group) for group in _groups(sides, used_rows, recipe)]
     validation, held_out = recipe.validation, None
     if validation and validation.datasets:
         held_out, held_out_sides, _, _ = _tokens(validation.datasets, recipe, base)
@@ -63,7 +63,7 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
             share = min(map(len, equal))
             held_out = held_out.take(np.concatenate([chance.permutation(group)[:share] for group in equal]))
     elif validation:
-        total = validation.rows or max(1, round((validation.fraction or 0) * len(kept)))
+        total = validation.rows or max(1, round((validation.fraction or 0) * len(used_rows)))
         share = math.ceil(total / len(groups))  # of each side as many
         if share >= min(map(len, groups)):
             side = " of each side" if recipe.simultaneous else ""
@@ -83,10 +83,10 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
         math=sum(source.math for source in sources),
         overlap=sum(sum(source.overlap.values()) for source in sources),
         cut_off=counts.cut_off,
-        surplus=len(joined) - len(kept),
-        truncated=int(np.sum(np.array(counts.truncated)[kept])),
+        surplus=len(joined) - len(used_rows),
+        truncated=int(np.sum(np.array(counts.truncated)[used_rows])),
         split=counts.split,
-        boundary_moved=int(np.sum(np.array(counts.boundary_moved)[kept])),
+        boundary_moved=int(np.sum(np.array(counts.boundary_moved)[used_rows])),
         longest=counts.longest,
         tokens=len(train.ids),
         trained_tokens=int(train.trained.sum()),
@@ -103,9 +103,9 @@ def _drawn(sides: NDArray[np.str_], most: int | None, chance: np.random.Generato
     return np.sort(np.concatenate(drawn))
 
 
-def _groups(sides: NDArray[np.str_], kept: NDArray[np.int64], recipe: TrainRecipe) -> list[NDArray[np.int64]]:
-    """The rows of `kept` by group: with `simultaneous` one group for each side, else a single group."""
-    return [kept[sides[kept] == side] for side in SIDES] if recipe.simultaneous else [kept]
+def _groups(sides: NDArray[np.str_], used_rows: NDArray[np.int64], recipe: TrainRecipe) -> list[NDArray[np.int64]]:
+    """The rows of `used_rows` by group: with `simultaneous` one group for each side, else a single group."""
+    return [used_rows[sides[used_rows] == side] for side in SIDES] if recipe.simultaneous else [used_rows]
 
 
 def _tokens(

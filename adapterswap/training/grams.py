@@ -67,8 +67,8 @@ def _spans(run: str) -> list[str]:
 def hash_grams(text: str) -> NDArray[np.uint64]:
     """The hashes of the grams of `text`, (grams,): of all 13 tokens in a row, and of its lines of 8 to 12."""
     lines = [_codes(tokenize_words(line)) for line in text.splitlines()]
-    whole = _hash(np.concatenate([_codes([]), *lines]), _SIZE)
-    return np.concatenate([whole, *(_hash(line, len(line)) for line in lines if _LEAST <= len(line) < _SIZE)])
+    long_grams = _hash(np.concatenate([_codes([]), *lines]), _SIZE)
+    return np.concatenate([long_grams, *(_hash(line, len(line)) for line in lines if _LEAST <= len(line) < _SIZE)])
 
 
 def _codes(tokens: list[str]) -> NDArray[np.uint64]:

@@ -60,7 +60,7 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
         NotFoundError: the source does not exist, or could not be downloaded.
         DataError: the source cannot be loaded, lacks a column that the recipe names, or has no rows left.
     """
-    counts = SourceCounts(_called(source))
+    counts = SourceCounts(_display_name(source))
     table = _load(source, folder, counts)
     if source.streaming:
         table = _draw(source, table, counts, seed=seed)
@@ -85,7 +85,7 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
     return table, counts
 
 
-def _called(source: DatasetSource) -> str:
+def _display_name(source: DatasetSource) -> str:
     """The name of a source for messages; `path: json` says only how its files are read."""
     if f".{source.path}" in _BUILDERS and source.data_files:
         return ", ".join(name if "://" in name else Path(name).name for name in _as_list(source.data_files))
@@ -100,9 +100,9 @@ def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int
 
         columns = stream.column_names or list(next(iter(stream), {}))
         _check_columns(source, columns)
-        wanted = {column: _values(allowed) for column, allowed in source.filter.items()}
+        allowed_values = {column: _values(allowed) for column, allowed in source.filter.items()}
         named = list(dict.fromkeys(name for _, name in _named_columns(source)))
-        return draw_rows(stream, named, wanted, samples=source.samples or 0, seed=seed)
+        return draw_rows(stream, named, allowed_values, samples=source.samples or 0, seed=seed)
 
     table, counts.read = _attempt(source, draw)
     if not len(table):

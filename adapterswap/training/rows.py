@@ -86,10 +86,10 @@ def _examples(table: Any, render: Renderer, keeps: Callable[[Row], bool], counts
             row = dict(zip(names, values, strict=True))
             try:
                 example = render(row)
-                kept = example is not None and keeps(row)
+                is_kept = example is not None and keeps(row)
             except DataError as error:
                 raise error.within(f"the dataset {counts.source}, row {start + offset} of those kept") from None
             if example is None:
                 counts.empty += 1
-            elif kept:
+            elif is_kept:
                 yield example

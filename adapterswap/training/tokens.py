@@ -191,9 +191,9 @@ def _row(
     return np.array(ids, np.int32), mask, moved
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the common prefix."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
         return length
-    return next(index for index in range(length) if one[index] != other[index])
+    return next(index for index in range(length) if first[index] != second[index])
