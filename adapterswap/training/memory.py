@@ -34,10 +34,10 @@ def memory(
     layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
     layers = int(config.num_hidden_layers)
     # With checkpointing, each layer keeps only its input, and one layer at a time is recomputed.
-    kept = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
+    activations = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
     parts = {
         **_weights(recipe, trainable, base_parameters, size),
-        "activations": kept + size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1]),
+        "activations": activations + size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1]),
     }
     return {**parts, "total": sum(parts.values())}
 
@@ -46,7 +46,10 @@ def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: in
     """Bytes of the base's weights, `size` each unless the recipe says otherwise, and of what training adds."""
     moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; otherwise as many as a trained weight has
     if recipe.adapter.method == "none":
-        own = DTYPE_BYTES[FLOAT_NAMES[recipe.training.weight_dtype]]
-        return {"base": base_parameters * own, "training": trainable * (own + 2 * (moment or own))}
+        bytes_per_weight = DTYPE_BYTES[FLOAT_NAMES[recipe.training.weight_dtype]]
+        return {
+            "base": base_parameters * bytes_per_weight,
+            "training": trainable * (bytes_per_weight + 2 * (moment or bytes_per_weight)),
+        }
     base = base_parameters * recipe.quantization.bits // 8 if recipe.quantization else base_parameters * size
     return {"base": base, "training": trainable * (4 + 4 + 2 * (moment or 4))}  # an adapter is trained in float32

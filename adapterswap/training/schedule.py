@@ -58,9 +58,9 @@ def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:
     warmup = _steps(options.warmup, steps)
     decay = _steps(options.decay, steps) if options.schedule == "warmup_stable_decay" else 0
     if warmup + decay > steps:
-        what = f"{warmup} steps of training.warmup" + (f" and {decay} of training.decay" if decay else "")
+        lengths = f"{warmup} steps of training.warmup" + (f" and {decay} of training.decay" if decay else "")
         raise FieldError(
-            f"{what} do not fit into the {steps} steps of the run",
+            f"{lengths} do not fit into the {steps} steps of the run",
             "Set them to shares, such as 0.1",
             parameter="training.warmup",
         )

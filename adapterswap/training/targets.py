@@ -140,15 +140,15 @@ class _Targeted:
             return modules, {}
         side_of = self._sides(partition)
         sides = {name: side for name in modules if (side := side_of(name)) is not None}
-        wanted = SIDES if self.simultaneous else [self.options.side]
-        for side in wanted:
+        trained_sides = SIDES if self.simultaneous else [self.options.side]
+        for side in trained_sides:
             if side not in sides.values():
                 raise FieldError(
                     f"partition {partition} has no module of {type(self.model).__name__} on the {side} side",
                     "Choose another partition, or name more modules in adapter.target_modules",
                     parameter="simultaneous.partition" if self.simultaneous else "adapter.partition",
                 )
-        owned = {name: module for name, module in modules.items() if sides.get(name) in wanted}
+        owned = {name: module for name, module in modules.items() if sides.get(name) in trained_sides}
         return owned, sides if self.simultaneous else {}
 
     def _sides(self, partition: Partition) -> Callable[[str], Side | None]:
@@ -164,18 +164,18 @@ class _Targeted:
 
     def _projections(self) -> list[str]:
         """The ends of the names of all attention and MLP projections."""
-        wanted = {
+        projections = {
             name
             for name in self.matrices
             if layer_of(name, self.container) is not None and kind_of(name) in ("attention", "mlp")
         }
-        if not wanted:
+        if not projections:
             raise FieldError(
                 f"no attention or MLP projections were recognised in {type(self.model).__name__}",
                 f"Name them in adapter.target_modules; its modules end in {_ends(self.matrices)}",
                 parameter="adapter.target_modules",
             )
-        return sorted({_shortest_end(name, wanted, self.adaptable, self.container) for name in wanted})
+        return sorted({_shortest_end(name, projections, self.adaptable, self.container) for name in projections})
 
     def _check(self, names: Sequence[str], layers: Sequence[int] | None) -> None:
         problems, options = Problems(FieldError), self.options
@@ -231,11 +231,11 @@ def _named(name: str, ends: Sequence[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-def _shortest_end(name: str, wanted: set[str], adaptable: dict[str, Any], container: str | None) -> str:
+def _shortest_end(name: str, projections: set[str], adaptable: dict[str, Any], container: str | None) -> str:
     """`q_proj` for `model.layers.0.self_attn.q_proj`; `self_attn.q_proj` if an unwanted module ends in q_proj too."""
-    last = name.rpartition(".")[2]
-    if all(other in wanted for other in adaptable if _named(other, [last])):
-        return last
+    last_part = name.rpartition(".")[2]
+    if all(module in projections for module in adaptable if _named(module, [last_part])):
+        return last_part
     return name[len(container or "") + 1 :].partition(".")[2]
 
 

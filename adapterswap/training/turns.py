@@ -54,10 +54,10 @@ class RowsInTurns(Sampler[int]):
         return self._rows.size
 
 
-def _passes(count: int, wanted: int, chance: np.random.Generator) -> NDArray[np.int64]:
-    """`wanted` numbers below `count`, from one permutation after the other."""
-    passes = [chance.permutation(count) for _ in range(-(-wanted // count))]
-    return np.concatenate([np.empty(0, np.int64), *passes])[:wanted]
+def _passes(count: int, length: int, chance: np.random.Generator) -> NDArray[np.int64]:
+    """`length` numbers below `count`, from one permutation after the other."""
+    passes = [chance.permutation(count) for _ in range(-(-length // count))]
+    return np.concatenate([np.empty(0, np.int64), *passes])[:length]
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
