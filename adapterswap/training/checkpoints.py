@@ -173,11 +173,13 @@ def seal(checkpoint: Path) -> None:
 def _changed(checkpoint: Path) -> str | None:
     """The first file of a checkpoint that has changed since it was written; None if there is none."""
     try:
-        written = read_json(checkpoint / _SEAL)
+        recorded = read_json(checkpoint / _SEAL)
     except ExpertError:
         return _SEAL
-    now = _contents(checkpoint)
-    return next((name for name in sorted(written.keys() | now.keys()) if written.get(name) != now.get(name)), None)
+    current = _contents(checkpoint)
+    return next(
+        (name for name in sorted(recorded.keys() | current.keys()) if recorded.get(name) != current.get(name)), None
+    )
 
 
 def _contents(checkpoint: Path) -> dict[str, str]:

@@ -43,9 +43,9 @@ def explained(what: str, where: Path) -> Iterator[None]:
         raise _unwritten(what, where, str(error).partition("\n")[0]) from None
 
 
-def _unwritten(what: str, where: Path, reason: str) -> OutputError:
+def _unwritten(output: str, folder: Path, reason: str) -> OutputError:
     return OutputError(
-        f"{what} cannot be written to {where}: {reason}",
+        f"{output} cannot be written to {folder}: {reason}",
         "Free some space, or choose another `out_path`; earlier checkpoints are kept for `resume=True`",
         parameter="out_path",
     )

@@ -179,7 +179,7 @@ def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
         "",
         f"# {_kind(recipe)} expert for {base.source.name}",
         "",
-        f"Trained by adapterswap {__version__} on {base.source}: {_what(recipe)}"
+        f"Trained by adapterswap {__version__} on {base.source}: {_adapter_summary(recipe)}"
         f"{report.trainable_parameters:,} parameters, {report.steps:,} steps, {report.tokens:,} tokens.",
         "",
         "| source | rows read | after filter and samples |",
@@ -215,7 +215,7 @@ def _kind(recipe: TrainRecipe) -> str:
     return "rsLoRA" if recipe.adapter.rslora else "LoRA"
 
 
-def _what(recipe: TrainRecipe) -> str:
+def _adapter_summary(recipe: TrainRecipe) -> str:
     """The adapter, and the part of the model that was trained if it was not all of it."""
     adapter = recipe.adapter
     parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if adapter.method == "lora" else []
