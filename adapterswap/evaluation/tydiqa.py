@@ -55,15 +55,15 @@ def read_tydiqa(name: str) -> list[dict[str, Any]]:
     path = files("adapterswap.evaluation") / "data" / "tydiqa" / f"{name.removeprefix(_PREFIX)}.json.gz"
     return [
         {
-            "id": asked["id"],
+            "id": question["id"],
             "title": article["title"],
             "context": paragraph["context"],
-            "question": asked["question"],
-            "answers": [answer["text"] for answer in asked["answers"]],
+            "question": question["question"],
+            "answers": [answer["text"] for answer in question["answers"]],
         }
         for article in json.loads(gzip.decompress(path.read_bytes()))["data"]
         for paragraph in article["paragraphs"]
-        for asked in paragraph["qas"]
+        for question in paragraph["qas"]
     ]
 
 
@@ -83,11 +83,11 @@ def score_answer(name: str, answer: str, golds: Sequence[str]) -> dict[str, floa
     A `LooseAnswer` is also compared in NFKC, with ASCII digits and without zero-width marks: ১৯৯৯ is 1999.
     """
     loose, code = isinstance(answer, LooseAnswer), name.removeprefix(_PREFIX)
-    given = _words(answer, code, loose=loose)
+    answer_words = _words(answer, code, loose=loose)
     expected = [_words(gold, code, loose=loose) for gold in golds]
     return {
-        "exact_match": float(given in expected),
-        "f1": max(_f1(given, words) for words in expected),
+        "exact_match": float(answer_words in expected),
+        "f1": max(_f1(answer_words, words) for words in expected),
     }
 
 
@@ -97,6 +97,6 @@ def _words(text: str, code: str, *, loose: bool) -> list[str]:
     return (_ENGLISH_ARTICLES.sub(" ", text) if code == "en" else text).split()
 
 
-def _f1(given: list[str], gold: list[str]) -> float:
-    shared = sum((Counter(given) & Counter(gold)).values())
-    return 2 * shared / (len(given) + len(gold)) if shared else 0.0
+def _f1(answer_words: list[str], gold: list[str]) -> float:
+    shared = sum((Counter(answer_words) & Counter(gold)).values())
+    return 2 * shared / (len(answer_words) + len(gold)) if shared else 0.0
