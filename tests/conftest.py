@@ -1,4 +1,4 @@
-"""Pico models and experts for all tests, made once per session. Nothing is downloaded."""
+"""Pico models and experts for all tests, created once per session. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from click.testing import CliRunner, Result
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+hypothesis.settings.register_profile("untimed", deadline=None)  # a slow test on a busy machine is not a failure
 hypothesis.settings.load_profile("untimed")
 transformers.utils.logging.disable_progress_bar()
-# Shells start background jobs with Ctrl-C ignored, and so would be the tests that raise it.
+# Shells start background jobs with Ctrl-C ignored; the tests that raise SIGINT need the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 LAYERS = 6
 LLAMA_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-# Architectures that differ in what matters here: biases, transposed weights, fused projections, other names of layers.
+# Architectures that differ where it matters: biases, transposed weights, fused projections, names of layers.
 CONFIGS: dict[str, tuple[type, dict[str, Any], list[str]]] = {
     "llama": (
         transformers.LlamaConfig,
@@ -98,7 +98,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config_class(vocab_size=96, **options))
             for name, parameter in model.named_parameters():
-                if name.endswith("bias"):  # biases start at zero, where a mistake with them would not show
+                if name.endswith("bias"):  # biases start at zero, which would hide a mistake
                     torch.nn.init.normal_(parameter, std=0.1)
             made[architecture] = tmp_path_factory.mktemp(f"base-{architecture}")
             model.save_pretrained(made[architecture])
@@ -140,7 +140,7 @@ def swahili(expert: Callable[..., Path]) -> Path:
 
 
 def merged_weights(base_folder: Path, adapter_folder: Path) -> dict[str, torch.Tensor]:
-    """The full weights of base + adapter, by PEFT's own merge."""
+    """The full weights of base + adapter, merged by PEFT."""
     model = PeftModel.from_pretrained(load_base(base_folder), adapter_folder).merge_and_unload()
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -177,7 +177,7 @@ def small_lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[object]:
-    """Chromium; one for all tests of a process, which cannot drive two."""
+    """Chromium, shared by all tests of a process: one process cannot drive two."""
     import shutil
 
     playwright = pytest.importorskip("playwright.sync_api")

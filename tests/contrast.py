@@ -49,7 +49,7 @@ _FAINT = """(least) => {
 
 
 def faint_texts(page: Any) -> list[str]:
-    """The visible elements of a page whose text has a lower contrast than `LEAST`, each with its contrast.
+    """The visible elements of a page whose text has less contrast than `LEAST`, with that contrast.
 
     Disabled controls are exempt, as in WCAG.
     """

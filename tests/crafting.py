@@ -1,4 +1,4 @@
-"""Adapters made by hand, byte by byte, so that anything in them can be wrong. Uses none of the library's own code."""
+"""Adapters built byte by byte, so that anything in them can be wrong. Uses none of the library's own code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def parts(content: Tensors) -> tuple[dict[str, Any], bytes]:
-    """The header, as it is before it becomes JSON, and the data."""
+    """The header before it is encoded as JSON, and the data."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, (dtype, shape, raw) in content.items():
@@ -58,7 +58,7 @@ def file_bytes(header: Mapping[str, Any] | bytes, data: bytes) -> bytes:
 
 
 def adapter(folder: Path, content: Tensors | None = None, settings: Mapping[str, Any] | None = None) -> Path:
-    """A sound adapter, unless `content` or `settings` are not."""
+    """A valid adapter, unless `content` or `settings` make it invalid."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / WEIGHTS).write_bytes(file_bytes(*parts(tensors() if content is None else content)))
     (folder / CONFIG).write_text(json.dumps(config() if settings is None else settings))
@@ -66,7 +66,7 @@ def adapter(folder: Path, content: Tensors | None = None, settings: Mapping[str,
 
 
 def edit_header(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Change a file's header in place; the data stays."""
+    """Change a file's header in place and keep its data."""
     raw = (folder / WEIGHTS).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -75,7 +75,7 @@ def edit_header(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every path below `folder`, with the SHA-256 of a file, the target of a link, or nothing for a folder."""
+    """Every path below `folder`, with the SHA-256 of a file, the target of a link, or None for a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

@@ -1,5 +1,5 @@
-"""Run the command line in a child process that dies, or that has rivals. Started by test_kill as a program of its own,
-so that it may fork: the library is imported once, and each child costs a few milliseconds.
+"""Run the command line in a child that is killed, or next to other writers. test_kill starts it as a separate program,
+so that it can fork: the library is imported once, and each child costs a few milliseconds.
 
 Usage: crashing.py every|random|rivals|exclusive|held '{"folder": …, "arguments": […], …}'; prints JSON.
 """
@@ -30,7 +30,7 @@ def compose(arguments: list[str]) -> int:
 
 
 def content(folder: Path) -> dict[str, str] | None:
-    """What a reader finds at `folder`; None if there is nothing."""
+    """What a reader sees at `folder`; None if it does not exist."""
     if not folder.exists():
         return None
     return {path.name: path.read_bytes().hex() for path in sorted(folder.iterdir())}
@@ -42,7 +42,7 @@ def judge(out: Path, old: Any, new: Any) -> str:
 
 
 def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool) -> dict[str, Any]:
-    """Be killed at every step; after each, look at the target, and compose again."""
+    """Get killed at every step; after each, check the target and compose again."""
     out = folder / "out"
     assert result(forked(lambda: compose(first))) == 0
     old = content(out)
@@ -62,9 +62,9 @@ def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool)
         if code == 0:
             break
         assert code == -signal.SIGKILL, code
-        again = result(forked(lambda: compose([*arguments, "--dry-run"])))  # a reader, who changes nothing
+        again = result(forked(lambda: compose([*arguments, "--dry-run"])))  # a reader changes nothing
         assert again == (0 if states[-1] == "absent" else 1)
-        # Without --overwrite first: it must not replace anything, but puts back what was set aside.
+        # First without --overwrite: this must not replace anything, but restores the output that was set aside.
         result(forked(lambda: compose(arguments)))
         recovered.append(judge(out, old, new))
         assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
@@ -74,7 +74,7 @@ def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool)
 
 
 def at_random(folder: Path, first: list[str], arguments: list[str], kills: int, seed: int) -> dict[str, Any]:
-    """Be killed by another process at a random step, or soon after it."""
+    """Get killed by another process at a random step, or soon after it."""
     chance = random.Random(seed)
     out = folder / "out"
     assert result(forked(lambda: compose(first))) == 0
@@ -85,7 +85,7 @@ def at_random(folder: Path, first: list[str], arguments: list[str], kills: int, 
     for _ in range(kills):
         remove(out)
         if overwrite := chance.random() < 0.5:
-            # Killed between its two renames, a run leaves an old output set aside, which this one puts back first.
+            # A run killed between its two renames leaves the old output set aside; this run restores it first.
             assert result(forked(lambda: compose([*first, "--overwrite"]))) == 0
         options = [*arguments, "--overwrite"] if overwrite else arguments
         how: How = "held" if chance.random() < 0.5 else "going on"
@@ -97,7 +97,7 @@ def at_random(folder: Path, first: list[str], arguments: list[str], kills: int, 
 
 
 def rivals(folder: Path, first: list[str], arguments: list[str], rounds: int, overwrite: bool) -> dict[str, Any]:
-    """Two composes to one target at once: different results, so that a mixture would show."""
+    """Two compose runs write to one target at once. Their results differ, so that a mixture would show."""
     out = folder / "out"
     wholes = []
     for options in (first, arguments):
@@ -119,7 +119,7 @@ def rivals(folder: Path, first: list[str], arguments: list[str], rounds: int, ov
 
 
 def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
-    """Many writers to one target, again and again: never two of them inside at once."""
+    """Many writers to one target, repeatedly: only one holds it at a time."""
     from adapterswap.errors import AdapterswapError
     from adapterswap.files.folders import OutputKind, atomic_folder
 
@@ -147,7 +147,7 @@ def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
 
 
 def held(folder: Path, arguments: list[str], step: int) -> None:
-    """Compose in this process, and stop at a step until somebody kills it."""
+    """Compose in this process, and stop at a step until killed."""
     left = step
 
     def act() -> None:

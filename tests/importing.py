@@ -1,4 +1,4 @@
-"""Import a Python file that is in no package: a script, or an example."""
+"""Import a Python file outside any package: a script or an example."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def loaded(path: Path) -> Any:
-    """The module in the file `path`, run once more."""
+    """Run the file `path` afresh and return it as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

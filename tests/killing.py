@@ -1,6 +1,6 @@
-"""Processes that are killed at a step of their work: whenever they touch a file below a folder.
+"""Kill a process at a chosen step. A step is any access to a path below a folder.
 
-Nothing here waits for a number of seconds or looks for processes by name, so a busy machine changes no result.
+Nothing here sleeps or looks for processes by name, so a busy machine does not change the results.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO, Literal
 
-# What touches the file system, as Python's audit events name it.
+# Python's audit events for access to the file system.
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
 
 How = Literal["itself", "held", "going on"]
 
 
-def forked(work: Callable[[], int | None]) -> int:
-    """Start `work` in a child whose output goes nowhere; return its process id."""
+def forked(body: Callable[[], int | None]) -> int:
+    """Start `body` in a child whose output is discarded; return its process id."""
     child = os.fork()
     if child == 0:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        os._exit(work() or 0)
+        os._exit(body() or 0)
     return child
 
 
 def result(child: int) -> int:
-    """The exit code, or minus the signal that killed it."""
+    """The exit code, or minus the number of the signal that killed the process."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def on_touch(prefix: str, act: Callable[[], None]) -> None:
-    """From now on call `act` just before this process touches a path that starts with `prefix`."""
-    acting = False  # what `act` touches itself does not count
+    """From now on, call `act` just before this process accesses a path that starts with `prefix`."""
+    acting = False  # accesses by `act` itself do not count
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal acting
@@ -49,30 +49,30 @@ def on_touch(prefix: str, act: Callable[[], None]) -> None:
 
 
 def hold(stream: int = 1) -> None:
-    """Write a line to `stream`, then stop, with all threads, until somebody sends a signal."""
+    """Write a line to `stream`, then stop all threads until a signal arrives."""
     os.write(stream, b"held\n")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def listening(
-    prefix: str, work: Callable[[], int | None], act: Callable[[int], object], hear: Callable[[int, BinaryIO], Any]
+    prefix: str, body: Callable[[], int | None], act: Callable[[int], object], hear: Callable[[int, BinaryIO], Any]
 ) -> tuple[int, Any]:
-    """Do `work` in a child that calls `act` whenever it touches what is below `prefix`, and listen to it.
+    """Run `body` in a child that calls `act` at each access below `prefix`, and read what the child writes.
 
     Args:
         prefix: as for `on_touch`.
-        work: what the child does.
-        act: gets the stream to which the child may write.
-        hear: gets the child's process id and what it writes, which ends when the child does.
+        body: what the child runs.
+        act: called with the stream that the child may write to.
+        hear: called with the child's process id and the stream it writes to, which ends with the child.
 
     Returns:
-        How the child ended, as `result` does, and what `hear` returned.
+        The child's exit code as from `result`, and what `hear` returned.
     """
     heard, told = os.pipe()
 
     def watched() -> int | None:
         on_touch(prefix, lambda: act(told))
-        return work()
+        return body()
 
     child = forked(watched)
     os.close(told)
@@ -81,20 +81,20 @@ def listening(
     return result(child), found
 
 
-def count_steps(prefix: str, work: Callable[[], int | None]) -> int:
-    """How often a child that does `work` touches what is below `prefix`."""
-    ended, steps = listening(prefix, work, lambda told: os.write(told, b"."), lambda child, stream: stream.read())
+def count_steps(prefix: str, body: Callable[[], int | None]) -> int:
+    """How often a child that runs `body` accesses paths below `prefix`."""
+    ended, steps = listening(prefix, body, lambda told: os.write(told, b"."), lambda child, stream: stream.read())
     assert ended == 0
     return len(steps)
 
 
 def killed_at(
-    step: int, prefix: str, work: Callable[[], int | None], how: How, ready: Callable[[], bool] = lambda: True
+    step: int, prefix: str, body: Callable[[], int | None], how: How, ready: Callable[[], bool] = lambda: True
 ) -> int:
-    """Do `work` in a child that is killed at its `step`-th touch; return how it ended, as `result` does.
+    """Run `body` in a child that is killed at its `step`-th access; return its exit code as from `result`.
 
-    It kills itself, or this process kills it: while it is held there, or as soon as this process hears of it, wherever
-    the child has got to by then. Touches count once it is `ready`.
+    It kills itself, or this process kills it: while it waits at that step, or as soon as this process hears of the
+    step, wherever the child is by then. Accesses count once `ready` returns True.
     """
     left = step
 
@@ -111,7 +111,7 @@ def killed_at(
             os.write(told, b"going on\n")
 
     def kill(child: int, stream: BinaryIO) -> None:
-        if stream.readline():  # empty once the child has ended without a word
+        if stream.readline():  # empty if the child ended without writing
             os.kill(child, signal.SIGKILL)
 
-    return listening(prefix, work, act, kill)[0]
+    return listening(prefix, body, act, kill)[0]

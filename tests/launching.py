@@ -12,7 +12,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def started(*arguments: object) -> subprocess.Popen[str]:
-    """A program with these arguments, or `-m` and a module, in two processes."""
+    """Start a program (or `-m` and a module) with these arguments in two processes."""
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return subprocess.Popen(
         [*TORCHRUN, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -20,7 +20,7 @@ def started(*arguments: object) -> subprocess.Popen[str]:
 
 
 def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The same, when it has ended."""
+    """The same, run to its end."""
     with started(*arguments) as run:
         try:
             out, told = run.communicate(timeout=300)

@@ -1,6 +1,6 @@
-"""Damage done at random: adapters, configs, records, bases and recipes that are almost sound, and what must hold then.
+"""Random damage to adapters, configs, records, bases and recipes, and what must hold afterwards.
 
-The randomness comes from outside, so that hypothesis can shrink what it finds, and fuzz/campaign.py can do without it.
+The caller supplies the random numbers, so that hypothesis can shrink failures and fuzz/campaign.py can run without it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENS = [
 
 
 def mutate_bytes(random: Random, raw: bytes) -> bytes:
-    """One small damage to a text or a binary file."""
+    """Change a text or a binary file in one small place."""
     at = random.randrange(len(raw) + 1)
     match random.randrange(7):
         case 0 if raw:
@@ -114,15 +114,15 @@ def _several(random: Random, content: Any) -> Any:
 
 
 def _as_bytes(content: Any) -> bytes:
-    """JSON that holds NaN and halves of characters as they are, where they cannot stand otherwise."""
+    """JSON in which NaN and lone surrogates are written as they are."""
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 class Subject:
-    """Two experts, a base, a record and a recipe in a folder, to be damaged and used again and again.
+    """Two experts, a base, a record and a recipe in a folder, which are damaged and used repeatedly.
 
-    `check` damages one of them, uses it through the command line, and raises AssertionError where something is wrong
-    that no input may cause.
+    `check` damages one of them, runs the command line on it, and raises AssertionError on a failure that no input may
+    cause.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -169,7 +169,7 @@ class Subject:
         }  # fmt: skip
 
     def check(self, random: Random, kind: str) -> str:
-        """Damage one thing, use it, put it back; returns what came of it: `refused` or `accepted`."""
+        """Damage one input, use it and restore it; returns the outcome: `refused` or `accepted`."""
         start = time.process_time()
         outcome = getattr(self, f"_check_{kind}")(random)
         self.slowest = max(self.slowest, time.process_time() - start)
@@ -198,7 +198,7 @@ class Subject:
         return self._with(self.math / WEIGHTS, raw, lambda: self._use_adapter(random))
 
     def _reshaped(self, random: Random) -> tuple[dict[str, Any], bytes]:
-        """A sound file of which one tensor has another shape, dtype, name or numbers, with the bytes that fit."""
+        """A valid file in which one tensor has another shape, dtype, name or numbers, with matching bytes."""
         content = tensors(rank=random.choice([1, 2, 2, 2, 3]))
         for _ in range(random.choice([0, 1, 1, 2])):
             name = random.choice(list(content))
@@ -280,7 +280,7 @@ class Subject:
         return outcome
 
     def _compare_with_safetensors(self) -> None:
-        """What we take for a sound file, the format's own library can open, and sees the same tensors in it."""
+        """The safetensors library can open what we accept, and sees the same tensors."""
         from adapterswap.errors import AdapterswapError
         from adapterswap.files.tensorfile import read_header
 

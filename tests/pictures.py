@@ -1,4 +1,4 @@
-"""Properties of figures: what any figure for print has to have, whatever it shows."""
+"""Properties that every figure for print must have."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from adapterswap.drawing import style
 
 __all__ = ["check_figure", "check_files", "drawn_texts"]
 
-_PIXEL = 1.5  # of 200 to an inch, by which boxes may touch
+_PIXEL = 1.5  # at 200 pixels to the inch; boxes may overlap by this much
 
 
 def drawn_texts(figure: Any) -> dict[str, list[Any]]:
-    """Every text that is shown → the boxes that it fills, in pixels."""
+    """Every visible text → its bounding boxes, in pixels."""
     figure.set_dpi(200)
     canvas = FigureCanvasAgg(figure)
     with style():
@@ -34,7 +34,7 @@ def drawn_texts(figure: Any) -> dict[str, list[Any]]:
 
 
 def _is_in_range(text: Any) -> bool:
-    """Labels of ticks outside of an axis's limits exist, and are not drawn."""
+    """Tick labels outside an axis's limits exist but are not drawn."""
     for axes in text.figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
@@ -45,7 +45,7 @@ def _is_in_range(text: Any) -> bool:
 
 
 def check_figure(figure: Any, width: float) -> None:
-    """All text is inside the canvas and overlaps no other text, nothing is smaller than 6 points, widths are kept."""
+    """All text is inside the canvas, does not overlap, and is at least 6 points; widths are as requested."""
     assert figure.get_figwidth() == width
     boxes = [(name, box) for name, found in drawn_texts(figure).items() for box in found]
     across, up = figure.get_size_inches() * 200
@@ -60,7 +60,7 @@ def check_figure(figure: Any, width: float) -> None:
 
 
 def check_files(folder: Path, name: str, width: float) -> None:
-    """A PDF with TrueType fonts in it and no Type 3, an SVG that asks for no font, a PNG of 300 dots to an inch."""
+    """A PDF with embedded TrueType fonts and no Type 3, an SVG that needs no font, a PNG at 300 dots per inch."""
     from PIL import Image
 
     pdf = (folder / f"{name}.pdf").read_bytes()
@@ -76,4 +76,4 @@ def check_files(folder: Path, name: str, width: float) -> None:
     with Image.open(folder / f"{name}.png") as image:
         assert abs(image.width - 300 * width) <= 1
         pixels = np.asarray(image.convert("L"))
-    assert pixels.min() < 100 < 250 < pixels.max()  # something dark on white, in grey too
+    assert pixels.min() < 100 < 250 < pixels.max()  # something dark on white, also in grayscale

@@ -1,4 +1,4 @@
-"""What a test says of a refusal: the class of the error, and the parameter that is at fault."""
+"""How tests check a refusal: by the class of the error and the parameter at fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adapterswap.errors import AdapterswapError
 def refused(
     kind: type[AdapterswapError], parameter: str | None = None, *, match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[AdapterswapError]]:
-    """Like `pytest.raises`, but the error is of exactly this class, and names this parameter; None: it names none."""
+    """Like `pytest.raises`, for an error of exactly this class that names this parameter; None if it names none."""
     with pytest.raises(AdapterswapError, match=match) as caught:
         yield caught
     assert (type(caught.value), caught.value.parameter) == (kind, parameter), caught.value

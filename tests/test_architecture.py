@@ -22,7 +22,7 @@ UPWARD = {
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Each file's room, and what is in it."""
+    """Each file's room and its source."""
     for path in sorted(ROOT.rglob("*.py")):
         room, *below = path.relative_to(ROOT).parts
         if below or room not in ("__init__.py", "__main__.py"):
@@ -50,4 +50,4 @@ def test_nothing_but_the_command_line_prints() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 printing.add(room)
-    assert printing <= {"cli", "serving"}  # a server's own process says that it is ready
+    assert printing <= {"cli", "serving"}  # the server process prints when it is ready

@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind from Python: an AdapterswapError that names the parameter, and no other error."""
+"""Python arguments of the wrong type raise an AdapterswapError that names the parameter, and no other error."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_live_model_of_the_wrong_kind_is_named() -> None:
         (lambda: SweepRecipe.model_validate({}), "base_model"),
     ],
 )
-def test_fields_that_are_not_sound(make: Callable[[], Any], parameter: str | None) -> None:
+def test_invalid_fields(make: Callable[[], Any], parameter: str | None) -> None:
     with pytest.raises(FieldError) as caught:
         make()
     assert parameter in {problem.parameter for problem in caught.value.problems}
@@ -146,12 +146,12 @@ def test_an_expert_that_cannot_be_opened_is_named_by_its_parameter(math: Path, t
         ("math+swahili@task_weight=-2", "task_weight", "`allow_negative=True`"),
     ],
 )
-def test_a_wrong_setting_in_a_short_name(name: str, parameter: str, told: str) -> None:
+def test_an_invalid_setting_in_a_short_name(name: str, parameter: str, told: str) -> None:
     with refused(FieldError, parameter, match=re.escape(told)):
         adapterswap.parse_composition(name)
 
 
-def test_all_mistakes_in_nested_rules_are_told_at_once() -> None:
+def test_all_mistakes_in_nested_rules_are_reported_together() -> None:
     with pytest.raises(FieldError) as caught:
         Composition.model_validate({"bottm": 1, "allocation": [{"expert": "a", "blend": {"b": 1}}, {"layers": "x"}]})
     parameters = {problem.parameter for problem in caught.value.problems}
@@ -168,8 +168,8 @@ def test_all_mistakes_in_nested_rules_are_told_at_once() -> None:
         {"task": ("math", "base"), "task_weight": 0},
     ],
 )  # fmt: skip
-def test_rules_are_made_or_refused(method: str, changes: dict[str, Any]) -> None:
-    """Whatever a composition asks for, no other error than ours leaves it."""
+def test_rules_are_accepted_or_refused(method: str, changes: dict[str, Any]) -> None:
+    """A composition raises AdapterswapError or nothing, whatever its fields."""
     options = {**SIDES, "method": method, **changes}
     if method in ("ties", "dare_linear", "dare_ties", "magnitude_prune"):
         options["density"] = 0.5

@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "trl", "lm_eval", "matplot
 
 
 def modules_after(*arguments: object) -> set[str]:
-    """The heavy libraries that a run of the command line has imported, in a process of its own."""
+    """The heavy libraries that the command line imports, run in a separate process."""
     script = (
         "import sys; from adapterswap.cli import main\n"
         f"try: main({[str(argument) for argument in arguments]!r})\n"
@@ -41,14 +41,14 @@ def test_composing_and_inspecting_import_no_torch(math: Path, swahili: Path, tmp
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_tells_the_truth(name: str, run: Callable[..., Result]) -> None:
+def test_the_list_of_commands_matches_the_commands(name: str, run: Callable[..., Result]) -> None:
     command = importlib.import_module(f"adapterswap.cli.{name}").command
     assert command.name == name
     assert (command.help or "").splitlines()[0] == COMMANDS[name]
     assert run(name, "-h").exit_code == 0
 
 
-def test_compose_writes_and_tells(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
+def test_compose_writes_and_reports(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
     result = run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out")
     assert result.exit_code == 0
     strip = result.stdout.splitlines()
@@ -62,7 +62,7 @@ def test_compose_writes_and_tells(run: Callable[..., Result], math: Path, swahil
     assert run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", "--overwrite").exit_code == 0
 
 
-def test_one_folder_under_two_names_is_told_of(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+def test_one_folder_under_two_names_is_reported(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
     told = run("compose", "-t", math, "-l", math, "-o", tmp_path / "out", "--dry-run")
     assert told.exit_code == 0
     assert "are the same folder" in told.stderr
@@ -84,9 +84,7 @@ def test_a_dry_run_writes_nothing(run: Callable[..., Result], math: Path, swahil
     assert owners == {**dict.fromkeys("015", swahili.name), **dict.fromkeys("234", math.name)}
 
 
-def test_a_recipe_gives_what_the_options_give(
-    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
-) -> None:
+def test_a_recipe_equals_the_options(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
     (tmp_path / "experts").mkdir()
     for name, folder in (("math", math), ("swahili", swahili)):
         (tmp_path / "experts" / name).symlink_to(folder)
@@ -139,7 +137,7 @@ def test_wrong_usage_exits_2(arguments: list[str], told: str, run: Callable[...,
         (["-t", "x", "-l", "y", "--task-weight", "nan"], "not a finite number"),
     ],
 )
-def test_errors_exit_1_with_a_mend(options: list[str], told: str, run: Callable[..., Result], tmp_path: Path) -> None:
+def test_errors_exit_1_with_a_remedy(options: list[str], told: str, run: Callable[..., Result], tmp_path: Path) -> None:
     result = run("compose", *options, "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert result.stdout == ""

@@ -1,4 +1,4 @@
-"""What the shell's completion offers: commands, experts, recipes, tasks, methods."""
+"""Shell completion offers commands, experts, recipes, tasks and methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Offered = list[tuple[str, str]]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder: two experts, one of them deeper, a base, a recipe, and what is none of these."""
+    """The working folder: two experts, one of them nested, a base, a recipe, and unrelated files."""
     for name, mark in (
         ("math", "adapter_config.json"),
         ("experts/swahili", "adapter_config.json"),
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def offered(*words: str) -> _Offered:
-    """The completions of the last word, as (type, value); a type other than plain is left to the shell."""
+    """The completions of the last word, as (type, value); the shell handles types other than plain."""
     completions = ShellComplete(main, {}, "adapterswap", "_ADAPTERSWAP_COMPLETE").get_completions(
         list(words[:-1]), words[-1]
     )
@@ -63,18 +63,18 @@ def test_commands_and_options() -> None:
     [("inspect",), ("diff", "math"), ("compose", "-t"), ("compose", "--language-expert"), ("merge", "--base-model")],
     ids=" ".join,
 )
-def test_experts_and_the_folders_that_may_lead_to_them(folder: Path, words: tuple[str, ...]) -> None:
+def test_experts_and_folders_that_may_contain_them(folder: Path, words: tuple[str, ...]) -> None:
     assert offered(*words, "") == plain("base", "experts/", "hub/", "math", "org/math-lora")
     assert offered(*words, "experts/") == plain("experts/swahili")
     assert offered(*words, "m") == plain("math")
     assert offered(*words, "org/") == plain("org/math-lora")
 
 
-def test_a_single_folder_is_left_to_the_shell_which_puts_no_space_after_it(folder: Path) -> None:
+def test_a_single_folder_is_completed_by_the_shell_without_a_space(folder: Path) -> None:
     assert offered("inspect", "exp") == [("dir", "exp")]
 
 
-def test_names_that_need_quotes_are_left_to_the_shell(folder: Path) -> None:
+def test_names_that_need_quotes_are_completed_by_the_shell(folder: Path) -> None:
     (folder / "math").rename(folder / "math 2")
     assert offered("inspect", "m") == [("dir", "m")]
 
@@ -84,7 +84,7 @@ def test_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert offered("inspect", "~/experts/") == plain("~/experts/swahili")
 
 
-def test_experts_with_a_name(folder: Path) -> None:
+def test_named_experts(folder: Path) -> None:
     assert offered("analyze", "a=m") == plain("a=math")
     assert offered("verify", "math", "--expert", "math=experts/s") == plain("math=experts/swahili")
 
@@ -114,7 +114,7 @@ def test_methods_and_choices() -> None:
     assert offered("compose", "--layout", "p") == plain("portable")
 
 
-def test_files_and_outputs_are_left_to_the_shell(folder: Path) -> None:
+def test_files_and_outputs_are_completed_by_the_shell(folder: Path) -> None:
     assert offered("compose", "-o", "x") == [("dir", "x")]
     assert offered("analyze", "--from-csv", "x") == [("file", "x")]
 

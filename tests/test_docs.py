@@ -1,4 +1,4 @@
-"""What the documentation promises is so: generated pages, options, links. tests/pages runs the commands themselves."""
+"""The documentation is correct: generated pages, options, links. tests/pages runs the commands themselves."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def script_called(name: str) -> Any:
     return loaded(ROOT / "scripts" / f"{name}.py")
 
 
-def test_the_command_reference_is_what_help_says() -> None:
+def test_the_command_reference_matches_help() -> None:
     script = script_called("command_reference")
     assert (ROOT / "docs" / "commands.md").read_text() == script.reference(), "run python scripts/command_reference.py"
 
 
-def test_the_page_of_methods_is_what_the_registry_says() -> None:
+def test_the_page_of_methods_matches_the_registry() -> None:
     script = script_called("methods_page")
     assert (ROOT / "docs" / "methods.md").read_text() == script.page(), "run python scripts/methods_page.py"
 
 
-def test_the_page_of_recipe_fields_is_what_the_models_say() -> None:
+def test_the_page_of_recipe_fields_matches_the_models() -> None:
     script = script_called("recipe_fields")
     assert (ROOT / "docs" / "fields.md").read_text() == script.page(), "run python scripts/recipe_fields.py"
 
@@ -58,7 +58,7 @@ def commands_shown() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "line"), commands_shown(), ids=lambda value: value[:60])
 def test_options_that_pages_show_exist(page: str, line: str) -> None:
-    """Each option of each command line shown is one that the command has."""
+    """Every option shown on a page exists in its command."""
     words = shlex.split(line)
     if words[1].startswith("-"):
         return
@@ -72,13 +72,13 @@ def test_options_that_pages_show_exist(page: str, line: str) -> None:
 
 
 def test_pages_show_commands() -> None:
-    """The test above would pass on pages that show none."""
+    """The test above would pass on pages without any command."""
     shown = {line.split()[1] for _, line in commands_shown()}
     assert shown >= {"compose", "inspect", "slice", "verify", "diff", "train", "evaluate", "lab"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
@@ -87,10 +87,10 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_the_page_about_looking_at_adapters_runs(
+def test_the_page_on_inspecting_adapters_runs(
     run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command of docs/inspect.md, in its order, on two experts of the tests' own base."""
+    """Runs every command of docs/inspect.md in order, on two experts of the tests' base."""
     base = json.loads((math / "adapter_config.json").read_text())["base_model_name_or_path"]
     for name, place in {"math": math, "language": swahili, "base": Path(base)}.items():
         shutil.copytree(place, tmp_path / name)

@@ -1,4 +1,4 @@
-"""How an error reads."""
+"""How errors are worded and classified."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_librarys_error_is_one_short_line(message: str, expected: str) -> None
     ("remedy", "expected"),
     [("Correct it", "Correct it."), ("Correct it.", "Correct it."), ("Is it 'a'?", "Is it 'a'?")],
 )
-def test_a_mend_ends_once(remedy: str, expected: str) -> None:
+def test_a_remedy_has_one_full_stop(remedy: str, expected: str) -> None:
     assert str(AdapterswapError("it is wrong.", remedy)) == f"it is wrong. {expected}"
 
 
@@ -52,7 +52,7 @@ def test_a_mend_ends_once(remedy: str, expected: str) -> None:
 @click.option("--set", "overrides", multiple=True)
 @click.argument("recipe")
 def command() -> None:
-    """As commands declare their options."""
+    """A command with options declared as in the real ones."""
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_parameters_are_printed_as_flags(text: str, printed: str) -> None:
     assert with_flags(text, click.Group(commands=[command])) == printed
 
 
-def test_python_reads_a_parameter_where_the_terminal_reads_a_flag(run: Callable[..., Result], tmp_path: Path) -> None:
+def test_python_shows_a_parameter_where_the_terminal_shows_a_flag(run: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(AdapterswapError, match=r"pass `overwrite=True`") as caught:
         adapterswap.extract("full", "base", tmp_path / "file", rank=1)
@@ -89,7 +89,7 @@ def test_python_reads_a_parameter_where_the_terminal_reads_a_flag(run: Callable[
         ((ExpertError, OutputError), AdapterswapError),
     ],
 )
-def test_an_error_is_of_the_class_that_its_problems_have_in_common(
+def test_an_error_has_the_common_class_of_its_problems(
     kinds: tuple[type[AdapterswapError], ...], common: type[AdapterswapError]
 ) -> None:
     problems = Problems(ExpertError)
@@ -109,7 +109,7 @@ def test_an_error_survives_pickling() -> None:
     assert (type(error), error.parameter, str(error)) == (OutputError, "out_path", "out exists. Choose another.")
 
 
-def test_the_caller_knows_better_whose_fault_it_is() -> None:
+def test_a_caller_can_name_another_parameter() -> None:
     problems = Problems(ExpertError)
     for number in range(25):
         problems.add(f"tensor {number} is missing", "Save it again")

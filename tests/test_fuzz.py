@@ -1,6 +1,6 @@
-"""Inputs damaged at random lead to a result or to an `AdapterswapError`: no traceback, nothing left, no long wait.
+"""Randomly damaged inputs give a result or an `AdapterswapError`: no traceback, no leftover files, no long wait.
 
-fuzz/campaign.py does the same for hours; what it found is in the other tests.
+fuzz/campaign.py does the same for hours. The bugs it found have tests of their own elsewhere.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 @settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", "80")),
     deadline=None,
-    derandomize=True,  # the same inputs every time; new ones are the campaign's business
+    derandomize=True,  # the same inputs every time; fuzz/campaign.py tries new ones
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(random=st.randoms(use_true_random=False))
-def test_damage_at_random(kind: str, random: Random, subject: Subject) -> None:
+def test_random_damage(kind: str, random: Random, subject: Subject) -> None:
     subject.check(random, kind)
 
 
 def test_the_damage_is_neither_too_small_nor_too_large(tmp_path: Path) -> None:
-    """Some of it is refused and some accepted, or the test above would say nothing."""
+    """Some inputs are refused and some accepted; otherwise the test above would prove nothing."""
     subject = Subject(tmp_path)
     for kind in KINDS:
         random = Random(1)

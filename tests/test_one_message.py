@@ -1,4 +1,4 @@
-"""One cause, one message: experts of another base, files of Git LFS; and the names that experts are given."""
+"""One cause gives one message: experts of another base, Git LFS pointers. And the names that experts get."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDE = 48
 
 @pytest.fixture(scope="module")
 def wide_base(base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Llama base of all tests, 48 wide instead of 32."""
+    """The tests' Llama base, 48 wide instead of 32."""
     config = transformers.AutoConfig.from_pretrained(base("llama"))
     config.hidden_size, config.head_dim = WIDE, WIDE // config.num_attention_heads
     folder = tmp_path_factory.mktemp("wide")
@@ -41,7 +41,7 @@ def wide_base(base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def wide(wide_base: Path, base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An expert of the wide base that says that it is of the other one."""
+    """An expert of the wide base whose config names the other one."""
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(load_base(wide_base), LoraConfig(r=2, target_modules=projections, task_type="CAUSAL_LM"))
     folder = tmp_path_factory.mktemp("wide-expert")
@@ -68,7 +68,7 @@ def test_experts_of_another_width(run: Run, math: Path, wide: Path, tmp_path: Pa
     assert result.stderr.count("Error: ") == 1
 
 
-def test_an_expert_beside_a_base_of_another_width(wide_base: Path, math: Path, swahili: Path, tmp_path: Path) -> None:
+def test_an_expert_with_a_base_of_another_width(wide_base: Path, math: Path, swahili: Path, tmp_path: Path) -> None:
     live = only_problem(lambda: load_expert(load_base(wide_base), math, "math"))
     merged = only_problem(lambda: adapterswap.merge(math, wide_base, out_path=tmp_path / "merged"))
     for told in (live, merged):
@@ -92,7 +92,7 @@ def test_checkpoints_of_another_width(wide_base: Path, base: Callable[[str], Pat
         ({"q": "8×8"}, {"k": "4×4"}, None),
         ({"q": "8×8", "k": "4×8"}, {"q": "16×16", "k": "4×16"}, "The hidden size is 8 in a, but 16 in b"),
         ({"q": "8×8"}, {"q": "16×16"}, "q is 8×8 in a, but 16×16 in b"),
-        # One shared number on neither side, or on one alone: the first module and a count
+        # Neither side, or only one, has a single width: name the first module and count the others
         ({"q": "8×4", "k": "8×4"}, {"q": "16×4", "k": "16×4"}, "q is 8×4 in a, but 16×4 in b; 1 more modules differ"),
         ({"q": "8×8", "k": "4×8"}, {"q": "9×8", "k": "5×8"}, "q is 8×8 in a, but 9×8 in b; 1 more modules differ"),
         (
@@ -102,7 +102,7 @@ def test_checkpoints_of_another_width(wide_base: Path, base: Callable[[str], Pat
         ),
     ],
 )
-def test_what_differs_is_said_once(ours: dict[str, str], theirs: dict[str, str], told: str | None) -> None:
+def test_a_difference_is_reported_once(ours: dict[str, str], theirs: dict[str, str], told: str | None) -> None:
     problems = Problems()
     compare_shapes(ours, theirs, one="a", other="b", remedy="Choose", problems=problems)
     found = [problem.message for problem in problems]
@@ -150,7 +150,7 @@ def test_a_pointer_of_git_lfs_in_a_base(base: Callable[[str], Path], math: Path,
         ("experts/taken", "task"), ("/", "task"),
     ],
 )  # fmt: skip
-def test_an_expert_is_called_like_its_folder(
+def test_an_expert_is_named_after_its_folder(
     reference: str | Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -60,7 +60,7 @@ def test_a_log_has_a_line_after_five_seconds_and_then_every_ten(
         ]
 
 
-def test_a_count_that_grows_in_jumps_predicts_nothing(clock: Clock) -> None:
+def test_a_count_that_grows_in_jumps_has_no_time_left(clock: Clock) -> None:
     with Progress() as shown:
         row = shown.row("seed 0", 100, steady=False)
         clock.now += 40
@@ -70,7 +70,7 @@ def test_a_count_that_grows_in_jumps_predicts_nothing(clock: Clock) -> None:
         assert str(row) == "seed 0: done: 100%"
 
 
-def test_a_step_that_reports_nothing_is_not_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_without_reports_still_logs(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress() as shown:
         shown.row("loading the base")
         shown.row("requests", 4)
@@ -82,9 +82,7 @@ def test_a_step_that_reports_nothing_is_not_silent(clock: Clock, capsys: pytest.
         assert err == "loading the base: 7 s so far; requests: 0 of 4\n"
 
 
-def test_nothing_is_written_where_nothing_is_shown_or_all_is_quick(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_written_if_disabled_or_quick(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(shown=False) as hidden:
         row = hidden.row("rows", 3)
         clock.now += 100
@@ -96,7 +94,7 @@ def test_nothing_is_written_where_nothing_is_shown_or_all_is_quick(
     assert capsys.readouterr().err == ""
 
 
-def test_a_closed_stream_is_no_error(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_closed_stream_is_not_an_error(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stderr", log)
         shown = Progress().__enter__()
@@ -134,7 +132,7 @@ def test_every_command_has_both(name: str, run: Run) -> None:
 
 
 def at_a_terminal(command: list[str], env: Mapping[str, str]) -> str:
-    """What a command writes to a terminal of its own."""
+    """What a command writes to a pseudo-terminal."""
     pty = pytest.importorskip("pty")
     main, terminal = pty.openpty()
     kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS")}

@@ -1,4 +1,4 @@
-"""What `import adapterswap` offers: names, types, reprs, and that docs/python.md runs and type-checks as it stands."""
+"""What `import adapterswap` offers: names, types, reprs. And docs/python.md runs and type-checks unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMANDS_AND_FUNCTIONS = {
 
 
 def page_as_script(base: str) -> str:
-    """The Python blocks of docs/python.md, one after the other, with a base of the tests' own."""
+    """The Python blocks of docs/python.md in order, with the tests' base."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), flags=re.DOTALL)
     return "\n".join(blocks).replace("org/base", base)
 
@@ -79,7 +79,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_page_about_python_runs(world: Path) -> None:
-    """In a process of its own, as a user's script."""
+    """Run in a separate process, as a user's script."""
     (world / "script.py").write_text(page_as_script(str(world / "base")))
     environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -107,7 +107,7 @@ asw.diff("a", "b").totel
 
 
 @pytest.mark.slow
-def test_a_users_script_is_type_checked(tmp_path: Path) -> None:
+def test_user_scripts_can_be_type_checked(tmp_path: Path) -> None:
     """mypy --strict accepts the page, and sees the mistakes of a script that is wrong in every line."""
     (tmp_path / "right.py").write_text(page_as_script("base"))
     (tmp_path / "wrong.py").write_text(WRONG)
@@ -122,8 +122,8 @@ def test_a_users_script_is_type_checked(tmp_path: Path) -> None:
     assert {int(re.findall(r"wrong\.py:(\d+)", line)[0]) for line in told} == {3, 4, 5, 6}
 
 
-def test_the_package_says_that_it_is_typed() -> None:
-    """Without this file type checkers take everything in an installed package for Any."""
+def test_the_package_is_marked_as_typed() -> None:
+    """Without py.typed, type checkers treat everything in an installed package as Any."""
     assert (Path(adapterswap.__file__).parent / "py.typed").is_file()
 
 
@@ -145,7 +145,7 @@ def test_public_names_are_documented_and_typed(name: str) -> None:
 
 
 def test_import_is_light() -> None:
-    """Listing the names imports no library at all."""
+    """Listing the names imports no heavy library."""
     script = (
         "import sys, adapterswap; dir(adapterswap); print(*sorted(name for name in sys.modules if '.' not in name))"
     )
@@ -187,7 +187,7 @@ def test_a_live_composer_says_what_is_active(math: Path, swahili: Path, base: Ca
 
 
 class _Fragment(html.parser.HTMLParser):
-    """Tags, attributes and text of a fragment; every tag has to be closed in its turn."""
+    """Tags, attributes and text of a fragment; every tag must be closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _Fragment(html.parser.HTMLParser):
 
 
 def test_a_notebook_shows_the_strip_in_colours(plan: Plan) -> None:
-    """Letters as in the terminal, one colour for each expert, and nothing but a table."""
+    """The letters of the terminal, one colour per expert, and only a table."""
     shown = _Fragment(plan._repr_html_())
     assert "".join(letter for _, letter in shown.cells) == "x+eeex"
     colours = {letter: style.partition("background:")[2] for style, letter in shown.cells}
@@ -225,7 +225,7 @@ def test_a_notebook_shows_the_strip_in_colours(plan: Plan) -> None:
 
 
 def test_names_are_escaped_in_a_notebook(tmp_path: Path) -> None:
-    """A name cannot break out of the fragment, nor out of a line."""
+    """A name cannot break out of the fragment or its line."""
     hostile = "<script>alert(1)</script>\" onmouseover='x"
     experts = {hostile: crafting.adapter(tmp_path / "one"), "b": crafting.adapter(tmp_path / "two")}
     composition = adapterswap.Composition(task=hostile, language="b", num_layers=4, bottom=1, top=1)
@@ -243,13 +243,13 @@ def _luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize(("background", "text"), COLOURS)
-def test_letters_can_be_read_on_every_colour(background: str, text: str) -> None:
-    """By WCAG's contrast of 4.5, which holds in grey too."""
+def test_letters_are_readable_on_every_colour(background: str, text: str) -> None:
+    """WCAG's contrast of 4.5, which holds in grayscale too."""
     low, high = sorted((_luminance(background), _luminance(text)))
     assert (high + 0.05) / (low + 0.05) >= 4.5
 
 
-def test_two_experts_differ_in_grey() -> None:
+def test_two_experts_differ_in_grayscale() -> None:
     one, other = (_luminance(background) for background, _ in COLOURS[:2])
     assert max(one, other) / min(one, other) > 2.5
 
@@ -318,9 +318,7 @@ REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], object]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_meant_is_refused_by_name(
-    case: str, plan: Plan, math: Path, base: Callable[[str], Path]
-) -> None:
+def test_invalid_arguments_are_refused_by_name(case: str, plan: Plan, math: Path, base: Callable[[str], Path]) -> None:
     parameter, call = REFUSED[case]
     with pytest.raises(AdapterswapError, match=re.escape(parameter)):
         call(SimpleNamespace(math=math, base=base("llama"), plan=plan))
@@ -334,7 +332,7 @@ def test_overrides_without_a_file_are_refused(tmp_path: Path) -> None:
         adapterswap.train(recipe, overrides=["training.seed=1"], out_path=tmp_path / "out")
 
 
-def test_a_recipes_experts_lie_beside_it(math: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipes_experts_are_relative_to_it(math: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for `adapterswap compose recipe.yaml`."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "math").symlink_to(math)

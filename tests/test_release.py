@@ -1,4 +1,4 @@
-"""What a release consists of: versions that agree, the citation, continuous integration, a wheel that works alone."""
+"""The parts of a release: matching versions, the citation, continuous integration, a wheel that works by itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def project() -> dict[str, Any]:
         ("vendor.github-issue-config", [ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml"]),
     ],
 )
-def test_files_that_others_read_follow_their_schemas(schema: str, files: list[Path]) -> None:
+def test_metadata_files_follow_their_schemas(schema: str, files: list[Path]) -> None:
     pytest.importorskip("check_jsonschema")
     assert files
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, files)]
@@ -69,7 +69,7 @@ def test_the_change_log_keeps_its_form() -> None:
         assert len(set(sections[::2])) == len(sections[::2])
 
 
-def test_continuous_integration_runs_what_there_is() -> None:
+def test_continuous_integration_runs_make_targets() -> None:
     jobs = read(WORKFLOW)["jobs"]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     runs = {step["run"] for job in jobs.values() for step in job["steps"] if "run" in step}
@@ -92,7 +92,7 @@ def test_every_development_tool_is_pinned() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling, which builds the wheel, is not installed")
 def test_the_wheel_works_without_the_checkout(tmp_path: Path) -> None:
-    """In an environment of its own, with the dependencies of this one; `make dist` installs them as well."""
+    """Run in a separate environment with this one's dependencies; `make dist` installs them as well."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
         cwd=ROOT,

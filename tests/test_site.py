@@ -1,4 +1,4 @@
-"""The site builds without a warning, fetches nothing, and its links lead somewhere."""
+"""The site builds without a warning, fetches nothing, and has no dead links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built strictly: a dead link, a missing anchor or a page that no menu shows is an error."""
+    """The site, built strictly: a dead link, a missing anchor or a page outside the menu is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -33,15 +33,15 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert not {name for name in public if not re.search(rf'id="adapterswap\.(?:errors\.)?{name}"', reference)}
 
 
-def test_links_out_of_docs_lead_to_pages_of_the_site(site: Path) -> None:
+def test_links_outside_docs_lead_to_pages_of_the_site(site: Path) -> None:
     assert 'href="examples/plugin_method.html"' in (site / "compose.html").read_text()
     assert 'href="concepts.html"' in (site / "index.html").read_text()
     assert 'href="architecture.html"' in (site / "contributing.html").read_text()
     assert (site / "examples" / "plugin_method.html").is_file()
 
 
-def test_copying_a_console_block_takes_the_command_alone(site: Path, browser: Any) -> None:
-    """What the copy button reads: the text of a block that is marked as being copied."""
+def test_copying_a_console_block_copies_only_the_command(site: Path, browser: Any) -> None:
+    """The copy button reads the text of a block that is marked for copying."""
     page = browser.new_page()
     page.goto((site / "start.html").as_uri())
     block = page.locator("div.highlight code:has(.gp)").first

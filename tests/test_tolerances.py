@@ -1,4 +1,4 @@
-"""The helper that all numerical tests compare with must let rounding pass, and nothing that is larger."""
+"""The helper behind all numerical tests must accept rounding and reject anything larger."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_scale_that_is_slightly_off_is_not_close() -> None:
         close(chain(torch.float64, scale=1 + 1e-12), chain(torch.float64), depth=6, dtype=torch.float64)
 
 
-def test_the_size_the_depth_and_the_precision_decide() -> None:
+def test_tolerance_depends_on_size_depth_and_precision() -> None:
     eps = 2.0**-23
     assert tolerance(np.array([-3.0, 2.0])) == 50 * eps * 3
     assert tolerance(torch.tensor([1.0, float("-inf")]), depth=6) == 300 * eps
@@ -52,7 +52,7 @@ def test_the_size_the_depth_and_the_precision_decide() -> None:
         (np.array([1.0]), np.array([np.inf])),
     ],
 )
-def test_what_is_not_the_same_is_not_close(actual: object, expected: object) -> None:
+def test_different_arrays_are_not_close(actual: object, expected: object) -> None:
     with pytest.raises(AssertionError):
         close(actual, expected)
 

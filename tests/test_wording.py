@@ -1,4 +1,4 @@
-"""The checks of wording and spelling in `make lint`: what they find, what they leave alone, and that all is clean."""
+"""The checks of wording and spelling in `make lint`: what they report, what they allow, and that all files pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def wording() -> ModuleType:
     return loaded(ROOT / "scripts" / "wording.py")
 
 
-def test_everything_tracked_is_free_of_them(wording: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tracked_files_pass(wording: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(wording.tracked()) > 300
     assert wording.main(wording.tracked()) == 0, capsys.readouterr().out
 
@@ -37,7 +37,7 @@ def test_everything_tracked_is_free_of_them(wording: ModuleType, capsys: pytest.
         ("Its record stands beside the weights.", ["stands beside"]),
     ],
 )
-def test_what_is_found(wording: ModuleType, line: str, words: list[str]) -> None:
+def test_what_is_reported(wording: ModuleType, line: str, words: list[str]) -> None:
     found = list(wording.mistakes(f"first\n{line}\n"))
     assert [text for _, text, _ in found] == words
     assert {number for number, _, _ in found} <= {2}

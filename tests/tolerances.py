@@ -1,7 +1,7 @@
 """How close two calculations of the same numbers must be: derived from their size, precision and depth, never chosen.
 
-Two routes to one result (a composed adapter and merged full weights, say) add the same products in a different order,
-and so does one route on two processors or with two numbers of threads. Each rounding is off by at most eps/2 of the
+Two routes to one result (a composed adapter and merged full weights, say) add the same products in different orders.
+So does one route on two processors or with two numbers of threads. Each rounding is off by at most eps/2 of the
 number that is rounded (eps is 2^-23 for float32, 2^-7 for bfloat16). The errors of a sum follow its largest terms and
 not its result, so the tolerance follows the largest number of the expected array and is the same for every element.
 
@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 import torch
 
-LAYER = 50  # eps that the roundings of one layer, most of them of sums over the width, add up to
+LAYER = 50  # in eps: the roundings of one layer added up, most of them of sums over the width
 SHORT = (torch.float16, torch.bfloat16)
-LAYER_16_BIT = 4  # the same where sums run in float32 and only the dozen results of a layer are rounded to 16 bits
+LAYER_16_BIT = 4  # the same if sums run in float32 and only the dozen results of a layer are rounded to 16 bits
 
 
 def tolerance(expected: Any, *, depth: int = 1, dtype: torch.dtype | None = None, scale: float | None = None) -> float:
@@ -112,7 +112,7 @@ def close_after_adam(
     """Assert that weights are close after a few steps of Adam, from the same start and on the same rows.
 
     Adam divides a gradient by its own size, so where that is within rounding of zero its step may go either way: up to
-    two learning rates apart. This is rare: of any tensor one element in a hundred (or one of few) may be such a one.
+    two learning rates apart. This is rare: at most one element in a hundred (or a single one) of any tensor.
     The others differ by the rounding of the weights, and of steps as large as the learning rate. `depth` counts the
     layers of one step, forwards and backwards.
     """
