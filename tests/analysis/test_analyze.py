@@ -1,4 +1,4 @@
-"""What analyze tells of experts, against dense matrices in numpy and scipy."""
+"""The measurements of analyze, against dense matrices in numpy and scipy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def by_name(changes: Changes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rows_and_norms_are_those_of_the_dense_matrices(
+def test_rows_and_norms_match_the_dense_matrices(
     architecture: str, base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder, adapter = base(architecture), expert(architecture, seed=1)
@@ -76,7 +76,7 @@ def test_rows_and_norms_are_those_of_the_dense_matrices(
     for changes in (low_rank, dense):
         for name, change in by_name(changes).items():
             stored = weights[f"{name}.weight"].double()
-            # ΔW of full weights is a difference, and has the rounding of what is subtracted.
+            # ΔW of full weights is a difference, which carries the rounding of both terms.
             close(change.rows, np.abs(truth[name]).mean(axis=1), scale=stored.abs().max().item(), name=name)
             assert change.norm == near(np.linalg.norm(truth[name]), scale=stored.norm().item())
             assert change.base_norm == near(stored.norm().item())
@@ -90,7 +90,7 @@ SIGHT = transformers.CLIPVisionConfig(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
 )
 
-# Models of other classes than causal language models' usual ones: how to make one, and whether it stores in×out.
+# Models outside the usual causal language models: how to build one, and whether it stores weights in×out.
 OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
     "gpt2 without head": (
         lambda: transformers.GPT2Model(transformers.GPT2Config(**SMALL, bos_token_id=0, eos_token_id=0)), True
@@ -108,7 +108,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_rows_are_what_a_weight_writes_however_it_is_stored(kind: str, tmp_path: Path) -> None:
+def test_rows_are_a_weights_outputs_in_either_orientation(kind: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     make, turned = OTHERS[kind]
@@ -127,10 +127,10 @@ def test_rows_are_what_a_weight_writes_however_it_is_stored(kind: str, tmp_path:
         close(change.rows, stored.mean(dim=0 if turned else 1).numpy())
 
 
-def test_what_transformers_does_not_know_has_no_rows(
+def test_models_unknown_to_transformers_have_no_rows(
     base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """GPT-2 has square weights with biases: nothing in the checkpoint says whether they are a Conv1D's."""
+    """GPT-2 has square weights with biases: the checkpoint does not say whether they belong to a Conv1D."""
     full = full_expert(base("gpt2"), expert("gpt2", seed=1), tmp_path / "full")
     config = json.loads((full / "config.json").read_text())
     (full / "config.json").write_text(json.dumps({**config, "architectures": ["RemoteForCausalLM"]}))
@@ -138,7 +138,7 @@ def test_what_transformers_does_not_know_has_no_rows(
         measure(open_expert(full), name="full", base=open_checkpoint(base("gpt2")))
 
 
-def test_a_fraction_is_the_share_of_rows_above(math: Path) -> None:
+def test_a_fraction_is_the_share_of_rows_above_the_threshold(math: Path) -> None:
     changes = measure(open_adapter(math), name="math")
     rows = np.concatenate([change.rows for change in changes.modules])
     threshold = choose_threshold([changes])
@@ -153,7 +153,7 @@ def test_a_fraction_is_the_share_of_rows_above(math: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_interference_is_that_of_the_dense_matrices(
+def test_interference_matches_the_dense_matrices(
     architecture: str, base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = base(architecture)
@@ -170,12 +170,12 @@ def test_interference_is_that_of_the_dense_matrices(
             one, other = x[module.matrix.name], y[module.matrix.name]
             cosine = np.sum(one * other) / np.linalg.norm(one) / np.linalg.norm(other)
             assert module.cosine == near(cosine, scale=1)
-            # The squared cosines of the angles between the subspaces, of which the smaller has 4 dimensions.
+            # The squared cosines of the angles between the subspaces; the smaller one has 4 dimensions.
             for found, left, right in ((module.written, one, other), (module.read, one.T, other.T)):
                 angles = subspace_angles(np.linalg.svd(left)[0][:, :8], np.linalg.svd(right)[0][:, :4])
                 assert found == near(np.mean(np.cos(angles) ** 2), scale=1)
             signs = np.mean(np.sign(one) != np.sign(other))
-            # The sign of what is within rounding of zero may be either; ΔW has the rounding of full weights.
+            # A number within rounding of zero may have either sign; ΔW has the rounding of full weights.
             rounding = tolerance(weights[f"{module.matrix.name}.weight"])
             unsure = np.mean((np.abs(one) < rounding) | (np.abs(other) < rounding))
             assert abs(module.conflicts / module.elements - signs) <= unsure
@@ -277,7 +277,7 @@ def test_a_caption_names_every_threshold() -> None:
     assert "1e-05 (math), 1.9e-05 (swahili)" in describe_fractions([one, other], one_scale=False)
     assert "each on its own scale" in describe_fractions([one, other], one_scale=False)
     assert "does not record it" in describe_fractions([unknown])
-    assert "Hatched" in describe_fractions([unknown])  # layer 1 has no k
+    assert "Hatched" in describe_fractions([unknown])  # layer 1 lacks k
     assert "Hatched" not in describe_fractions([one, other])
 
 
@@ -315,7 +315,7 @@ def test_mistakes_are_refused(
 
 
 def test_a_mixture_of_experts_is_counted_by_part(tmp_path: Path) -> None:
-    """Every expert's matrix of one part enters the same cell."""
+    """The matrices of one part of all experts go into one cell."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
@@ -343,7 +343,7 @@ def test_a_mixture_of_experts_is_counted_by_part(tmp_path: Path) -> None:
 def test_a_shared_initial_a_is_reported(
     run: Callable[..., Result], base: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Two experts with one seed and unrelated B: their rows overlap by the seed alone."""
+    """Two experts with one seed and unrelated B: their rows overlap only because of the seed."""
     folders = {}
     for name, seed in (("math", 1), ("swahili", 1), ("code", 2)):
         torch.manual_seed(seed)
@@ -386,7 +386,7 @@ def test_tables_of_many_experts_fit_80_columns(
     assert "…" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 120
     rows = [line for line in result.stdout.splitlines() if line.split()[:1] == ["5"]]
-    assert len(rows) == 2 + 6  # two tables of experts, and one for every two
+    assert len(rows) == 2 + 6  # two tables of experts, and one per pair
 
 
 def test_an_expert_outside_the_layers_is_refused(run: Callable[..., Result], expert: Callable[..., Path]) -> None:
@@ -412,8 +412,8 @@ def test_a_layer_beyond_any_model_is_refused(run: Callable[..., Result], math: P
     assert run("analyze", "--from-csv", table, "-o", tmp_path / "pictures").exit_code == 0
 
 
-def test_subspaces_are_those_of_the_product_and_not_of_its_factors(tmp_path: Path) -> None:
-    """A copy of A's first row, and a row of A that B does not use: ΔW has rank 1."""
+def test_subspaces_come_from_the_product_not_its_factors(tmp_path: Path) -> None:
+    """A repeats its first row, and B ignores another row: ΔW has rank 1."""
     random = np.random.default_rng(0)
     places = []
     for name in ("one", "other"):
@@ -448,7 +448,7 @@ def test_signs_of_small_changes_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-18, 1e18])
-def test_what_is_measured_does_not_depend_on_how_the_factors_share_their_size(size: float, tmp_path: Path) -> None:
+def test_measurements_ignore_how_the_factors_share_their_size(size: float, tmp_path: Path) -> None:
     experts = {}
     for seed, name in enumerate(("one", "other", "third")):
         content = crafting.tensors(layers=1, seed=seed, width=8)
@@ -474,8 +474,8 @@ def test_what_is_measured_does_not_depend_on_how_the_factors_share_their_size(si
                 assert getattr(same_module, key) == near(getattr(module, key), scale=1)
 
 
-def test_three_experts_are_measured_as_two_and_as_one(tmp_path: Path) -> None:
-    """One pass through all of them; some matrices only one has."""
+def test_three_experts_measure_like_pairs_and_like_one(tmp_path: Path) -> None:
+    """One pass through all three; some matrices exist in only one expert."""
     experts = {}
     for seed, name in enumerate(("one", "other", "third")):
         content = crafting.tensors(layers=1 + seed, seed=seed, rank=2 + seed, width=8)
@@ -517,7 +517,7 @@ def dense(folder: Path, name: str) -> np.ndarray:
 
 
 def test_the_note_on_rows_says_what_is_averaged(run: Callable[..., Result], tmp_path: Path) -> None:
-    """Four rows that changed and eight that did not are a half: the mean of 1 and 0, and not a third."""
+    """Four changed rows in one matrix and eight unchanged rows in another average to 1/2, not 1/3."""
     content = crafting.tensors(layers=1)
     for key, (dtype, shape, raw) in content.items():
         if "q_proj" in key:
@@ -528,7 +528,7 @@ def test_the_note_on_rows_says_what_is_averaged(run: Callable[..., Result], tmp_
 
 
 def test_a_change_beyond_float32_is_refused_by_name(tmp_path: Path) -> None:
-    """Both factors are finite, and their product is not."""
+    """Both factors are finite, but their product is not."""
     huge = {
         name: (dtype, shape, np.full(shape, 1e30, np.float32).tobytes())
         for name, (dtype, shape, _) in crafting.tensors(layers=1).items()
@@ -552,7 +552,7 @@ def norms_of(count: int) -> dict[str, dict[int, float]]:
 
 
 @pytest.mark.parametrize("width", [3.25, 6.75])
-def test_pictures_can_be_read_in_a_column(width: float) -> None:
+def test_pictures_are_readable_at_column_width(width: float) -> None:
     cells = {(layer, module): (layer + 1) / 40 for layer in range(32) for module in MODULES}
     del cells[3, "q_proj"]
     tables = [FractionTable(f"a long name of expert number {i}", None, cells) for i in range(6)]
@@ -564,7 +564,7 @@ def test_pictures_can_be_read_in_a_column(width: float) -> None:
     assert (hatched.get_x() + 0.5, hatched.get_y() + 0.5) == (tables[0].modules.index("q_proj"), 3)
 
 
-def test_families_share_a_colour_and_members_do_not_look_alike() -> None:
+def test_families_share_a_colour_and_members_differ() -> None:
     with style():
         figure = draw_norms(norms_of(4), 6.75, relative=False)
     assert [axes.get_title() for axes in figure.axes] == ["math", "sw"]  # more than six experts: a panel for a family

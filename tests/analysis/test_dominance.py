@@ -1,4 +1,4 @@
-"""Owners by dominance: the criteria written out, sizes against full weights, and what they compose."""
+"""Owners by dominance: the criteria written out, sizes against full weights, and the resulting compositions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = st.integers(1, 6).flatmap(
 
 
 @given(SIZES, st.one_of(st.tuples(st.just("margin"), st.floats(0, 1)), st.tuples(st.just("tie"), st.floats(0, 0.5))))
-def test_every_layer_goes_to_those_that_are_near_the_largest(
+def test_every_layer_goes_to_the_experts_near_the_largest(
     sizes: dict[str, list[float]], criterion: tuple[str, float]
 ) -> None:
     name, bound = criterion
@@ -46,10 +46,10 @@ def test_every_layer_goes_to_those_that_are_near_the_largest(
         assert rule.coefficients() == pytest.approx(dict.fromkeys(wanted, 1 / len(wanted)))
 
 
-def test_sizes_are_those_of_full_weights(
+def test_sizes_match_full_weights(
     base: Callable[[str], Path], math: Path, swahili: Path, expert: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """‖W' - W‖ / ‖W‖ of PEFT's own merge, for three experts."""
+    """‖W' - W‖ / ‖W‖ of PEFT's merged weights, for three experts."""
     experts = {"math": math, "swahili": swahili, "code": expert(seed=3, r=4)}
     found = adapterswap.suggest_owners(experts, base_model=base("llama"), per="module", tie=0.001)
     assert found is not None
@@ -108,7 +108,7 @@ def test_options_that_do_not_go_together(run: Callable[..., Result], math: Path,
         ({"tie": 0.1}, "base_model"),
     ],
 )
-def test_what_is_refused(math: Path, swahili: Path, options: dict[str, Any], parameter: str) -> None:
+def test_invalid_input_is_refused(math: Path, swahili: Path, options: dict[str, Any], parameter: str) -> None:
     with refused(ArgumentError, parameter):
         adapterswap.suggest_owners({"math": math, "swahili": swahili}, **options)
 

@@ -42,7 +42,7 @@ def test_the_product_of_all_permutations(shape: tuple[int, int]) -> None:
 
 
 def test_the_overlap_of_subspaces() -> None:
-    """The floor of the variance is that of random subspaces; the mean is that of the shuffles, by the same seed."""
+    """The variance is at least that of random subspaces; the mean is that of the shuffles with the same seed."""
     rng = np.random.default_rng(1)
     n, p, q = 40, 3, 6
     bases = [np.linalg.qr(rng.normal(size=(n, rank)))[0] for rank in (p, q)]
@@ -55,7 +55,7 @@ def test_the_overlap_of_subspaces() -> None:
     assert shuffled_overlap(bases[0], bases[1][:, :0], "x", 8).mean == 0
 
 
-def test_the_bands_hold_what_shuffled_dense_changes_have(
+def test_the_bands_contain_shuffled_dense_changes(
     base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder, first, second = base("llama"), expert("llama", seed=1), expert("llama", seed=2, r=4)
@@ -92,8 +92,8 @@ def test_the_bands_hold_what_shuffled_dense_changes_have(
         assert 0 <= written[0] < written[1] <= 1
 
 
-def test_signs_of_what_is_mostly_zero(base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path) -> None:
-    """Rows of zeros have no sign, and take no part: of a full checkpoint most weights may be the base's."""
+def test_signs_of_a_mostly_zero_change(base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path) -> None:
+    """Rows of zeros have no sign and do not count: most weights of a full checkpoint may equal the base's."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -111,7 +111,7 @@ def test_signs_of_what_is_mostly_zero(base: Callable[[str], Path], expert: Calla
         assert band[0] < 0.5 < band[1]
         conflicts = pair.by_layer()[layer]["sign_conflicts"]
         assert conflicts is not None
-        assert conflicts < 0.01  # but for what is within rounding of zero
+        assert conflicts < 0.01  # except numbers within rounding of zero
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_the_band_is_drawn(several: tuple[Interference, ...], width: float) -> N
 
 
 @pytest.mark.parametrize("width", [3.25, 6.75])
-def test_every_two_experts_in_one_picture(several: tuple[Interference, ...], width: float) -> None:
+def test_every_pair_of_experts_in_one_picture(several: tuple[Interference, ...], width: float) -> None:
     with style():
         figure = draw_meetings(several, width)
     check_figure(figure, width)

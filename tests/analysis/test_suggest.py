@@ -1,4 +1,4 @@
-"""What suggest proposes, against every allocation tried out, and its measurements against PEFT alone."""
+"""Proposals of suggest, against a search of all allocations, and its measurements against PEFT."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = ("attention", "mlp")
 
 
 def importance(task: list[float], language: list[float]) -> Importance:
-    """Shares of whole layers, all of them in the attention."""
+    """Shares of whole layers, all in the attention."""
     sides = [{(layer, "attention"): share / sum(row) for layer, share in enumerate(row)} for row in (task, language)]
     return Importance("weights", len(task), *sides)
 
@@ -69,7 +69,7 @@ def test_owners_of_modules_keep_at_least_what_zones_keep(measured: Importance) -
     Composition.model_validate({**proposal.composition, "num_layers": measured.num_layers})
 
 
-def test_reasons_say_what_was_weighed() -> None:
+def test_reasons_name_the_shares() -> None:
     proposal = choose_layers(importance([1, 3, 1, 3, 2], [5, 1, 2, 1, 1]))
     assert proposal.composition == {"bottom": 1, "top": 0}
     assert proposal.kept == pytest.approx((0.9, 0.5))
@@ -129,7 +129,8 @@ def test_activations_are_shares_of_the_divergence(base: Callable[[str], Path], m
 def divergence(base_folder: Path, adapter: Path, texts: list[str], block: tuple[int, str]) -> tuple[float, float]:
     """Σ KL(base ‖ base + one block of the adapter), with the other factors of a PEFT model set to zero.
 
-    And its relative rounding: KL is half the mean square of what changes in the log-probabilities, which is small.
+    Also returns its relative rounding: KL is about half the mean square of the change in log-probabilities, a small
+    number.
     """
     layer, kind = block
     model = PeftModel.from_pretrained(load_base(base_folder), adapter)

@@ -1,4 +1,4 @@
-"""A bound on the rank, from files to files: what is written, what its error is said to be, and that it is verified."""
+"""A bound on the rank, from files to files: the written adapter, its recorded error, and its verification."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def soup(pair: dict[str, Path]) -> adapterswap.Plan:
 
 @pytest.mark.parametrize("layout", ["exact", "portable"])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_the_recorded_error_is_that_of_what_is_written(dtype: str, layout: Any, tmp_path: Path) -> None:
-    """Also where only rounding is left: at full rank nothing is cut off."""
+def test_the_recorded_error_matches_the_written_adapter(dtype: str, layout: Any, tmp_path: Path) -> None:
+    """Also at full rank, where nothing is cut off and only rounding remains."""
     pair = {name: expert(tmp_path / name, seed, dtype) for seed, name in enumerate(("math", "swahili"))}
     exact = [deltas(folder) for folder in pair.values()]
     for rank in (3, 2 * RANK - 1):
@@ -105,7 +105,7 @@ def test_an_untrained_expert_and_one_twice(tmp_path: Path) -> None:
             assert error == pytest.approx(0, abs=1e-6)
 
 
-def test_what_an_older_version_truncated_is_verified_in_float32(pair: dict[str, Path], tmp_path: Path) -> None:
+def test_truncations_of_older_versions_are_verified_in_float32(pair: dict[str, Path], tmp_path: Path) -> None:
     plan = soup(pair)
     old = write_prepared(prepare(plan, Form(max_rank=5, truncation="float32")), tmp_path / "old")
     assert json.loads((old / RECORD).read_text())["output"] == {"layout": "exact", "max_rank": 5}
@@ -122,14 +122,14 @@ def test_what_an_older_version_truncated_is_verified_in_float32(pair: dict[str, 
         assert verify(folder, pair).differing == (name,)
 
 
-def test_a_plan_that_nothing_is_cut_from_names_no_precision(pair: dict[str, Path], tmp_path: Path) -> None:
+def test_a_plan_without_truncation_names_no_precision(pair: dict[str, Path], tmp_path: Path) -> None:
     out = adapterswap.write_adapter(soup(pair), tmp_path / "out", max_rank=100)
     assert json.loads((out / RECORD).read_text())["output"] == {"layout": "exact", "max_rank": 100}
 
 
 @pytest.mark.parametrize("method", ["soup", "ties"])
 @pytest.mark.parametrize("layout", ["exact", "portable"])
-def test_what_waits_on_the_disk_is_written_alike(
+def test_factors_spooled_to_disk_give_the_same_bytes(
     method: str, layout: Any, pair: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"density": 0.5} if method == "ties" else {}

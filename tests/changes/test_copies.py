@@ -1,4 +1,4 @@
-"""Copies of the base's embedding and head that experts carry: of one base they compose, of two they are refused."""
+"""Copies of the base's embedding and head in experts: copies of one base compose, copies of two are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def weight(seed: int = 0) -> np.ndarray:
 
 
 def carrying(folder: Path, seed: int, **held: tuple[str, np.ndarray]) -> Path:
-    """A LoRA on the layers, the embedding and the head; `embedding` and `head` are the copies beside the latter two."""
+    """A LoRA on the layers, the embedding and the head; `embedding` and `head` are copies saved with the last two."""
     content = tensors(seed=seed)
     random = np.random.default_rng(seed)
     for key, shape in (
@@ -79,8 +79,8 @@ def test_experts_of_two_bases_are_refused(options: list[Any], run: Run, tmp_path
     assert snapshot(tmp_path) == before
 
 
-def test_so_are_those_whose_copy_would_not_be_written(tmp_path: Path) -> None:
-    """The layers of the one would then run on the other's embedding."""
+def test_a_conflicting_copy_is_refused_even_if_it_would_not_be_written(tmp_path: Path) -> None:
+    """The layers of one expert would run on the other's embedding."""
     math = carrying(tmp_path / "math", 1, embedding=("F32", weight()), head=("F32", weight()))
     swahili = carrying(tmp_path / "swahili", 2, embedding=("F32", weight(2)), head=("F32", weight(3)))
     rules: Any = [{"layers": "0-1", "expert": "swahili"}, {"expert": "math"}]
@@ -93,8 +93,8 @@ def test_so_are_those_whose_copy_would_not_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtypes", sorted(set(itertools.permutations(["F32", "F32", "BF16"]))), ids="-".join)
-def test_two_that_round_to_a_third_are_two(dtypes: tuple[str, ...], tmp_path: Path) -> None:
-    """Whatever the order, the bfloat16 one may be either's, and the float32 ones are two bases."""
+def test_two_copies_that_round_to_a_third_are_refused(dtypes: tuple[str, ...], tmp_path: Path) -> None:
+    """In any order: the bfloat16 copy may come from either base, but the float32 copies differ."""
     values = weight().astype(ml_dtypes.bfloat16).astype(np.float32)
     exact = iter((values, np.nextafter(values, np.float32(9))))
     experts = {
@@ -110,7 +110,7 @@ def test_two_that_round_to_a_third_are_two(dtypes: tuple[str, ...], tmp_path: Pa
 @pytest.mark.parametrize("other", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_experts_of_one_base_compose(dtype: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base may have been stored in either dtype; the first expert's copy is written, as it is."""
+    """The base may have been stored in either dtype; the first expert's copy is written unchanged."""
     monkeypatch.setattr(copies, "_ELEMENTS", 10)
     for stored in {dtype, other}:
         values = weight().astype(NUMPY[stored]).astype(np.float32)
@@ -121,7 +121,7 @@ def test_experts_of_one_base_compose(dtype: str, other: str, tmp_path: Path, mon
         assert [copy_in(written, key) for key in (EMBEDDING, HEAD)] == [copy_in(math, key) for key in (EMBEDDING, HEAD)]
 
 
-def test_one_number_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_differing_number_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_ELEMENTS", 10)
     math = carrying(tmp_path / "math", 1, head=("F32", weight()))
     for place in range(VOCABULARY * WIDTH):
@@ -143,10 +143,10 @@ numbers = st.floats(-4, 4, width=32).map(np.float32)
     st.integers(0, 7),
     numbers,
 )
-def test_one_weight_is_what_torch_rounds_to_the_other(
+def test_weights_are_compared_as_torch_rounds_them(
     values: np.ndarray, dtype: str, other: str, changed: int, by: np.float32
 ) -> None:
-    """Against casts by torch; the last number may differ between the two."""
+    """Compared with casts by torch; the last number may differ between the two."""
     one = torch.from_numpy(values).to(TORCH[dtype])
     two = torch.from_numpy(np.where(np.arange(7) == changed, by, values)).to(TORCH[other])
     expected = torch.equal(one.to(two.dtype), two) or torch.equal(two.to(one.dtype), one)

@@ -1,4 +1,4 @@
-"""The engine in joint cores against dense arithmetic in float64, for all factors that are hard for Gram matrices."""
+"""Arithmetic in joint cores against dense arithmetic in float64, for factors that are hard for Gram matrices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _plain() -> list[Factors]:
 
 
 def _ill_conditioned() -> list[Factors]:
-    """Columns of B that are nearly one: condition numbers of 1e5 and 1e9."""
+    """Nearly parallel columns of B: condition numbers of 1e5 and 1e9."""
     found = []
     for seed, apart in ((1, 1e-5), (2, 1e-9)):
         a, b = random_factors(seed)
@@ -54,14 +54,14 @@ def _rank_deficient() -> list[Factors]:
 
 
 def _dependent() -> list[Factors]:
-    """The second lies in the spaces of the first."""
+    """The second change lies in the column and row spaces of the first."""
     one = random_factors(1)
     mix = np.random.default_rng(5).standard_normal((RANK, RANK))
     return [one, Factors(mix @ one.a, one.b @ mix)]
 
 
 def _one_start() -> list[Factors]:
-    """One A for both, as of experts with frozen A."""
+    """One A for both, as in experts with frozen A."""
     one, other = random_factors(1), random_factors(2)
     return [one, Factors(one.a, other.b)]
 
@@ -71,7 +71,7 @@ def _repeated() -> list[Factors]:
 
 
 def _zeros() -> list[Factors]:
-    """An untrained expert, a column of B and a row of A that are zero."""
+    """An untrained expert, and a zero column of B and a zero row of A."""
     one, other = _plain()
     one.b[:, 2] = 0
     other.a[0] = 0
@@ -79,7 +79,7 @@ def _zeros() -> list[Factors]:
 
 
 def _wild() -> list[Factors]:
-    """Sizes from 1e-20 to 1e20, which the other factor makes up for."""
+    """Sizes from 1e-20 to 1e20, balanced by the other factor."""
     sizes = np.array([1e20, 1e-20, 1e10, 1, 1e-10, 1e-3])
     one, other = random_factors(1), random_factors(2)
     return [Factors(one.a / sizes[:, None], one.b * sizes), Factors(other.a * 1e20, other.b * 1e-20)]
@@ -94,7 +94,7 @@ def _huge() -> list[Factors]:
 
 
 def _wide() -> list[Factors]:
-    """More columns than rows: the sum of the ranks is above both sides."""
+    """The sum of the ranks is larger than both sides of ΔW."""
     return [random_factors(seed, out=7, width=9, rank=8) for seed in (1, 2)]
 
 
@@ -103,7 +103,7 @@ def _vector() -> list[Factors]:
 
 
 def _long() -> list[Factors]:
-    """More rows than are computed with at a time."""
+    """More rows than one block holds."""
     return [random_factors(seed, out=5000, width=10, rank=3) for seed in (1, 2)]
 
 
@@ -115,7 +115,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__.st
 
 
 def dense(changes: Sequence[Factors], weights: Sequence[float]) -> np.ndarray:
-    """Σ w_i·ΔW_i, product by product, so that sizes that make up for each other do so before they are added."""
+    """Σ w_i·ΔW_i, product by product, so that opposite sizes of A and B cancel before the sum."""
     total = np.zeros((changes[0].b.shape[0], changes[0].a.shape[1]))
     for weight, (a, b) in zip(weights, changes, strict=True):
         for row, column in zip(a, b.T, strict=True):
@@ -124,7 +124,7 @@ def dense(changes: Sequence[Factors], weights: Sequence[float]) -> np.ndarray:
 
 
 def size(changes: Sequence[Factors], weights: Sequence[float]) -> float:
-    """Σ |w|·‖b‖‖a‖: what is added up, so what rounding is relative to."""
+    """Σ |w|·‖b‖‖a‖: the size of the terms, to which rounding is relative."""
     total = 0.0
     for weight, (a, b) in zip(weights, changes, strict=True):
         for row, column in zip(a, b.T, strict=True):
@@ -137,7 +137,7 @@ def mixtures(count: int) -> list[list[float]]:
 
 
 @kinds
-def test_norms_are_those_of_dense_changes(kind) -> None:  # type: ignore[no-untyped-def]
+def test_norms_match_dense_changes(kind) -> None:  # type: ignore[no-untyped-def]
     changes = kind()
     joint = Joint(changes)
     for weights in [*mixtures(len(changes)), *np.eye(len(changes)).tolist()]:
@@ -151,7 +151,7 @@ def test_norms_are_those_of_dense_changes(kind) -> None:  # type: ignore[no-unty
 
 
 @kinds
-def test_singular_values_and_truncations_are_those_of_the_dense_change(kind) -> None:  # type: ignore[no-untyped-def]
+def test_singular_values_and_truncations_match_the_dense_change(kind) -> None:  # type: ignore[no-untyped-def]
     changes = kind()
     joint = Joint(changes)
     for weights in mixtures(len(changes)):
@@ -170,7 +170,7 @@ def test_singular_values_and_truncations_are_those_of_the_dense_change(kind) -> 
             assert np.linalg.norm((exact - b @ a) / scale) * scale == near(
                 float(np.linalg.norm(sigma[keep:])), dtype=DOUBLE, scale=scale
             )
-            # √σ to each side, in orthogonal directions; of a small σ the direction is less certain.
+            # √σ to each side, in orthogonal directions; the direction of a small σ is less certain.
             kept = spectrum.sigma[:keep]
             spread = math.sqrt(kept[0] / kept[kept > 0][-1]) if kept.any() else 1
             for gram in (b.T @ b, a @ a.T):
@@ -181,7 +181,7 @@ def test_singular_values_and_truncations_are_those_of_the_dense_change(kind) -> 
 
 
 @kinds
-def test_the_smallest_rank_within_an_error_is_that_of_the_dense_change(kind) -> None:  # type: ignore[no-untyped-def]
+def test_the_smallest_rank_within_an_error_matches_the_dense_change(kind) -> None:  # type: ignore[no-untyped-def]
     changes = kind()
     weights = [1.0] * len(changes)
     exact = dense(changes, weights) / size(changes, weights)
@@ -193,19 +193,19 @@ def test_the_smallest_rank_within_an_error_is_that_of_the_dense_change(kind) -> 
 
 
 @kinds
-def test_bases_are_orthonormal_and_hold_every_change(kind) -> None:  # type: ignore[no-untyped-def]
+def test_bases_are_orthonormal_and_span_every_change(kind) -> None:  # type: ignore[no-untyped-def]
     changes = kind()
     joint = Joint(changes)
     q_b, q_a = (basis.expand(np.eye(len(basis.coordinates))) for basis in (joint.left, joint.right))
     for q in (q_b, q_a):
-        # Cholesky is taken up to condition numbers whose square is 1e6.
+        # Cholesky is used while the squared condition number is at most 1e6.
         close(q.T @ q, np.eye(q.shape[1]), dtype=DOUBLE, scale=1e4)
     for index, change in enumerate(changes):
         scale = size([change], [1]) or 1.0
         close((q_b @ joint.core_of(index) @ q_a.T) / scale, dense([change], [1]) / scale, dtype=DOUBLE, scale=1e4)
 
 
-def test_a_change_less_itself_is_exactly_nothing() -> None:
+def test_a_change_minus_itself_is_exactly_zero() -> None:
     one = random_factors(1)
     joint = Joint([one, Factors(one.a.copy(), one.b.copy()), Factors(one.a, -one.b)])
     assert joint.norm([1, -1, 0]) == joint.norm([1, 0, 1]) == 0
@@ -215,17 +215,17 @@ def test_a_change_less_itself_is_exactly_nothing() -> None:
 
 @given(seed=st.integers(0, 2**31), apart=st.floats(-15, 0).map(lambda exponent: 10**exponent))
 @settings(max_examples=50, deadline=None)
-def test_small_distances_are_seen(seed: int, apart: float) -> None:
+def test_small_distances_are_resolved(seed: int, apart: float) -> None:
     """A difference of squares would lose what lies below 1e-8."""
     one, noise = random_factors(seed), random_factors(seed + 1)
     other = Factors(one.a, one.b + apart * noise.b)
     expected = np.linalg.norm((one.b - other.b) @ one.a)
-    # Ten digits, or those that the sizes of what is subtracted leave.
+    # Ten digits, or as many as the subtraction leaves.
     allowed = max(1e-10 * expected, tolerance(1.0, dtype=DOUBLE, scale=size([one], [1])))
     assert Joint([one, other]).norm([1, -1]) == pytest.approx(expected, rel=0, abs=allowed)
 
 
-def test_orthonormal_columns_however_they_depend() -> None:
+def test_orthonormal_columns_of_dependent_columns() -> None:
     x = random_factors(1, out=50, rank=8).b
     for columns in (x, np.concatenate([x, x], axis=1), x * np.logspace(-20, 20, 8), x[:, :1] + 1e-8 * x):
         basis = Basis([columns.astype(np.float32)], 1)
@@ -236,7 +236,7 @@ def test_orthonormal_columns_however_they_depend() -> None:
         close(q @ basis.coordinates / lengths, exact / lengths, dtype=DOUBLE, scale=1e4)
 
 
-def test_factors_keep_their_dtype_and_numbers_that_are_not_finite_are_refused() -> None:
+def test_factors_keep_their_dtype_and_non_finite_numbers_are_refused() -> None:
     factors = Factors(*(part.astype(np.float32) for part in random_factors(1)))
     assert {part.dtype for part in truncate(factors, rank=2).factors} == {np.dtype(np.float32)}
     for bad in (math.nan, math.inf):

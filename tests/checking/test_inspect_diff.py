@@ -1,4 +1,4 @@
-"""`inspect` and `diff` see all that an adapter holds, and full weights; text and JSON say the same."""
+"""`inspect` and `diff` cover everything in an adapter or in full weights, and text and JSON agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 def heads(expert: Experts, tmp_path: Path) -> tuple[Path, Path]:
-    """Two adapters with equal LoRA factors and a norm in each layer, whose heads differ by 1 in every number."""
+    """Two adapters with equal LoRA factors and norms, whose heads differ by 1 in every number."""
     with quiet_peft():
         one = expert(seed=1, modules_to_save=["lm_head", "input_layernorm"])
     other = tmp_path / "other"
@@ -39,15 +39,15 @@ def heads(expert: Experts, tmp_path: Path) -> tuple[Path, Path]:
     return one, other
 
 
-def told(result: Result) -> Any:
+def parsed(result: Result) -> Any:
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
 
 
 def test_diff_sees_a_head_trained_in_full(heads: tuple[Path, Path], run: Run) -> None:
     one, other = (load_file(path / WEIGHTS)["base_model.model.lm_head.weight"].double() for path in heads)
-    found = told(run("diff", *heads, "--json"))
-    # The root of a difference of squares in float64: the root of their rounding is left.
+    found = parsed(run("diff", *heads, "--json"))
+    # The root of a difference of squares in float64, which leaves the root of their rounding.
     assert found["total"]["distance"] == pytest.approx(0, abs=tolerance(1.0, dtype=torch.float64) ** 0.5)
     head = found["saved"]["lm_head"]
     assert head["norms"] == near([float(one.norm()), float(other.norm())])
@@ -62,11 +62,11 @@ def test_diff_sees_a_head_trained_in_full(heads: tuple[Path, Path], run: Run) ->
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_what_only_one_holds_in_full_has_no_distance(
+def test_modules_in_full_in_one_adapter_have_no_distance(
     swapped: bool, heads: tuple[Path, Path], expert: Experts, run: Run
 ) -> None:
     pair = [heads[0], expert(seed=2, target_modules=["q_proj", "lm_head"])]
-    found = told(run("diff", *(pair[::-1] if swapped else pair), "--json"))
+    found = parsed(run("diff", *(pair[::-1] if swapped else pair), "--json"))
     head, norm = found["saved"]["lm_head"], found["saved"]["model.layers.0.input_layernorm"]
     for row in (head, norm):
         assert (row["distance"], row["apart"]) == (None, None)
@@ -83,9 +83,9 @@ def test_what_only_one_holds_in_full_has_no_distance(
 def test_diff_reads_large_weights_in_blocks(
     heads: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = told(run("diff", *heads, "--json"))["saved"]["lm_head"]
+    whole = parsed(run("diff", *heads, "--json"))["saved"]["lm_head"]
     monkeypatch.setattr("adapterswap.checking.comparing._BLOCK", 100)
-    blocks = told(run("diff", *heads, "--json"))["saved"]["lm_head"]
+    blocks = parsed(run("diff", *heads, "--json"))["saved"]["lm_head"]
     for key in ("norms", "apart", "distance"):
         assert blocks[key] == near(whole[key], dtype=torch.float64)
 
@@ -106,7 +106,7 @@ def test_diff_refuses_other_shapes_and_nan(heads: tuple[Path, Path], run: Run) -
 
 def test_diff_sees_embeddings(expert: Experts, run: Run) -> None:
     pair = [expert(seed=seed, target_modules=["embed_tokens", "q_proj"]) for seed in (1, 2)]
-    found = told(run("diff", *pair, "--json"))["modules"]["model.embed_tokens"]
+    found = parsed(run("diff", *pair, "--json"))["modules"]["model.embed_tokens"]
     deltas = []
     for path in pair:
         tensors = load_file(path / WEIGHTS)
@@ -125,7 +125,7 @@ def test_diff_refuses_full_weights(base: Callable[[str], Path], math: Path, run:
 
 def test_inspect_shows_modules_trained_in_full(heads: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
     tensors = load_file(heads[0] / WEIGHTS)
-    found = told(run("inspect", heads[0], "--json"))
+    found = parsed(run("inspect", heads[0], "--json"))
     saved = {entry["name"]: entry for entry in found["saved"]}
     assert len(saved) == LAYERS + 1
     head = saved["lm_head"]
@@ -142,17 +142,17 @@ def test_inspect_shows_modules_trained_in_full(heads: tuple[Path, Path], run: Ru
 
     out = tmp_path / "out"
     assert run("compose", "-t", heads[0], "-l", heads[1], "-o", out, "--bottom", 1, "--top", 1).exit_code == 0
-    owners = {entry["name"]: entry["owner"] for entry in told(run("inspect", out, "--json"))["saved"]}
+    owners = {entry["name"]: entry["owner"] for entry in parsed(run("inspect", out, "--json"))["saved"]}
     assert owners["lm_head"] == {heads[0].name: 0.5, heads[1].name: 0.5}
     assert owners["model.layers.0.input_layernorm"] == heads[1].name
 
 
 @pytest.mark.parametrize("options", [["--bottom", 1, "--top-transition", 2, "--top", 1], ["--method", "soup"]], ids=str)
-def test_json_holds_what_the_text_shows(
+def test_json_contains_what_the_text_shows(
     options: list[Any], math: Path, swahili: Path, run: Run, tmp_path: Path
 ) -> None:
     assert run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", *options).exit_code == 0
-    found, shown = told(run("inspect", tmp_path / "out", "--json")), run("inspect", tmp_path / "out").stdout
+    found, shown = parsed(run("inspect", tmp_path / "out", "--json")), run("inspect", tmp_path / "out").stdout
     origin = found["composed_of"]
     assert origin["num_layers"] == LAYERS
     assert origin["experts"] == {path.name: path.name for path in (math, swahili)}
@@ -177,7 +177,7 @@ def test_inspect_full_weights(
         folder = adapterswap.merge(plan, folder, out_path=tmp_path / "merged", max_shard_size="60KB")
         strip = "layers  smmmss" if kind == "adapters" else None
     tensors = {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
-    found, text = told(run("inspect", folder, "--json")), run("inspect", folder)
+    found, text = parsed(run("inspect", folder, "--json")), run("inspect", folder)
     assert text.exit_code == 0, text.stderr
     shown = text.stdout.splitlines()
     assert (found["kind"], found["model_type"], found["num_layers"]) == ("model", "llama", LAYERS)
@@ -204,20 +204,20 @@ def test_inspect_full_weights(
 
 
 @pytest.mark.parametrize(("part", "exit_code"), [(1.001, 0), (0.999, 1)])
-def test_max_distance_is_that_of_all_modules(part: float, exit_code: int, expert: Experts, run: Run) -> None:
+def test_max_distance_applies_to_all_modules_together(part: float, exit_code: int, expert: Experts, run: Run) -> None:
     pair = expert(seed=1), expert(seed=2)
-    distance = told(run("diff", *pair, "--json"))["total"]["distance"]
+    distance = parsed(run("diff", *pair, "--json"))["total"]["distance"]
     result = run("diff", *pair, "--max-distance", part * distance)
     assert result.exit_code == exit_code
     assert result.stdout == run("diff", *pair).stdout
     assert bool(result.stderr) == bool(exit_code)
 
 
-def test_max_distance_of_what_is_trained_in_full(heads: tuple[Path, Path], expert: Experts, run: Run) -> None:
-    head = told(run("diff", *heads, "--json"))["saved"]["lm_head"]["distance"]
+def test_max_distance_of_modules_trained_in_full(heads: tuple[Path, Path], expert: Experts, run: Run) -> None:
+    head = parsed(run("diff", *heads, "--json"))["saved"]["lm_head"]["distance"]
     assert run("diff", *heads, "--max-distance", head).exit_code == 0
     assert run("diff", *heads, "--max-distance", head * 0.999, "--json").exit_code == 1
-    assert run("diff", heads[0], heads[0], "--max-distance", 0).exit_code == 0  # rounding of ΔW is no distance
+    assert run("diff", heads[0], heads[0], "--max-distance", 0).exit_code == 0  # rounding is not distance
     only_one = run("diff", heads[0], expert(seed=1), "--max-distance", 1e9)
     assert only_one.exit_code == 1
     assert "lm_head" in only_one.stderr

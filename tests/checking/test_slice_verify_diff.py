@@ -1,4 +1,4 @@
-"""Shells and cores, recomputing from sources, distances: through the command line and against dense references."""
+"""Slices, verification and distances, through the command line and against dense references."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ZONES = ["--bottom", 2, "--top", 1, "--bottom-transition", 1]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def test_slices_compose_to_what_whole_experts_compose_to(
+def test_slices_compose_like_whole_experts(
     run: Callable[..., Result], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Byte for byte, tensors and config, with different ranks, a transition, and LoRA on the embedding and the head."""
@@ -52,8 +52,8 @@ def test_a_slice_holds_its_layers_byte_for_byte(run: Callable[..., Result], swah
     assert sum(tensor.nbytes for tensor in shell.values()) == told["bytes"]
 
 
-def test_the_share_of_a_slice_is_of_what_peft_loads(run: Callable[..., Result], tmp_path: Path) -> None:
-    """Not of tensors in the file that the config does not target."""
+def test_the_share_of_a_slice_counts_what_peft_loads(run: Callable[..., Result], tmp_path: Path) -> None:
+    """Tensors in the file that the config does not target are not counted."""
     crafting.adapter(tmp_path / "some", settings=crafting.config(layers_to_transform=[0, 1], layers_pattern="layers"))
     options = ("--num-layers", 4, "-o", tmp_path / "shell", "--json", "--dry-run")
     told = json.loads(run("slice", tmp_path / "some", "--layers", "0-1", *options).stdout)
@@ -71,7 +71,7 @@ def test_compose_counts_the_modules_that_it_writes(run: Callable[..., Result], t
     assert len(inspected["modules"]) == 6
 
 
-def test_a_slice_takes_its_depth_from_a_base_that_is_named(
+def test_a_slice_takes_its_depth_from_the_named_base(
     run: Callable[..., Result], expert: Callable[..., Path], math: Path, tmp_path: Path
 ) -> None:
     base = json.loads((math / CONFIG).read_text())["base_model_name_or_path"]
@@ -85,7 +85,7 @@ def test_a_slice_takes_its_depth_from_a_base_that_is_named(
     assert run("slice", moved, "--layers", "0-9", "--base-model", base, "-o", tmp_path / "more").exit_code == 1
 
 
-def test_a_slice_is_not_asked_for_what_was_cut_away(
+def test_a_slice_is_refused_only_if_its_missing_layers_are_needed(
     run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
     run("slice", swahili, "--layers", "0-1", "-o", tmp_path / "shell")
@@ -104,7 +104,7 @@ def test_a_slice_is_not_asked_for_what_was_cut_away(
 
 
 @pytest.mark.parametrize("layers", ["", "none", "7", "9-12", "x", "4-2"])
-def test_layers_that_cannot_be_kept(layers: str, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+def test_invalid_layers_are_refused(layers: str, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
     refused = run("slice", math, "--layers", layers, "-o", tmp_path / "out")
     assert refused.exit_code == 1
     assert refused.stderr.startswith("Error: ")
@@ -129,10 +129,10 @@ def composed(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Pa
     return {name: tmp_path / name for name in (*forms, "math", "swahili")}
 
 
-def test_a_base_that_no_adapter_could_name(
+def test_a_base_path_that_no_config_can_hold(
     run: Callable[..., Result], base: Callable[[str], Path], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    """Experts that name no base get the given one, but not a path that could not be read back as text."""
+    """Experts without a base get the one from the option, unless its path could not be read back as text."""
     named = tmp_path / "base\udcff"
     shutil.copytree(base("llama"), named)
     experts = [tmp_path / "math", tmp_path / "swahili"]
@@ -254,7 +254,7 @@ def test_verify_accepts_a_declared_revision_of_the_base(composed: dict[str, Path
 def test_verify_names_the_source_that_changed(run: Callable[..., Result], composed: dict[str, Path]) -> None:
     file = composed["math"] / WEIGHTS
     tensors = load_file(file)
-    key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"  # not used: layer 0 is the language's
+    key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"  # not used: the language expert owns layer 0
     tensors[key] += 1
     save_file(tensors, file, metadata={"format": "pt"})
     found = verify(composed["swap"], {name: composed[name] for name in ("math", "swahili")})
@@ -275,7 +275,7 @@ def test_verify_names_ten_and_counts_the_rest(run: Callable[..., Result], compos
     assert lines == [*(f"differs: {key}" for key in everything[:10]), "differs: 74 more; --json lists them all"]
 
 
-def test_verify_asks_for_what_it_cannot_find(run: Callable[..., Result], composed: dict[str, Path], math: Path) -> None:
+def test_verify_asks_for_missing_sources(run: Callable[..., Result], composed: dict[str, Path], math: Path) -> None:
     missing = run("verify", composed["swap"], "--expert", f"math={composed['math']}")
     assert missing.exit_code == 1
     assert "--expert swahili=PATH" in missing.stderr
@@ -312,14 +312,14 @@ def test_diff_is_the_dense_distance_and_cosine(run: Callable[..., Result], tmp_p
     assert len(run("diff", one, other, "--modules").stdout.splitlines()) == 8
 
 
-def test_an_adapter_is_no_distance_from_itself(run: Callable[..., Result], math: Path) -> None:
+def test_the_distance_of_an_adapter_from_itself_is_zero(run: Callable[..., Result], math: Path) -> None:
     told = json.loads(run("diff", math, math, "--json").stdout)["total"]
-    # The root of a difference of squares in float64: the root of their rounding is left.
+    # The root of a difference of squares in float64, which leaves the root of their rounding.
     assert told["distance"] == pytest.approx(0, abs=tolerance(1.0, dtype=torch.float64) ** 0.5)
     assert told["cosine"] == pytest.approx(1)
 
 
-def test_modules_that_one_lacks_count_as_zero(expert: Callable[..., Path], run: Callable[..., Result]) -> None:
+def test_missing_modules_count_as_zero(expert: Callable[..., Path], run: Callable[..., Result]) -> None:
     attention = expert(seed=3, target_modules=["q_proj"])
     told = json.loads(run("diff", expert(seed=1), attention, "--json").stdout)
     module = told["modules"]["model.layers.0.mlp.up_proj"]
@@ -341,7 +341,7 @@ def test_adapters_of_other_shapes_cannot_be_compared(run: Callable[..., Result],
         adapterswap.diff(out, math)
 
 
-def test_a_small_distance_is_told_from_none(run: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_small_distance_is_not_rounded_to_zero(run: Callable[..., Result], tmp_path: Path) -> None:
     content = crafting.tensors()
     one = crafting.adapter(tmp_path / "one", content)
     key, (dtype, shape, raw) = next(iter(content.items()))

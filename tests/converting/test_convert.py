@@ -1,4 +1,4 @@
-"""`convert` against PEFT: its own logits with each kind of adapter, its own conversion to LoRA, its own reading."""
+"""`convert` against PEFT: the logits with each kind of adapter, PEFT's conversion to LoRA, PEFT's loading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, Outpu
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
-FULL = 48  # no ΔW of the pico model has a higher rank
+FULL = 48  # the highest rank that a ΔW of the pico model can have
 
 # Kind → PEFT's config.
 KINDS: dict[str, Callable[..., Any]] = {
@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def trained(base: Path, folder: Path, kind: str, **options: Any) -> Path:
-    """An adapter with random numbers in everything that it would train, saved by PEFT."""
+    """An adapter with random numbers in all trainable parameters, saved by PEFT."""
     config = KINDS[kind](target_modules=TARGETS, task_type="CAUSAL_LM", **options)
     model = get_peft_model(load_base(base), config)
     generator = torch.Generator().manual_seed(7)
@@ -63,10 +63,10 @@ def trained(base: Path, folder: Path, kind: str, **options: Any) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore")  # PEFT's, about its own defaults
+@pytest.mark.filterwarnings("ignore")  # PEFT warns about its own defaults
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tmp_path: Path) -> None:
-    """At full rank the LoRA computes what PEFT computes with the adapter itself."""
+    """At full rank the LoRA computes the same as PEFT with the adapter itself."""
     adapter = trained(base("llama"), tmp_path / "in", kind)
     own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
     found = adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
@@ -84,12 +84,12 @@ def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tm
     assert len(swapped.modules) == len(found.modules)
 
 
-def test_every_kind_that_is_let_in_is_tested() -> None:
+def test_every_accepted_kind_is_tested() -> None:
     assert {"LORA", *KINDS} - {"DORA"} == set(CONVERTIBLE)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_error_is_the_one_of_pefts_own_conversion(base: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_error_matches_pefts_conversion(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", "LOHA")
     model = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
     deltas = {
@@ -222,21 +222,21 @@ def changed(source: Path, folder: Path, **config: Any) -> Path:
     [{"init_lora_weights": "pissa", "use_dora": True}, {"peft_type": "PROMPT_TUNING"}, {"peft_type": None},
      {"lora_bias": True}],
 )  # fmt: skip
-def test_what_is_not_converted(config: dict[str, Any], math: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_converted(config: dict[str, Any], math: Path, tmp_path: Path) -> None:
     with refused(UnsupportedError, "adapter"):
         adapterswap.convert(changed(math, tmp_path / "odd", **config), tmp_path / "out", rank=4)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_change_of_a_bias_is_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
-    """(IA)³ scales what a linear layer gives, its bias too; Qwen2's projections have one."""
+    """(IA)³ scales the output of a linear layer with its bias, and Qwen2's projections have biases."""
     adapter = trained(base("qwen2"), tmp_path / "in", "IA3")
     with refused(UnsupportedError, match="bias of model.layers.0.self_attn"):
         adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_another_base_is_not_taken(base: Callable[[str], Path], tmp_path: Path) -> None:
+def test_another_base_is_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", "LOHA")
     with refused(ExpertError, match="PEFT"):
         adapterswap.convert(adapter, tmp_path / "out", rank=4, base_model=str(base("gpt2")))
@@ -269,7 +269,7 @@ def test_convert_on_the_command_line(math: Path, run: Callable[..., Result], tmp
 
 
 def with_saved(base: Path, folder: Path, saved: list[str], *, change: int = 3, **options: Any) -> Path:
-    """A LoRA beside whole modules, whose weights differ from the base's by a matrix of rank `change`."""
+    """A LoRA with whole modules, whose weights differ from the base's by a matrix of rank `change`."""
     settings = {"r": 4, "use_rslora": True, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options
     config = peft.LoraConfig(modules_to_save=saved, **settings)
     model = get_peft_model(load_base(base), config)
@@ -318,8 +318,8 @@ def test_modules_trained_in_full_become_lora(
     assert adapterswap.verify(tmp_path / "out", {"in": adapter}).equal
 
 
-def test_the_error_of_a_lower_rank_is_that_of_the_best(base: Callable[[str], Path], tmp_path: Path) -> None:
-    """Eckart and Young: the root of the sum of the squares of the singular values that are cut off."""
+def test_the_error_of_a_lower_rank_is_the_smallest_possible(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """Eckart and Young: the root of the sum of squares of the truncated singular values."""
     adapter = with_saved(base("llama"), tmp_path / "in", ["lm_head"], change=8)
     key = "base_model.model.lm_head.weight"
     delta = load_file(adapter / WEIGHTS)[key] - load_base(base("llama")).lm_head.weight.detach()
@@ -344,7 +344,7 @@ def test_modules_that_lora_cannot_hold(base: Callable[[str], Path], run: Callabl
     content = load_file(adapter / WEIGHTS)
     key = "base_model.model.model.norm.weight"
     save_file(content | {key: load_base(base("llama")).model.norm.weight.detach()}, adapter / WEIGHTS)
-    result = run("convert", adapter, "-o", tmp_path / "out", "--saved-rank", 4)  # the norm is the base's own now
+    result = run("convert", adapter, "-o", tmp_path / "out", "--saved-rank", 4)  # the norm now equals the base's
     assert result.exit_code == 0, result.stderr
     assert adapterswap.open_adapter(tmp_path / "out").saved == {}
     grown = torch.zeros(100, content["base_model.model.lm_head.weight"].shape[1])

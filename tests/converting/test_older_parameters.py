@@ -1,7 +1,8 @@
 """LoRA on fused experts as PEFT 0.18.1 saved it, compared with the weights that PEFT 0.18.1 merged.
 
-`peft018` holds two pico mixtures with random adapters: in Qwen3-MoE PEFT 0.18 took outputs for inputs, in GPT-OSS not.
-`merged_experts.safetensors` is what `merge_and_unload` made of the experts, on transformers 5.23.
+`peft018` holds two pico mixtures with random adapters. PEFT 0.18 mistook outputs for inputs in Qwen3-MoE, but not in
+GPT-OSS.
+`merged_experts.safetensors` is the result of `merge_and_unload` on transformers 5.23.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_the_converted_adapter_is_what_peft_merged(name: str, tmp_path: Path) -> None:
+def test_the_converted_adapter_equals_what_peft_merged(name: str, tmp_path: Path) -> None:
     folder, base = FIXTURES / name, str(FIXTURES / name / "base")
     expected = load_file(folder / "merged_experts.safetensors")
     with refused(UnsupportedError, match="adapterswap convert"):

@@ -1,10 +1,10 @@
-"""Runs that are killed, and whose inputs and folders are changed before they go on.
+"""Runs that are killed, and whose inputs and folders change before they are resumed.
 
-A program of its own, so that it may fork: libraries are imported once, and a child costs little more than its work.
+A separate program, so that it can fork: libraries are imported once, and a child costs little more than its own run.
 
-Usage: program.py FOLDER. Reads a line of JSON with a kind (sweep, train, serve) and events, does what it says in a
-fresh copy of that kind's world, writes a line of JSON with what came of it, and so on until its input ends. The first
-line of a kind has no events: it makes the world, and says what is read there.
+Usage: program.py FOLDER. Reads lines of JSON, each with a kind (sweep, train, serve) and events. For each line it
+applies the events in a fresh copy of that kind's world and writes a line of JSON with the outcome. The first line of a
+kind has no events: it creates the world, and the answer lists the files that are read there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from killing import count_steps, forked, killed_at, result
 
-# What a run reads: patterns of paths in its world. What matches none of them must not be read: see `unknown`.
+# Files that a run reads, as patterns of paths in its world. It must not read any other: see `unknown`.
 INPUTS = {
     "sweep": {
         "recipe": ["recipe.yaml", "common.yaml"],
@@ -51,7 +51,7 @@ INPUTS = {
         "experts": ["experts/*"],
     },
 }
-# What it writes, and may read again.
+# Files that it writes and may read again.
 OWN = {
     "sweep": ["out/sweep.json", "out/cells.jsonl", "out/rungs.jsonl", "out/samples/*", "out/prompts/*"],
     "train": [
@@ -67,7 +67,7 @@ NAMES = ["math", "math+sw", "math+sw@bottom=1,top=1", "code+sw@bottom=2,top=0"]
 
 
 def group_of(path: str, kind: str) -> str | None:
-    """What a file of the world is; None if nobody said."""
+    """The group of a file of the world; None if it is not listed."""
     if path.startswith("runs/"):
         inside = path.removeprefix("runs/")
         if any(fnmatch.fnmatch(inside, pattern) for pattern in PASSING):
@@ -83,7 +83,7 @@ def group_of(path: str, kind: str) -> str | None:
 
 
 def commanded(*arguments: str) -> int:
-    """The command line, as a user calls it: its exit code; 99 where it ends in any other way than it should."""
+    """Run the command line as a user would: its exit code, or 99 if it ends unexpectedly."""
     from adapterswap.cli import main
 
     with Path("said").open("w") as said, redirect_stdout(said), redirect_stderr(said):
@@ -110,9 +110,9 @@ def trained(out: str = "runs/out") -> int:
 
 
 def served(out: str = "runs/out", live: dict[str, Any] | None = None) -> int:
-    """Ask a server's composer for every name; `out` then says what their folders hold, or that they are refused.
+    """Ask a server's composer for every name; `out` then lists the content of each folder, or the refusal.
 
-    With `live`, an event that comes while it lives, it is asked once more after it.
+    With `live`, an event that happens while the server is running, it is asked again afterwards.
     """
     from adapterswap import AdapterswapError
     from adapterswap.serving import Cache, NamedComposer, read_manifest
@@ -152,7 +152,7 @@ RUNS: dict[str, Callable[..., int]] = {"sweep": swept, "train": trained, "serve"
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a finished run left: bytes, but for a sweep's seconds, and its lines in any order."""
+    """The output of a finished run: bytes, except a sweep's seconds, and its lines in any order."""
     found: dict[str, Any] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -168,11 +168,11 @@ def outcome(folder: Path) -> dict[str, Any]:
     return found
 
 
-# --- what happens in between ---
+# --- events between runs ---
 
 
 def changed_text(chance: random.Random, raw: bytes) -> bytes:
-    """A digit or a letter replaced by another: as long, and most often as valid."""
+    """Replace a digit or a letter by another: the length stays, and the file usually stays valid."""
     places = [at for at, byte in enumerate(raw) if chr(byte).isascii() and chr(byte).isalnum()]
     if not places:
         return raw[:-1] + bytes([raw[-1] ^ 1]) if raw else raw
@@ -184,7 +184,7 @@ def changed_text(chance: random.Random, raw: bytes) -> bytes:
 
 
 def changed_field(chance: random.Random, raw: bytes) -> bytes:
-    """A value of JSON, or of one line of it, replaced."""
+    """Replace a value of a JSON file, or of one line of a JSON Lines file."""
     from mutations import mutate_json
 
     try:
@@ -203,7 +203,7 @@ def changed_field(chance: random.Random, raw: bytes) -> bytes:
 
 
 def changed_weights(chance: random.Random, raw: bytes) -> bytes:
-    """The sign of some numbers: the same header and size, as finite as before."""
+    """Flip the sign of some numbers: the header and the size stay, and the numbers stay finite."""
     start = 8 + int.from_bytes(raw[:8], "little")
     content = bytearray(raw)
     for _ in range(64):
@@ -213,7 +213,7 @@ def changed_weights(chance: random.Random, raw: bytes) -> bytes:
 
 
 def disturb(kind: str, event: dict[str, Any]) -> str:
-    """Do what an event says to a file of the world; says to which kind of file."""
+    """Apply an event to a file of the world; returns the file's group."""
     chance = random.Random(event["seed"])
     files: dict[str, list[Path]] = {}
     for path in sorted(path for path in Path().rglob("*") if path.is_file() and not path.is_symlink()):
@@ -238,7 +238,7 @@ def disturb(kind: str, event: dict[str, Any]) -> str:
     elif what == "flip" and raw:
         at = chance.randrange(len(raw))
         new = raw[:at] + bytes([raw[at] ^ 1 << chance.randrange(8)]) + raw[at + 1 :]
-        path.write_bytes(new)  # in its place: links of it change too
+        path.write_bytes(new)  # written in place, so that hard links change too
     else:
         if path.suffix == ".safetensors":
             new = changed_weights(chance, raw)
@@ -256,7 +256,7 @@ def disturb(kind: str, event: dict[str, Any]) -> str:
     return f"{what} {group} {path.relative_to('runs') if group == 'own' else path}"
 
 
-# --- a world, and all of it ---
+# --- a world ---
 
 
 class World:
@@ -274,7 +274,7 @@ class World:
         os.chdir(self.place)
 
     def learn(self) -> dict[str, Any]:
-        """Run once undisturbed, and find what is read."""
+        """Run once undisturbed, and record the files that are read."""
         self.begin()
         try:
             read = self.opened(lambda: count_steps(self.prefix, self.work))
@@ -294,7 +294,7 @@ class World:
         }  # fmt: skip
 
     def opened(self, work: Callable[[], int]) -> dict[str, Any]:
-        """The files that are opened while `work` is done: in the world by whatever means, elsewhere by Python."""
+        """The files that are opened while `body` runs: by any means in the world, by Python elsewhere."""
         watch = Watch()
         for place in [Path(), *(path for path in Path().rglob("*") if path.is_dir())]:
             watch.add(place)
@@ -306,7 +306,7 @@ class World:
         return {"code": code, "paths": watch.files(), "elsewhere": sorted({*told.read_text().splitlines()})}
 
     def run(self, events: list[dict[str, Any]]) -> dict[str, Any]:
-        """Events one after the other, then the run to its end."""
+        """Apply the events in order, then let the run finish."""
         self.begin()
         told: list[str] = []
         codes: list[int] = []
@@ -351,9 +351,9 @@ class World:
 
 
 def same(kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether one result is as good as another.
+    """Whether two results count as equal.
 
-    Lines of rungs.jsonl may be lost, since a finished cell says what they said. A server may refuse some names.
+    Lines of rungs.jsonl may be lost, since a finished cell repeats them. A server may refuse some names.
     """
     if kind == "serve":
         refused = {name.removesuffix("-refused") for name in one if name.endswith("-refused")}
@@ -369,7 +369,7 @@ def same(kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 class Watch:
-    """Which files below some folders are opened, by whatever means (inotify)."""
+    """Which files below some folders are opened, by any means (inotify)."""
 
     OPEN, FOLDER = 0x20, 0x40000000
 
@@ -404,7 +404,7 @@ class Watch:
 
 
 def tell_of_others() -> None:
-    """In children that are asked to: write down what Python opens that is neither the world's nor a program's."""
+    """In children that request it: record the files that Python opens outside the world and outside programs."""
     import tempfile
 
     places = [sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), "/proc", "/sys", "/dev", "/etc", "/usr"]
@@ -429,7 +429,7 @@ IMPORTED = ["adapterswap.cli", "adapterswap.serving", "adapterswap.sweeps", "ada
 
 
 def warm() -> None:
-    """Import what the runs import, and read what the libraries bring: nothing of the world."""
+    """Import what the runs import and read the libraries' own data, but nothing of the world."""
     for name in IMPORTED:
         importlib.import_module(name)
     import torch
@@ -452,7 +452,7 @@ def warm() -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
+    os.dup2(2, 1)  # catch everything else that is printed
     os.environ |= {"HF_HOME": str(folder / "hf"), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     from disturbing.worlds import WORLDS
 

@@ -1,7 +1,7 @@
-"""Kills, edits and replacements of everything that a run reads: what it gives in the end is of one input, or refused.
+"""Kill runs, and edit or replace any file that they read: the final result belongs to one input, or is refused.
 
-For a sweep, for training, and for the cache of a server. The events are drawn from seeds, so that a failure says the
-one that repeats it; `DISTURBANCES=1000 pytest tests/disturbing` draws so many for each kind of run, and
+For a sweep, for training, and for the cache of a server. The events are drawn from seeds, and a failure prints the
+seed that reproduces it. `DISTURBANCES=1000 pytest tests/disturbing` draws that many for each kind of run;
 `DISTURBANCES_FROM` is the first seed.
 """
 
@@ -31,7 +31,7 @@ Ask = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """`program("sweep", events)`: what came of them."""
+    """`program("sweep", events)` returns the outcome."""
     folder = tmp_path_factory.mktemp("disturbing")
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
     with (folder / "errors").open("w") as errors:
@@ -65,7 +65,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 
 
 def events_of(seed: int, kind: str) -> list[dict[str, Any]]:
-    """Most often a kill, then one or two changes; sometimes the same again; of a server also while it lives."""
+    """Usually a kill, then one or two changes; sometimes repeated; for a server also while it is running."""
     chance = random.Random(seed)
     groups = ["own", "own", *INPUTS[kind]]
 
@@ -88,14 +88,14 @@ def events_of(seed: int, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", INPUTS)
 def test_every_file_that_is_read_is_known(kind: str, program: Ask) -> None:
-    """What a run opens is what the other test changes; a file that nobody thought of fails here."""
+    """The other test changes the files that a run opens. A file missing from its list fails here."""
     learnt = program(kind)
     assert [path for path, group in learnt["read"].items() if group is None] == []
     assert learnt["elsewhere"] == []
     assert {"own", *INPUTS[kind]} <= {*learnt["read"].values()}
 
 
-def test_a_file_that_nobody_named_is_unknown() -> None:
+def test_an_unlisted_file_is_unknown() -> None:
     for kind in INPUTS:
         assert group_of("base/config.json", kind) == "base"
         assert group_of("base/model.bin", kind) is None
@@ -106,12 +106,12 @@ def test_a_file_that_nobody_named_is_unknown() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", INPUTS)
-def test_what_comes_of_disturbed_runs_is_of_one_input_or_refused(kind: str, program: Ask) -> None:
+def test_results_of_disturbed_runs_belong_to_one_input_or_are_refused(kind: str, program: Ask) -> None:
     count = int(os.environ.get("DISTURBANCES", "0")) or COUNTS[kind]
     outcomes: collections.Counter[str] = collections.Counter()
     failures = []
     program(kind)
-    only_killed = [{"what": "kill", "seed": 0, "how": "itself"}]  # changes may all be refused
+    only_killed = [{"what": "kill", "seed": 0, "how": "itself"}]  # every change may be refused
     for seed, events in enumerate([only_killed, *(events_of(seed, kind) for seed in range(FIRST, FIRST + count))]):
         found = program(kind, events)
         outcomes[found["outcome"]] += 1

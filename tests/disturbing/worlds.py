@@ -1,4 +1,4 @@
-"""Small worlds in which a sweep, a training run or a server reads every kind of file that it can read.
+"""Small worlds in which a sweep, a training run or a server reads every kind of file that it supports.
 
 A world is a folder with all inputs; commands run inside it, with relative paths, and write below `runs/`.
 """
@@ -83,7 +83,7 @@ def write_expert(base: Path, folder: Path, *, seed: int, **changes: Any) -> None
 
 
 def write_sliced_expert(base: Path, folder: Path, *, seed: int) -> None:
-    """One with an adapterswap.json, which says which layers it has."""
+    """An expert with an adapterswap.json that lists its layers."""
     whole = folder.with_name("whole")
     write_expert(base, whole, seed=seed)
     arguments = ["slice", str(whole), "--layers", "0-2", "--base-model", str(base), "--out-path", str(folder)]
@@ -92,7 +92,7 @@ def write_sliced_expert(base: Path, folder: Path, *, seed: int) -> None:
 
 
 def write_tasks(folder: Path, *, documents: int = 4) -> None:
-    """A task of choices and one of writing, which share a file that both include, data, shots and a scorer."""
+    """A multiple-choice task and a generation task, which share an included file, data, shots and a scorer."""
     chance = random.Random(0)
     (folder / "tasks" / "data").mkdir(parents=True)
     (folder / "shared").mkdir()

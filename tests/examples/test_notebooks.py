@@ -1,4 +1,4 @@
-"""The notebooks run from the first cell to the last, on experts that were trained for a moment."""
+"""The notebooks run from the first cell to the last, on briefly trained experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_notebook_runs(
     ]
 
 
-def test_notebooks_name_no_path_of_a_machine() -> None:
+def test_notebooks_contain_no_local_paths() -> None:
     assert len(NOTEBOOKS) == 3
     for notebook in NOTEBOOKS:
         text = notebook.read_text()

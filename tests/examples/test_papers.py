@@ -1,4 +1,4 @@
-"""The papers' figures and tables: what is drawn is the data, and one command gives one PDF."""
+"""The papers' figures and tables show the data, and one command makes one PDF."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_figures_show_the_papers_own_numbers(papers: Any, tmp_path: Path, monkey
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_one_command_makes_the_pdf(tmp_path: Path) -> None:
-    """One expert on a side, trained for two steps."""
+    """One expert per side, trained for two steps."""
     out = tmp_path / "paper"
     command = [sys.executable, str(EXAMPLE / "papers.py"), str(out)]
     tiny = ["--experts", "1", "--rows", "64", "--problems", "6"]

@@ -1,4 +1,4 @@
-"""The example of a method from another package: installed as its pyproject.toml says, it works by name."""
+"""The example of a method in another package: installed as its pyproject.toml says, it works by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin_method"
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """What `pip install` makes of the example's pyproject.toml: its module, and its metadata with the entry points."""
+    """The files that `pip install` would create from pyproject.toml: the module, and metadata with the entry points."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     folder = tmp_path / "site" / "adapterswap_median-0.1.0.dist-info"
     folder.mkdir(parents=True)

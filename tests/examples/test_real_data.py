@@ -1,4 +1,4 @@
-"""The real-data example, shrunken: every step runs, on the real rows; the numbers mean nothing after two steps."""
+"""The real-data example with less training: every step runs on the real rows. The numbers mean nothing."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_every_step_of_the_example_runs(example: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     with warnings.catch_warnings():
-        # PEFT 0.21 asks transformers 5.23 by a name that this one has renamed.
+        # PEFT 0.21 uses a name that transformers 5.23 has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         results = example["run"](out, pretrain_steps=3, expert_steps=2, limit=1)
     assert list(results) == ["base", "math", "swahili", "composition"]
     for told in results.values():
         assert set(told["heldout_loss"]) == {"math", "swahili"}
-        # A model that knows nothing loses about ln(1024) a token; two steps do not make it worse, nor much better.
+        # An untrained model has a loss of about ln(1024) per token; two steps make it neither worse nor much better.
         assert all(4 < loss < 1.1 * math.log(1024) for loss in told["heldout_loss"].values())
         assert set(told["mgsm"]) == {"mgsm_direct_sw", "mgsm_direct_en"}
     losses = [tuple(told["heldout_loss"].values()) for told in results.values()]
@@ -49,21 +49,21 @@ def test_every_step_of_the_example_runs(example: dict[str, Any], tmp_path: Path,
     assert told["rows"]["boundary_moved"] == 0
 
 
-def test_the_table_is_shown(example: dict[str, Any], capsys: Any) -> None:
+def test_the_page_shows_the_table(example: dict[str, Any], capsys: Any) -> None:
     told = {"heldout_loss": {"math": 1.2345, "swahili": 2.0}, "mgsm": {"mgsm_direct_sw": 0.0, "mgsm_direct_en": 0.5}}
     example["show"]({"base": told})
     assert "1.234" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["math", "swahili"])
-def test_the_recipes_name_rows_that_are_there(name: str) -> None:
+def test_the_recipes_name_existing_rows(name: str) -> None:
     recipe = read_train_recipe(EXAMPLE / f"{name}.yaml")
     assert recipe.validation is not None
     for source in [*recipe.datasets, *(recipe.validation.datasets or [])]:
         assert (recipe.folder / source.path).is_file()
 
 
-def test_rows_may_be_passed_on_and_held_out_rows_are_held_out() -> None:
+def test_rows_are_licensed_and_held_out_rows_are_not_trained_on() -> None:
     files = {path.stem: path.read_text(encoding="utf-8") for path in (EXAMPLE / "data").glob("*.jsonl")}
     assert sum(len(text.encode()) for text in files.values()) <= 600_000
     rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in files.items()}

@@ -1,4 +1,4 @@
-"""The clients of SGLang and LoRAX send what these projects document, to a server that notes it."""
+"""The clients of SGLang and LoRAX send what these projects document, to a server that records it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 
 
 class _Server(HTTPServer):
-    """Keeps each request's path and body."""
+    """Records the path and body of each request."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

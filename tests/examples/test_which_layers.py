@@ -1,4 +1,4 @@
-"""The example of ways to choose layers: its commands run on a run of the lab, and its sweep is a sound one."""
+"""The example on choosing layers: its commands run on a lab run, and its sweep is valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "which_layers"
 
 @pytest.fixture(scope="module")
 def lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with lab-run/seed-0 in it: a shipped base, and experts that were trained for a step."""
+    """A folder with lab-run/seed-0: a shipped base, and experts trained for one step."""
     import json
 
     from adapterswap.lab.bases import write_base
@@ -46,7 +46,7 @@ def test_every_command_of_the_page_runs(lab_run: Path) -> None:
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
     assert len(lines) == 9
     for line in lines:
-        if "papers.py" in line:  # test_papers.py runs it, with less training
+        if "papers.py" in line:  # test_papers.py runs this command with less training
             continue
         program, *words = shlex.split(line)
         python = [sys.executable] if program == "python" else [sys.executable, "-m", "adapterswap"]
