@@ -53,5 +53,5 @@ def faint_texts(page: Any) -> list[str]:
 
     Disabled controls are exempt, as in WCAG.
     """
-    found: list[str] = page.evaluate(_FAINT, LEAST)
-    return found
+    result: list[str] = page.evaluate(_FAINT, LEAST)
+    return result

@@ -76,11 +76,11 @@ def edit_header(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 def snapshot(folder: Path) -> dict[str, str]:
     """Every path below `folder`, with the SHA-256 of a file, the target of a link, or None for a folder."""
-    found = {}
+    result = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_symlink():
-            found[name] = f"-> {path.readlink()}"
+            result[name] = f"-> {path.readlink()}"
         else:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-    return found
+            result[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+    return result

@@ -37,8 +37,8 @@ def content(folder: Path) -> dict[str, str] | None:
 
 
 def judge(out: Path, old: Any, new: Any) -> str:
-    found = content(out)
-    return "absent" if found is None else "old" if found == old else "new" if found == new else "BROKEN"
+    outcome = content(out)
+    return "absent" if outcome is None else "old" if outcome == old else "new" if outcome == new else "BROKEN"
 
 
 def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool) -> dict[str, Any]:

@@ -68,22 +68,22 @@ def listening(
     Returns:
         The child's exit code as from `result`, and what `hear` returned.
     """
-    heard, told = os.pipe()
+    heard, message = os.pipe()
 
     def watched() -> int | None:
-        on_touch(prefix, lambda: act(told))
+        on_touch(prefix, lambda: act(message))
         return body()
 
     child = forked(watched)
-    os.close(told)
+    os.close(message)
     with os.fdopen(heard, "rb") as stream:
-        found = hear(child, stream)
-    return result(child), found
+        outcome = hear(child, stream)
+    return result(child), outcome
 
 
 def count_steps(prefix: str, body: Callable[[], int | None]) -> int:
     """How often a child that runs `body` accesses paths below `prefix`."""
-    ended, steps = listening(prefix, body, lambda told: os.write(told, b"."), lambda child, stream: stream.read())
+    ended, steps = listening(prefix, body, lambda pipe: os.write(pipe, b"."), lambda child, stream: stream.read())
     assert ended == 0
     return len(steps)
 
@@ -98,7 +98,7 @@ def killed_at(
     """
     left = step
 
-    def act(told: int) -> None:
+    def act(pipe: int) -> None:
         nonlocal left
         if not ready():
             return
@@ -106,9 +106,9 @@ def killed_at(
         if left == 0 and how == "itself":
             os.kill(os.getpid(), signal.SIGKILL)
         elif left == 0 and how == "held":
-            hold(told)
+            hold(pipe)
         elif left == 0:
-            os.write(told, b"going on\n")
+            os.write(pipe, b"going on\n")
 
     def kill(child: int, stream: BinaryIO) -> None:
         if stream.readline():  # empty if the child ended without writing

@@ -23,8 +23,8 @@ def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The same, run to its end."""
     with started(*arguments) as run:
         try:
-            out, told = run.communicate(timeout=300)
+            out, message = run.communicate(timeout=300)
         except BaseException:
             run.kill()
             raise
-    return subprocess.CompletedProcess(run.args, run.returncode, out, told)
+    return subprocess.CompletedProcess(run.args, run.returncode, out, message)

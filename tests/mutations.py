@@ -314,12 +314,14 @@ class Subject:
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise AssertionError(f"a traceback: {result.exception!r}") from result.exception
         assert result.exit_code in (0, 1), f"exit {result.exit_code}"
-        told = result.stderr.splitlines()
+        lines = result.stderr.splitlines()
         if result.exit_code:
             assert command[0] == "verify" or result.stdout == ""
-            assert command[0] == "verify" or (told and all(line.startswith("Error: ") for line in told)), told
+            assert command[0] == "verify" or (lines and all(line.startswith("Error: ") for line in lines)), lines
             assert len(result.stderr) < 60_000
-        assert all(line.isprintable() for line in told + result.stdout.splitlines()), "something unprintable is printed"
+        assert all(line.isprintable() for line in lines + result.stdout.splitlines()), (
+            "something unprintable is printed"
+        )
         return result
 
 

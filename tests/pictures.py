@@ -25,12 +25,12 @@ def drawn_texts(figure: Any) -> dict[str, list[Any]]:
     with style():
         canvas.draw()
         renderer = canvas.get_renderer()
-        found: dict[str, list[Any]] = {}
+        result: dict[str, list[Any]] = {}
         for text in figure.findobj(Text):
             shown = text.get_visible() and text.get_text().strip() and (text.axes is None or text.axes.axison or text)
             if shown and _is_in_range(text):
-                found.setdefault(text.get_text(), []).append(text.get_window_extent(renderer))
-    return found
+                result.setdefault(text.get_text(), []).append(text.get_window_extent(renderer))
+    return result
 
 
 def _is_in_range(text: Any) -> bool:

@@ -137,7 +137,7 @@ def test_an_expert_that_cannot_be_opened_is_named_by_its_parameter(math: Path, t
 
 
 @pytest.mark.parametrize(
-    ("name", "parameter", "told"),
+    ("name", "parameter", "message"),
     [
         ("math+swahili@bottm=2", "bottm", "unknown setting 'bottm'. Did you mean 'bottom'?"),
         ("math+swahili@bottom", "bottom", "bottom has no value"),
@@ -146,8 +146,8 @@ def test_an_expert_that_cannot_be_opened_is_named_by_its_parameter(math: Path, t
         ("math+swahili@task_weight=-2", "task_weight", "`allow_negative=True`"),
     ],
 )
-def test_an_invalid_setting_in_a_short_name(name: str, parameter: str, told: str) -> None:
-    with refused(FieldError, parameter, match=re.escape(told)):
+def test_an_invalid_setting_in_a_short_name(name: str, parameter: str, message: str) -> None:
+    with refused(FieldError, parameter, match=re.escape(message)):
         adapterswap.parse_composition(name)
 
 

@@ -25,8 +25,8 @@ def modules_after(*arguments: object) -> set[str]:
         "except SystemExit as stop: assert not stop.code, stop.code\n"
         "print('IMPORTED', *sorted(name for name in sys.modules if '.' not in name))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.rpartition("IMPORTED")[2].split())
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(process.stdout.rpartition("IMPORTED")[2].split())
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["--version"], *[[name, "-h"] for name in COMMANDS]], ids=" ".join)
@@ -63,9 +63,9 @@ def test_compose_writes_and_reports(run: Callable[..., Result], math: Path, swah
 
 
 def test_one_folder_under_two_names_is_reported(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
-    told = run("compose", "-t", math, "-l", math, "-o", tmp_path / "out", "--dry-run")
-    assert told.exit_code == 0
-    assert "are the same folder" in told.stderr
+    result = run("compose", "-t", math, "-l", math, "-o", tmp_path / "out", "--dry-run")
+    assert result.exit_code == 0
+    assert "are the same folder" in result.stderr
 
 
 def test_a_dry_run_writes_nothing(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def test_a_dry_run_writes_nothing(run: Callable[..., Result], math: Path, swahil
     dry = run("compose", *options, "--dry-run")
     assert dry.exit_code == 0
     assert list(tmp_path.iterdir()) == []
-    told = json.loads(dry.stdout)
-    assert told["written"] is False
+    output = json.loads(dry.stdout)
+    assert output["written"] is False
     real = json.loads(run("compose", *options).stdout)
-    assert real == told | {"written": True}
+    assert real == output | {"written": True}
     header = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()[:8]
     size = (tmp_path / "out" / "adapter_model.safetensors").stat().st_size
     assert real["bytes"] == size - 8 - int.from_bytes(header, "little")
@@ -107,7 +107,7 @@ def test_a_recipe_equals_the_options(run: Callable[..., Result], math: Path, swa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["compose", "-o", "x"], "Pass --task-expert and --language-expert"),
         (["compose", "-t", "a", "-l", "b"], "Missing option '-o'"),
@@ -118,15 +118,15 @@ def test_a_recipe_equals_the_options(run: Callable[..., Result], math: Path, swa
         (["recipes", "validat"], "Did you mean 'validate'?"),
     ],
 )
-def test_wrong_usage_exits_2(arguments: list[str], told: str, run: Callable[..., Result]) -> None:
+def test_wrong_usage_exits_2(arguments: list[str], message: str, run: Callable[..., Result]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert message in result.stderr
     assert result.stdout == ""
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["-t", "./nowhere", "-l", "base"], "the path ./nowhere does not exist"),
         (
@@ -137,11 +137,13 @@ def test_wrong_usage_exits_2(arguments: list[str], told: str, run: Callable[...,
         (["-t", "x", "-l", "y", "--task-weight", "nan"], "not a finite number"),
     ],
 )
-def test_errors_exit_1_with_a_remedy(options: list[str], told: str, run: Callable[..., Result], tmp_path: Path) -> None:
+def test_errors_exit_1_with_a_remedy(
+    options: list[str], message: str, run: Callable[..., Result], tmp_path: Path
+) -> None:
     result = run("compose", *options, "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert told in result.stderr
+    assert message in result.stderr
     assert all(line.startswith("Error: ") for line in result.stderr.splitlines())
     assert list(tmp_path.iterdir()) == []
 
@@ -149,9 +151,9 @@ def test_errors_exit_1_with_a_remedy(options: list[str], told: str, run: Callabl
 def test_inspect_shows_modules_and_owners(
     run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    told = json.loads(run("inspect", math, "--json").stdout)
-    assert len(told["modules"]) == 42
-    first = told["modules"][0]
+    output = json.loads(run("inspect", math, "--json").stdout)
+    assert len(output["modules"]) == 42
+    first = output["modules"][0]
     assert first["name"] == "model.layers.0.mlp.down_proj"
     assert (first["layer"], first["kind"], first["rank"], first["alpha"]) == (0, "mlp", 8, 16)
     assert first["scale"] == pytest.approx(16 / 8**0.5)
@@ -169,5 +171,5 @@ def test_inspect_shows_modules_and_owners(
 def test_the_checkouts_script_and_the_module_are_the_command_line() -> None:
     script = Path(__file__).parent.parent / "cli.py"
     for command in ([sys.executable, str(script)], [sys.executable, "-m", "adapterswap"]):
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-        assert done.stdout.startswith("adapterswap, version ")
+        process = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert process.stdout.startswith("adapterswap, version ")

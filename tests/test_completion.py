@@ -128,8 +128,8 @@ def test_bash_completes_with_the_script_that_is_documented(folder: Path) -> None
         "COMP_WORDS=(adapterswap inspect experts/); COMP_CWORD=2; _adapterswap_completion adapterswap; "
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=True, cwd=folder,
         env={**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
     )  # fmt: skip
-    assert done.stdout.split() == ["experts/swahili"], done.stderr
+    assert process.stdout.split() == ["experts/swahili"], process.stderr

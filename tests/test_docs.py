@@ -46,14 +46,14 @@ def test_the_page_of_recipe_fields_matches_the_models() -> None:
 
 def commands_shown() -> list[tuple[str, str]]:
     """Every `adapterswap …` line of a shell block in a page, continued lines joined."""
-    found = []
+    result = []
     for page in PAGES:
         for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", page.read_text(), flags=re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 line = line.strip().removeprefix("$ ").split("  #")[0]
                 if line.startswith("adapterswap "):
-                    found.append((page.name, line))
-    return found
+                    result.append((page.name, line))
+    return result
 
 
 @pytest.mark.parametrize(("page", "line"), commands_shown(), ids=lambda value: value[:60])

@@ -60,9 +60,9 @@ def only_problem(call: Callable[[], Any]) -> str:
 
 
 def test_experts_of_another_width(run: Run, math: Path, wide: Path, tmp_path: Path) -> None:
-    told = only_problem(lambda: adapterswap.soup(math, wide, num_layers=6))
-    assert "hidden size is 32" in told
-    assert str(WIDE) in told
+    message = only_problem(lambda: adapterswap.soup(math, wide, num_layers=6))
+    assert "hidden size is 32" in message
+    assert str(WIDE) in message
     result = run("compose", "-t", math, "-l", wide, "--num-layers", 6, "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert result.stderr.count("Error: ") == 1
@@ -71,22 +71,22 @@ def test_experts_of_another_width(run: Run, math: Path, wide: Path, tmp_path: Pa
 def test_an_expert_with_a_base_of_another_width(wide_base: Path, math: Path, swahili: Path, tmp_path: Path) -> None:
     live = only_problem(lambda: load_expert(load_base(wide_base), math, "math"))
     merged = only_problem(lambda: adapterswap.merge(math, wide_base, out_path=tmp_path / "merged"))
-    for told in (live, merged):
-        assert "hidden size is 32" in told
-        assert str(WIDE) in told
+    for message in (live, merged):
+        assert "hidden size is 32" in message
+        assert str(WIDE) in message
     assert not (tmp_path / "merged").exists()
 
 
 def test_checkpoints_of_another_width(wide_base: Path, base: Callable[[str], Path], tmp_path: Path) -> None:
-    told = only_problem(lambda: adapterswap.soup(base("llama"), wide_base))
-    assert "hidden_size is 32" in told
+    message = only_problem(lambda: adapterswap.soup(base("llama"), wide_base))
+    assert "hidden_size is 32" in message
     assert "hidden size is" in only_problem(
         lambda: adapterswap.extract(wide_base, base("llama"), tmp_path / "cut", rank=2)
     )
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "told"),
+    ("ours", "theirs", "message"),
     [
         ({"q": "8×8", "k": "4×8"}, {"q": "8×8", "k": "4×8"}, None),
         ({"q": "8×8"}, {"k": "4×4"}, None),
@@ -102,11 +102,11 @@ def test_checkpoints_of_another_width(wide_base: Path, base: Callable[[str], Pat
         ),
     ],
 )
-def test_a_difference_is_reported_once(ours: dict[str, str], theirs: dict[str, str], told: str | None) -> None:
+def test_a_difference_is_reported_once(ours: dict[str, str], theirs: dict[str, str], message: str | None) -> None:
     problems = Problems()
     compare_shapes(ours, theirs, one="a", other="b", remedy="Choose", problems=problems)
     found = [problem.message for problem in problems]
-    assert found == [] if told is None else len(found) == 1 and found[0].startswith(told)
+    assert found == [] if message is None else len(found) == 1 and found[0].startswith(message)
 
 
 POINTER = """version https://git-lfs.github.com/spec/v1

@@ -82,12 +82,12 @@ def test_the_page_about_python_runs(world: Path) -> None:
     """Run in a separate process, as a user's script."""
     (world / "script.py").write_text(page_as_script(str(world / "base")))
     environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "script.py"], cwd=world, env={**environment, "PATH": "", "HOME": str(world)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "layers  ssmmms" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "layers  ssmmms" in process.stdout
     written = [
         "math-swahili/adapter_model.safetensors", "merged/model.safetensors", "soup/adapter_config.json",
         "ties/adapter_config.json", "shell/adapter_model.safetensors", "extracted/adapter_model.safetensors",
@@ -114,12 +114,12 @@ def test_user_scripts_can_be_type_checked(tmp_path: Path) -> None:
     config, cache = ROOT / "pyproject.toml", ROOT / ".mypy_cache"
     mypy = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--config-file", config]
     scripts = [tmp_path / "right.py", tmp_path / "wrong.py"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*mypy, "--cache-dir", cache, *scripts], cwd=ROOT, capture_output=True, text=True, check=False
     )  # fmt: skip
-    told = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert [line for line in told if "right.py" in line] == [], done.stderr
-    assert {int(re.findall(r"wrong\.py:(\d+)", line)[0]) for line in told} == {3, 4, 5, 6}
+    lines = [line for line in process.stdout.splitlines() if ": error:" in line]
+    assert [line for line in lines if "right.py" in line] == [], process.stderr
+    assert {int(re.findall(r"wrong\.py:(\d+)", line)[0]) for line in lines} == {3, 4, 5, 6}
 
 
 def test_the_package_is_marked_as_typed() -> None:
@@ -134,11 +134,11 @@ def test_every_command_has_its_functions() -> None:
 
 @pytest.mark.parametrize("name", [name for name in adapterswap.__all__ if name != "__version__"])
 def test_public_names_are_documented_and_typed(name: str) -> None:
-    found = getattr(adapterswap, name)
-    assert found.__name__ == name
-    assert inspect.getdoc(found)
-    if inspect.isfunction(found):
-        signature = inspect.signature(found)
+    result = getattr(adapterswap, name)
+    assert result.__name__ == name
+    assert inspect.getdoc(result)
+    if inspect.isfunction(result):
+        signature = inspect.signature(result)
         assert signature.return_annotation is not inspect.Signature.empty
         for parameter in signature.parameters.values():
             assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter}"
@@ -149,8 +149,8 @@ def test_import_is_light() -> None:
     script = (
         "import sys, adapterswap; dir(adapterswap); print(*sorted(name for name in sys.modules if '.' not in name))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not {"torch", "numpy", "pydantic", "click", "peft", "transformers"} & set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "pydantic", "click", "peft", "transformers"} & set(process.stdout.split())
 
 
 @pytest.fixture

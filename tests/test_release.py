@@ -44,8 +44,8 @@ def test_metadata_files_follow_their_schemas(schema: str, files: list[Path]) -> 
     pytest.importorskip("check_jsonschema")
     assert files
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_one_version() -> None:
@@ -101,6 +101,6 @@ def test_the_wheel_works_without_the_checkout(tmp_path: Path) -> None:
     )
     (wheel,) = tmp_path.glob("*.whl")
     command = [sys.executable, str(ROOT / "scripts" / "check_dist.py"), str(wheel), "--borrow", sys.prefix]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"ok {adapterswap.__version__}" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"ok {adapterswap.__version__}" in process.stdout

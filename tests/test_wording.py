@@ -38,10 +38,10 @@ def test_tracked_files_pass(wording: ModuleType, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_is_reported(wording: ModuleType, line: str, words: list[str]) -> None:
-    found = list(wording.mistakes(f"first\n{line}\n"))
-    assert [text for _, text, _ in found] == words
-    assert {number for number, _, _ in found} <= {2}
-    assert all(instead for _, _, instead in found)
+    result = list(wording.mistakes(f"first\n{line}\n"))
+    assert [text for _, text, _ in result] == words
+    assert {number for number, _, _ in result} <= {2}
+    assert all(instead for _, _, instead in result)
 
 
 def test_it_names_the_place_and_fails(wording: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,8 +52,8 @@ def test_it_names_the_place_and_fails(wording: ModuleType, tmp_path: Path, capsy
 
 def test_the_spelling() -> None:
     pytest.importorskip("codespell_lib")
-    done = subprocess.run([sys.executable, "-m", "codespell_lib"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run([sys.executable, "-m", "codespell_lib"], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_lint_runs_both() -> None:

@@ -44,12 +44,12 @@ def deltas(base: Path, adapter: Path) -> dict[str, np.ndarray]:
     """Dense ΔW by module name, out×in, from PEFT's own merge."""
     own, merged = load_base(base).state_dict(), merged_weights(base, adapter)
     turned = "gpt2" in str(base)
-    found = {}
+    result = {}
     for name, weight in merged.items():
         delta = (weight.double() - own[name].double()).numpy()
         if name.endswith(".weight") and delta.ndim == 2 and np.abs(delta).max() > 0:
-            found[name.removesuffix(".weight")] = delta.T if turned else delta
-    return found
+            result[name.removesuffix(".weight")] = delta.T if turned else delta
+    return result
 
 
 def full_expert(base: Path, adapter: Path, out: Path) -> Path:
@@ -120,9 +120,9 @@ def test_rows_are_a_weights_outputs_in_either_orientation(kind: str, tmp_path: P
     model.save_pretrained(tmp_path / "full")
     own, changed = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "full"))
     expert = open_expert(tmp_path / "full")
-    found = by_name(measure(expert, name="full", base=open_checkpoint(tmp_path / "base")))
-    assert len(found) == (8 if turned else 14)
-    for name, change in found.items():
+    result = by_name(measure(expert, name="full", base=open_checkpoint(tmp_path / "base")))
+    assert len(result) == (8 if turned else 14)
+    for name, change in result.items():
         stored = (changed[f"{name}.weight"] - own[f"{name}.weight"]).abs().double()
         close(change.rows, stored.mean(dim=0 if turned else 1).numpy())
 
@@ -171,9 +171,9 @@ def test_interference_matches_the_dense_matrices(
             cosine = np.sum(one * other) / np.linalg.norm(one) / np.linalg.norm(other)
             assert module.cosine == near(cosine, scale=1)
             # The squared cosines of the angles between the subspaces; the smaller one has 4 dimensions.
-            for found, left, right in ((module.written, one, other), (module.read, one.T, other.T)):
+            for actual, left, right in ((module.written, one, other), (module.read, one.T, other.T)):
                 angles = subspace_angles(np.linalg.svd(left)[0][:, :8], np.linalg.svd(right)[0][:, :4])
-                assert found == near(np.mean(np.cos(angles) ** 2), scale=1)
+                assert actual == near(np.mean(np.cos(angles) ** 2), scale=1)
             signs = np.mean(np.sign(one) != np.sign(other))
             # A number within rounding of zero may have either sign; ΔW has the rounding of full weights.
             rounding = tolerance(weights[f"{module.matrix.name}.weight"])
@@ -242,22 +242,22 @@ def test_the_command_writes_tables_and_pictures(
     names = [f"math={math}", f"swahili={swahili}"]
     result = run("analyze", *names, "--base-model", base("llama"), "-o", out, "--threshold", "0.01", "--json")
     assert result.exit_code == 0, result.stderr
-    told = json.loads(result.stdout)
+    output = json.loads(result.stdout)
     written = json.loads((out / "analysis.json").read_text())
     assert written.pop("files") == sorted(path.name for path in out.iterdir())
-    assert written == told
-    assert told["experts"]["math"]["threshold"] == 0.01
-    assert told["captions"].keys() == {"changes", "norms", "math-swahili"}
-    assert "threshold is 0.01 for all experts" in told["captions"]["changes"]
+    assert written == output
+    assert output["experts"]["math"]["threshold"] == 0.01
+    assert output["captions"].keys() == {"changes", "norms", "math-swahili"}
+    assert "threshold is 0.01 for all experts" in output["captions"]["changes"]
     truth = deltas(base("llama"), math)["model.layers.2.self_attn.v_proj"]
     (cell,) = [
         cell
-        for cell in told["experts"]["math"]["fractions_of_rows"]
+        for cell in output["experts"]["math"]["fractions_of_rows"]
         if (cell["layer"], cell["module"]) == (2, "self_attn.v_proj")
     ]
     assert cell["fraction"] == np.mean(np.abs(truth).mean(axis=1) > 0.01)
     assert [table.expert for table in read_fractions(out / "changes.csv")] == ["math", "swahili"]
-    assert told["pairs"][0]["experts"] == ["math", "swahili"]
+    assert output["pairs"][0]["experts"] == ["math", "swahili"]
     for name in ("changes", "norms", "math-swahili"):
         check_files(out, name, 6.75)
     pictures = {path.name: np.asarray(Image.open(path)) for path in out.glob("*.png")}
@@ -294,7 +294,7 @@ def test_mistakes_are_refused(
     run: Callable[..., Result], base: Callable[[str], Path], math: Path, tmp_path: Path
 ) -> None:
     full = full_expert(base("llama"), math, tmp_path / "full")
-    for arguments, code, told in (
+    for arguments, code, message in (
         ((), 2, "Pass either experts or --from-csv"),
         ((math, "--from-csv", tmp_path), 2, "Pass either experts or --from-csv"),
         ((math, "--threshold", "-1"), 2, "use 0 or more"),
@@ -308,7 +308,7 @@ def test_mistakes_are_refused(
     ):
         result = run("analyze", *arguments)
         assert result.exit_code == code, result.output
-        assert told in result.stderr
+        assert message in result.stderr
     out = tmp_path / "out"
     assert json.loads(run("analyze", math, "--dry-run", "--json", "-o", out).stdout)["dry_run"] is True
     assert not out.exists()
@@ -431,9 +431,9 @@ def test_subspaces_come_from_the_product_not_its_factors(tmp_path: Path) -> None
     for module in interfere({"one": one, "other": other}).modules:
         x, y = (dense(place, module.matrix.name) for place in places)
         assert np.linalg.matrix_rank(x) == np.linalg.matrix_rank(y) == 1
-        for found, left, right in ((module.written, x, y), (module.read, x.T, y.T)):
+        for actual, left, right in ((module.written, x, y), (module.read, x.T, y.T)):
             (angle,) = subspace_angles(np.linalg.svd(left)[0][:, :1], np.linalg.svd(right)[0][:, :1])
-            assert found == near(np.cos(angle) ** 2, scale=1)
+            assert actual == near(np.cos(angle) ** 2, scale=1)
         assert module.by_chance == (1 / x.shape[0], 1 / x.shape[1])
 
 
@@ -480,8 +480,8 @@ def test_three_experts_measure_like_pairs_and_like_one(tmp_path: Path) -> None:
     for seed, name in enumerate(("one", "other", "third")):
         content = crafting.tensors(layers=1 + seed, seed=seed, rank=2 + seed, width=8)
         experts[name] = open_adapter(crafting.adapter(tmp_path / name, content, crafting.config(r=2 + seed)))
-    found = analyze(experts, threshold=0.1)
-    for changes in found.changes:
+    result = analyze(experts, threshold=0.1)
+    for changes in result.changes:
         alone = measure(experts[changes.expert], name=changes.expert)
         assert [change.matrix for change in changes.modules] == [change.matrix for change in alone.modules]
         for change, same in zip(changes.modules, alone.modules, strict=True):
@@ -489,8 +489,8 @@ def test_three_experts_measure_like_pairs_and_like_one(tmp_path: Path) -> None:
             close(change.rows, np.abs(exact).mean(axis=1))
             assert change.norm == near(float(np.linalg.norm(exact)))
             assert same.norm == near(change.norm)
-    assert [pair.experts for pair in found.pairs] == [("one", "other"), ("one", "third"), ("other", "third")]
-    for pair in found.pairs:
+    assert [pair.experts for pair in result.pairs] == [("one", "other"), ("one", "third"), ("other", "third")]
+    for pair in result.pairs:
         two = interfere({name: experts[name] for name in pair.experts})
         for module, same_module in zip(pair.modules, two.modules, strict=True):
             x, y = (dense(tmp_path / name, module.matrix.name) for name in pair.experts)

@@ -51,19 +51,19 @@ def test_sizes_match_full_weights(
 ) -> None:
     """‖W' - W‖ / ‖W‖ of PEFT's merged weights, for three experts."""
     experts = {"math": math, "swahili": swahili, "code": expert(seed=3, r=4)}
-    found = adapterswap.suggest_owners(experts, base_model=base("llama"), per="module", tie=0.001)
-    assert found is not None
-    assert found.relative
+    result = adapterswap.suggest_owners(experts, base_model=base("llama"), per="module", tie=0.001)
+    assert result is not None
+    assert result.relative
     own = load_base(base("llama")).state_dict()
     for name, folder in experts.items():
         after = merged_weights(base("llama"), folder)
-        for layer, kind in found.sizes[name]:
+        for layer, kind in result.sizes[name]:
             part = "self_attn" if kind == "attention" else "mlp"
             keys = [key for key in own if f".layers.{layer}.{part}." in key]
             changed = sum(float(((after[key] - own[key]).double() ** 2).sum()) for key in keys)
             whole = sum(float((own[key].double() ** 2).sum()) for key in keys)
-            assert found.sizes[name][layer, kind] == near((changed / whole) ** 0.5, scale=1.0)
-    plan = adapterswap.compose(adapterswap.Composition(rules=found.rules), experts)
+            assert result.sizes[name][layer, kind] == near((changed / whole) ** 0.5, scale=1.0)
+    plan = adapterswap.compose(adapterswap.Composition(rules=result.rules), experts)
     plan.write(tmp_path / "out")
 
 

@@ -92,7 +92,9 @@ def test_the_bands_contain_shuffled_dense_changes(
         assert 0 <= written[0] < written[1] <= 1
 
 
-def test_signs_of_a_mostly_zero_change(base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path) -> None:
+def test_signs_of_a_mostly_zero_change(
+    base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
     """Rows of zeros have no sign and do not count: most weights of a full checkpoint may equal the base's."""
     import torch
     from safetensors.torch import load_file, save_file

@@ -88,9 +88,9 @@ def test_one_layer_cannot_be_shared() -> None:
 
 
 def test_weights_are_shares_of_the_squared_norm(base: Callable[[str], Path], math: Path, swahili: Path) -> None:
-    found = importance_of_weights(*(measure(open_adapter(path), name="x") for path in (math, swahili)), 6)
+    result = importance_of_weights(*(measure(open_adapter(path), name="x") for path in (math, swahili)), 6)
     own = load_base(base("llama")).state_dict()
-    for adapter, side in ((math, found.task), (swahili, found.language)):
+    for adapter, side in ((math, result.task), (swahili, result.language)):
         merged = merged_weights(base("llama"), adapter)
         energy = {
             (layer, kind): sum(
@@ -117,12 +117,12 @@ def test_activations_are_shares_of_the_divergence(base: Callable[[str], Path], m
     assert isinstance(plan, Plan)
     sides = dict(zip(("task", "language"), plan.experts, strict=True))
     model = load_experts(load_base(base("llama")), plan)
-    found = importance_of_activations(model, Characters(), plan, sides=sides, texts=texts)
-    assert sum(found.task.values()) == pytest.approx(1)
-    assert {kind for _, kind in found.task} == set(KINDS)
+    result = importance_of_activations(model, Characters(), plan, sides=sides, texts=texts)
+    assert sum(result.task.values()) == pytest.approx(1)
+    assert {kind for _, kind in result.task} == set(KINDS)
     for side, adapter, block in (("task", math, (2, "mlp")), ("language", swahili, (0, "attention"))):
         one, other = (divergence(base("llama"), adapter, texts[side], each) for each in (block, (4, "mlp")))
-        measured = getattr(found, side)
+        measured = getattr(result, side)
         assert measured[block] / measured[4, "mlp"] == pytest.approx(one[0] / other[0], rel=one[1] + other[1])
 
 
@@ -201,11 +201,11 @@ def test_the_command_writes_a_recipe_that_composes(
     experts = ("-t", math, "-l", swahili, "--base-model", base("llama"))
     result = run("suggest", *experts, "--form", form, "-o", recipe, "--json")
     assert result.exit_code == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["form"] == form
-    assert len(told["layers"]) == 6
-    assert sum(layer["task"] for layer in told["layers"]) == pytest.approx(1)
-    assert told["reasons"][0] in recipe.read_text()
+    output = json.loads(result.stdout)
+    assert output["form"] == form
+    assert len(output["layers"]) == 6
+    assert sum(layer["task"] for layer in output["layers"]) == pytest.approx(1)
+    assert output["reasons"][0] in recipe.read_text()
     composed = run("compose", recipe, "--out-path", tmp_path / "out", "--json")
     assert composed.exit_code == 0, composed.stderr
     assert run("suggest", *experts, "--form", form, "-o", recipe).exit_code == 1
@@ -214,14 +214,14 @@ def test_the_command_writes_a_recipe_that_composes(
 
 def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
     experts = ("-t", math, "-l", swahili)
-    for arguments, code, told in (
+    for arguments, code, message in (
         (("--task-texts", "a"), 2, "Pass both --task-texts and --language-texts"),
         (("--task-texts", "a", "--language-texts", "b"), 2, "require --base-model"),
         (("-o", tmp_path), 1, "is a folder"),
     ):
         result = run("suggest", *experts, *arguments)
         assert result.exit_code == code, result.output
-        assert told in result.stderr
+        assert message in result.stderr
     dry = run("suggest", *experts, "--dry-run", "--json", "-o", tmp_path / "absent.yaml")
     assert json.loads(dry.stdout)["dry_run"] is True
     assert not (tmp_path / "absent.yaml").exists()

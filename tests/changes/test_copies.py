@@ -68,9 +68,9 @@ def test_experts_of_two_bases_are_refused(options: list[Any], run: Run, tmp_path
     carrying(tmp_path / "math", 1, embedding=("F32", weight()), head=("BF16", weight(1)))
     carrying(tmp_path / "swahili", 2, embedding=("F32", weight()), head=("BF16", weight(2)))
     before = snapshot(tmp_path)
-    asked = ["-t", tmp_path / "math", "-l", tmp_path / "swahili", "--num-layers", 4, "-o", tmp_path / "out", *options]
+    command = ["-t", tmp_path / "math", "-l", tmp_path / "swahili", "--num-layers", 4, "-o", tmp_path / "out", *options]
     for more in (["--dry-run"], ["--json"], []):
-        refused = run("compose", *asked, *more)
+        refused = run("compose", *command, *more)
         assert (refused.exit_code, refused.stdout) == (1, "")
         assert "the experts 'math' and 'swahili' were trained on different bases" in refused.stderr
         assert HEAD in refused.stderr

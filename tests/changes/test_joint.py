@@ -31,11 +31,11 @@ def _plain() -> list[Factors]:
 
 def _ill_conditioned() -> list[Factors]:
     """Nearly parallel columns of B: condition numbers of 1e5 and 1e9."""
-    found = []
+    result = []
     for seed, apart in ((1, 1e-5), (2, 1e-9)):
         a, b = random_factors(seed)
-        found.append(Factors(a, b[:, :1] + apart * b))
-    return found
+        result.append(Factors(a, b[:, :1] + apart * b))
+    return result
 
 
 def _graded() -> list[Factors]:

@@ -46,14 +46,14 @@ def parsed(result: Result) -> Any:
 
 def test_diff_sees_a_head_trained_in_full(heads: tuple[Path, Path], run: Run) -> None:
     one, other = (load_file(path / WEIGHTS)["base_model.model.lm_head.weight"].double() for path in heads)
-    found = parsed(run("diff", *heads, "--json"))
+    output = parsed(run("diff", *heads, "--json"))
     # The root of a difference of squares in float64, which leaves the root of their rounding.
-    assert found["total"]["distance"] == pytest.approx(0, abs=tolerance(1.0, dtype=torch.float64) ** 0.5)
-    head = found["saved"]["lm_head"]
+    assert output["total"]["distance"] == pytest.approx(0, abs=tolerance(1.0, dtype=torch.float64) ** 0.5)
+    head = output["saved"]["lm_head"]
     assert head["norms"] == near([float(one.norm()), float(other.norm())])
     assert head["apart"] == near(one.numel() ** 0.5)
     assert head["distance"] == near(one.numel() ** 0.5 / float(one.norm()))
-    norms = [row for name, row in found["saved"].items() if name.endswith("input_layernorm")]
+    norms = [row for name, row in output["saved"].items() if name.endswith("input_layernorm")]
     assert [row["distance"] for row in norms] == [0.0] * LAYERS
     shown = run("diff", *heads).stdout
     assert f"{head['distance']:.4f}" in shown
@@ -66,8 +66,8 @@ def test_modules_in_full_in_one_adapter_have_no_distance(
     swapped: bool, heads: tuple[Path, Path], expert: Experts, run: Run
 ) -> None:
     pair = [heads[0], expert(seed=2, target_modules=["q_proj", "lm_head"])]
-    found = parsed(run("diff", *(pair[::-1] if swapped else pair), "--json"))
-    head, norm = found["saved"]["lm_head"], found["saved"]["model.layers.0.input_layernorm"]
+    output = parsed(run("diff", *(pair[::-1] if swapped else pair), "--json"))
+    head, norm = output["saved"]["lm_head"], output["saved"]["model.layers.0.input_layernorm"]
     for row in (head, norm):
         assert (row["distance"], row["apart"]) == (None, None)
         assert row["norms"][1 - swapped] is None
@@ -77,7 +77,7 @@ def test_modules_in_full_in_one_adapter_have_no_distance(
     assert "has LoRA on it" not in norm["remark"]
     shown = run("diff", *(pair[::-1] if swapped else pair)).stdout
     for name in ("lm_head", "model.layers.0.input_layernorm"):
-        assert f"{name}: {found['saved'][name]['remark']}" in shown.splitlines()
+        assert f"{name}: {output['saved'][name]['remark']}" in shown.splitlines()
 
 
 def test_diff_reads_large_weights_in_blocks(
@@ -106,13 +106,13 @@ def test_diff_refuses_other_shapes_and_nan(heads: tuple[Path, Path], run: Run) -
 
 def test_diff_sees_embeddings(expert: Experts, run: Run) -> None:
     pair = [expert(seed=seed, target_modules=["embed_tokens", "q_proj"]) for seed in (1, 2)]
-    found = parsed(run("diff", *pair, "--json"))["modules"]["model.embed_tokens"]
+    output = parsed(run("diff", *pair, "--json"))["modules"]["model.embed_tokens"]
     deltas = []
     for path in pair:
         tensors = load_file(path / WEIGHTS)
         name = "base_model.model.model.embed_tokens.lora_embedding_"
         deltas.append(16 / 8**0.5 * tensors[f"{name}B"].double() @ tensors[f"{name}A"].double())
-    assert found["distance"] == near(float((deltas[0] - deltas[1]).norm() / deltas[0].norm()), depth=2)
+    assert output["distance"] == near(float((deltas[0] - deltas[1]).norm() / deltas[0].norm()), depth=2)
 
 
 def test_diff_refuses_full_weights(base: Callable[[str], Path], math: Path, run: Run) -> None:
@@ -125,20 +125,20 @@ def test_diff_refuses_full_weights(base: Callable[[str], Path], math: Path, run:
 
 def test_inspect_shows_modules_trained_in_full(heads: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
     tensors = load_file(heads[0] / WEIGHTS)
-    found = parsed(run("inspect", heads[0], "--json"))
-    saved = {entry["name"]: entry for entry in found["saved"]}
+    output = parsed(run("inspect", heads[0], "--json"))
+    saved = {entry["name"]: entry for entry in output["saved"]}
     assert len(saved) == LAYERS + 1
     head = saved["lm_head"]
     assert head["tensors"]["weight"]["shape"] == [96, 32]
     start, stop = head["tensors"]["weight"]["bytes"]
     raw = (heads[0] / WEIGHTS).read_bytes()[start:stop]
     assert np.array_equal(np.frombuffer(raw, np.float32), tensors["base_model.model.lm_head.weight"].numpy().ravel())
-    assert found["saved_parameters"] == 96 * 32 + LAYERS * 32
+    assert output["saved_parameters"] == 96 * 32 + LAYERS * 32
     assert saved["model.layers.3.input_layernorm"]["layer"] == 3
     shown = run("inspect", heads[0]).stdout.splitlines()
     assert any(line.split()[:5] == ["lm_head.weight", "other", "none", "96", "×"] for line in shown)
     assert any(line.split()[:4] == ["input_layernorm.weight", "other", "0-5", "32"] for line in shown)
-    assert f"{LAYERS + 1} trained in full with {found['saved_parameters']:,} parameters" in shown[1]
+    assert f"{LAYERS + 1} trained in full with {output['saved_parameters']:,} parameters" in shown[1]
 
     out = tmp_path / "out"
     assert run("compose", "-t", heads[0], "-l", heads[1], "-o", out, "--bottom", 1, "--top", 1).exit_code == 0

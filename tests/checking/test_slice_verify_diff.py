@@ -43,23 +43,23 @@ def test_slices_compose_like_whole_experts(
 
 
 def test_a_slice_holds_its_layers_byte_for_byte(run: Callable[..., Result], swahili: Path, tmp_path: Path) -> None:
-    told = json.loads(run("slice", swahili, "--layers", "0-1,5", "-o", tmp_path / "shell", "--json").stdout)
-    assert (told["layers"], told["modules"], told["of_modules"]) == ("0-1,5", 21, 42)
-    assert told["share"] == pytest.approx(0.5)
+    output = json.loads(run("slice", swahili, "--layers", "0-1,5", "-o", tmp_path / "shell", "--json").stdout)
+    assert (output["layers"], output["modules"], output["of_modules"]) == ("0-1,5", 21, 42)
+    assert output["share"] == pytest.approx(0.5)
     whole, shell = load_file(swahili / WEIGHTS), load_file(tmp_path / "shell" / WEIGHTS)
     assert {int(key.split(".layers.")[1].split(".")[0]) for key in shell} == {0, 1, 5}
     assert all(torch.equal(shell[key], whole[key]) for key in shell)
-    assert sum(tensor.nbytes for tensor in shell.values()) == told["bytes"]
+    assert sum(tensor.nbytes for tensor in shell.values()) == output["bytes"]
 
 
 def test_the_share_of_a_slice_counts_what_peft_loads(run: Callable[..., Result], tmp_path: Path) -> None:
     """Tensors in the file that the config does not target are not counted."""
     crafting.adapter(tmp_path / "some", settings=crafting.config(layers_to_transform=[0, 1], layers_pattern="layers"))
     options = ("--num-layers", 4, "-o", tmp_path / "shell", "--json", "--dry-run")
-    told = json.loads(run("slice", tmp_path / "some", "--layers", "0-1", *options).stdout)
-    assert (told["modules"], told["of_modules"], told["share"]) == (4, 4, 1)
-    told = json.loads(run("slice", tmp_path / "some", "--layers", "1", *options).stdout)
-    assert (told["modules"], told["of_modules"], told["share"]) == (2, 4, 0.5)
+    output = json.loads(run("slice", tmp_path / "some", "--layers", "0-1", *options).stdout)
+    assert (output["modules"], output["of_modules"], output["share"]) == (4, 4, 1)
+    output = json.loads(run("slice", tmp_path / "some", "--layers", "1", *options).stdout)
+    assert (output["modules"], output["of_modules"], output["share"]) == (2, 4, 0.5)
 
 
 def test_compose_counts_the_modules_that_it_writes(run: Callable[..., Result], tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def composed(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Pa
         "portable": [*ZONES, "--weights", "magnitude", "--layout", "portable", "--max-error", 0.3],
     }
     for name, options in forms.items():
-        done = run("compose", *experts, *options, "-o", tmp_path / name)
-        assert done.exit_code == 0, done.stderr
+        result = run("compose", *experts, *options, "-o", tmp_path / name)
+        assert result.exit_code == 0, result.stderr
     return {name: tmp_path / name for name in (*forms, "math", "swahili")}
 
 
@@ -220,8 +220,8 @@ def test_verify_names_what_is_wrong_in_the_record(
     record = json.loads(path.read_text())
     change(record)
     path.write_text(json.dumps(record))
-    found = verify(composed[name], {expert: composed[expert] for expert in ("math", "swahili")})
-    assert (found.equal, found.record_differs) == (False, (key,))
+    result = verify(composed[name], {expert: composed[expert] for expert in ("math", "swahili")})
+    assert (result.equal, result.record_differs) == (False, (key,))
     if lie == "swapped owners":
         sources = ["--expert", f"math={composed['math']}", "--expert", f"swahili={composed['swahili']}"]
         shown = run("verify", composed[name], *sources)
@@ -257,10 +257,10 @@ def test_verify_names_the_source_that_changed(run: Callable[..., Result], compos
     key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"  # not used: the language expert owns layer 0
     tensors[key] += 1
     save_file(tensors, file, metadata={"format": "pt"})
-    found = verify(composed["swap"], {name: composed[name] for name in ("math", "swahili")})
-    assert found.changed_sources == {"math": WEIGHTS}
-    assert found.differing == ()
-    assert not found.equal
+    result = verify(composed["swap"], {name: composed[name] for name in ("math", "swahili")})
+    assert result.changed_sources == {"math": WEIGHTS}
+    assert result.differing == ()
+    assert not result.equal
     shown = run("verify", composed["swap"], *(f"--expert={name}={composed[name]}" for name in ("math", "swahili")))
     assert shown.exit_code == 1
     assert "source changed: math's adapter_model.safetensors" in shown.stdout
@@ -268,10 +268,10 @@ def test_verify_names_the_source_that_changed(run: Callable[..., Result], compos
 
 def test_verify_names_ten_and_counts_the_rest(run: Callable[..., Result], composed: dict[str, Path]) -> None:
     swapped = ["--expert", f"math={composed['swahili']}", "--expert", f"swahili={composed['math']}"]
-    told = run("verify", composed["swap"], *swapped)
+    result = run("verify", composed["swap"], *swapped)
     everything = json.loads(run("verify", composed["swap"], *swapped, "--json").stdout)["differing"]
     assert len(everything) == 6 * 7 * 2
-    lines = [line for line in told.stdout.splitlines() if line.startswith("differs: ")]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("differs: ")]
     assert lines == [*(f"differs: {key}" for key in everything[:10]), "differs: 74 more; --json lists them all"]
 
 
@@ -295,37 +295,37 @@ def test_verify_asks_for_missing_sources(run: Callable[..., Result], composed: d
 def test_diff_is_the_dense_distance_and_cosine(run: Callable[..., Result], tmp_path: Path) -> None:
     one = handmade(tmp_path / "one", layers=3, rank=3, alpha=8, rslora=True, seed=1)
     other = handmade(tmp_path / "other", layers=3, rank=2, alpha=5, rslora=False, seed=2)
-    told = json.loads(run("diff", one, other, "--json").stdout)
+    output = json.loads(run("diff", one, other, "--json").stdout)
     pairs = {name: (delta, deltas(other)[name]) for name, delta in deltas(one).items()}
     for name, (x, y) in pairs.items():
-        assert told["modules"][name]["distance"] == near(np.linalg.norm(x - y) / np.linalg.norm(x))
+        assert output["modules"][name]["distance"] == near(np.linalg.norm(x - y) / np.linalg.norm(x))
         cosine = np.sum(x * y) / np.linalg.norm(x) / np.linalg.norm(y)
-        assert told["modules"][name]["cosine"] == near(cosine, scale=1)
+        assert output["modules"][name]["cosine"] == near(cosine, scale=1)
     for layer in range(3):
         x, y = (
             np.concatenate([pair[side].ravel() for name, pair in pairs.items() if f".{layer}." in name])
             for side in (0, 1)
         )
-        assert told["layers"][str(layer)]["distance"] == near(np.linalg.norm(x - y) / np.linalg.norm(x))
+        assert output["layers"][str(layer)]["distance"] == near(np.linalg.norm(x - y) / np.linalg.norm(x))
     shown = run("diff", one, other)
     assert len(shown.stdout.splitlines()) == 5
     assert len(run("diff", one, other, "--modules").stdout.splitlines()) == 8
 
 
 def test_the_distance_of_an_adapter_from_itself_is_zero(run: Callable[..., Result], math: Path) -> None:
-    told = json.loads(run("diff", math, math, "--json").stdout)["total"]
+    output = json.loads(run("diff", math, math, "--json").stdout)["total"]
     # The root of a difference of squares in float64, which leaves the root of their rounding.
-    assert told["distance"] == pytest.approx(0, abs=tolerance(1.0, dtype=torch.float64) ** 0.5)
-    assert told["cosine"] == pytest.approx(1)
+    assert output["distance"] == pytest.approx(0, abs=tolerance(1.0, dtype=torch.float64) ** 0.5)
+    assert output["cosine"] == pytest.approx(1)
 
 
 def test_missing_modules_count_as_zero(expert: Callable[..., Path], run: Callable[..., Result]) -> None:
     attention = expert(seed=3, target_modules=["q_proj"])
-    told = json.loads(run("diff", expert(seed=1), attention, "--json").stdout)
-    module = told["modules"]["model.layers.0.mlp.up_proj"]
+    output = json.loads(run("diff", expert(seed=1), attention, "--json").stdout)
+    module = output["modules"]["model.layers.0.mlp.up_proj"]
     assert module["distance"] == pytest.approx(1)
     assert module["cosine"] is None
-    assert told["modules"]["model.layers.0.self_attn.q_proj"]["cosine"] is not None
+    assert output["modules"]["model.layers.0.self_attn.q_proj"]["cosine"] is not None
     back = json.loads(run("diff", attention, expert(seed=1), "--json").stdout)
     assert back["modules"]["model.layers.0.mlp.up_proj"]["distance"] is None
 
@@ -348,8 +348,8 @@ def test_a_small_distance_is_not_rounded_to_zero(run: Callable[..., Result], tmp
     values = np.frombuffer(raw, np.float32).copy()
     values[0] *= np.float32(1.0001)
     near = crafting.adapter(tmp_path / "near", content | {key: (dtype, shape, values.tobytes())})
-    found = json.loads(run("diff", one, near, "--json").stdout)
-    assert 1e-7 < found["layers"]["0"]["distance"] < 5e-5
+    output = json.loads(run("diff", one, near, "--json").stdout)
+    assert 1e-7 < output["layers"]["0"]["distance"] < 5e-5
     rows = [line.split() for line in run("diff", one, near).stdout.splitlines()]
     assert next(row for row in rows if row[:1] == ["0"])[3:5] == ["<", "0.0001"]
     assert next(row for row in rows if row[:1] == ["1"])[3] == "0.0000"

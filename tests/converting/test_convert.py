@@ -69,10 +69,10 @@ def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tm
     """At full rank the LoRA computes the same as PEFT with the adapter itself."""
     adapter = trained(base("llama"), tmp_path / "in", kind)
     own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
-    found = adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
-    assert found.peft_type == kind
-    assert found.relative_error < 1e-5
-    assert len(found.modules) == len(TARGETS) * 6
+    outcome = adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
+    assert outcome.peft_type == kind
+    assert outcome.relative_error < 1e-5
+    assert len(outcome.modules) == len(TARGETS) * 6
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert config["peft_type"] == "LORA"
     assert config["use_rslora"]
@@ -81,7 +81,7 @@ def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tm
     close(logits(result), logits(own), depth=6)
     assert adapterswap.verify(tmp_path / "out", {"in": adapter}).equal
     swapped = adapterswap.layer_swap(tmp_path / "out", adapterswap.open_adapter(tmp_path / "out"), bottom=1, top=1)
-    assert len(swapped.modules) == len(found.modules)
+    assert len(swapped.modules) == len(outcome.modules)
 
 
 def test_every_accepted_kind_is_tested() -> None:
@@ -97,9 +97,9 @@ def test_the_error_matches_pefts_conversion(base: Callable[[str], Path], tmp_pat
         for name, module in model.get_base_model().named_modules()
         if hasattr(module, "get_delta_weight")
     }
-    found = adapterswap.convert(adapter, tmp_path / "out", rank=4)
+    result = adapterswap.convert(adapter, tmp_path / "out", rank=4)
     _, theirs = peft.convert_to_lora(model, rank=4)
-    for module in found.modules:
+    for module in result.modules:
         key = f"base_model.model.{module.name}.lora_"
         product = theirs[f"{key}B.weight"].double() @ theirs[f"{key}A.weight"].double()
         delta = deltas[module.name]
@@ -107,20 +107,20 @@ def test_the_error_matches_pefts_conversion(base: Callable[[str], Path], tmp_pat
         assert module.norm == pytest.approx(float(delta.norm()), rel=1e-4)
         assert module.rank == 4
     written = load_file(tmp_path / "out" / WEIGHTS)
-    worst = found.worst
+    worst = result.worst
     key = f"base_model.model.{worst.name}.lora_"
     ours = written[f"{key}B.weight"].double() @ written[f"{key}A.weight"].double()  # scale 1
     error = float((deltas[worst.name] - ours).norm() / deltas[worst.name].norm())
     assert worst.error == pytest.approx(error, rel=1e-3)
-    assert found.relative_error <= worst.error
+    assert result.relative_error <= worst.error
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_bound_on_the_error(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", "LOHA")
-    found = adapterswap.convert(adapter, tmp_path / "out", max_error=0.2)
-    assert found.worst.error <= 0.2
-    assert len({module.rank for module in found.modules}) > 1 or found.modules[0].rank < FULL
+    result = adapterswap.convert(adapter, tmp_path / "out", max_error=0.2)
+    assert result.worst.error <= 0.2
+    assert len({module.rank for module in result.modules}) > 1 or result.modules[0].rank < FULL
     with refused(UnsupportedError, "max_error"):
         adapterswap.convert(adapter, tmp_path / "none", rank=1, max_error=0.2)
     with refused(ArgumentError, "rank"):
@@ -140,12 +140,12 @@ def test_a_lora_in_another_dtype_and_layout(math: Path, base: Callable[[str], Pa
     for layout in ("exact", "portable"):
         for dtype in (None, "float32", "float16", "bfloat16"):
             out = tmp_path / f"{layout}-{dtype}"
-            found = adapterswap.convert(math, out, layout=layout, dtype=dtype)
+            result = adapterswap.convert(math, out, layout=layout, dtype=dtype)
             tensors = load_file(out / WEIGHTS)
             wanted = getattr(torch, dtype or "float32")
             assert {tensor.dtype for tensor in tensors.values()} == {wanted}
-            assert found.relative_error < {None: 1e-6, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
-            assert (found.relative_error > 1e-5) == (dtype in ("float16", "bfloat16"))
+            assert result.relative_error < {None: 1e-6, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+            assert (result.relative_error > 1e-5) == (dtype in ("float16", "bfloat16"))
             assert adapterswap.verify(out, {math.name: math}).equal
             if dtype in (None, "float32"):
                 close(logits(PeftModel.from_pretrained(load_base(base("llama")), out)), own, depth=6)
@@ -168,9 +168,9 @@ def test_a_pickled_adapter(math: Path, run: Callable[..., Result], tmp_path: Pat
         adapterswap.convert(folder, tmp_path / "out")
     result = run("convert", folder, "-o", tmp_path / "out", "--allow-pickle", "--json")
     assert result.exit_code == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["pickled"]
-    assert told["relative_error"] == 0
+    output = json.loads(result.stdout)
+    assert output["pickled"]
+    assert output["relative_error"] == 0
     ours, theirs = load_file(tmp_path / "out" / WEIGHTS), load_file(math / WEIGHTS)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -303,10 +303,10 @@ def test_modules_trained_in_full_become_lora(
     options = {"target_modules": ["c_fc"], "fan_in_fan_out": True} if architecture == "gpt2" else {}
     adapter = with_saved(base(architecture), tmp_path / "in", saved, **options)
     own = PeftModel.from_pretrained(load_base(base(architecture)), adapter).eval()
-    found = adapterswap.convert(adapter, tmp_path / "out", saved_rank=3)
+    outcome = adapterswap.convert(adapter, tmp_path / "out", saved_rank=3)
     opened = adapterswap.open_adapter(tmp_path / "out")
     assert not opened.saved
-    errors = {module.name: module.error for module in found.modules}
+    errors = {module.name: module.error for module in outcome.modules}
     assert len(errors) == len(opened.modules)
     for name in saved:
         (module,) = (module for module in opened.modules.values() if module.name.endswith(name))
@@ -324,10 +324,10 @@ def test_the_error_of_a_lower_rank_is_the_smallest_possible(base: Callable[[str]
     key = "base_model.model.lm_head.weight"
     delta = load_file(adapter / WEIGHTS)[key] - load_base(base("llama")).lm_head.weight.detach()
     sigma = torch.linalg.svdvals(delta.double())
-    found = adapterswap.convert(adapter, tmp_path / "out", saved_rank=2)
-    (head,) = (module for module in found.modules if module.name == "lm_head")
+    result = adapterswap.convert(adapter, tmp_path / "out", saved_rank=2)
+    (head,) = (module for module in result.modules if module.name == "lm_head")
     assert head.error == pytest.approx(float((sigma[2:].square().sum() / sigma.square().sum()).sqrt()), rel=1e-4)
-    assert {module.error for module in found.modules if module is not head} == {0.0}
+    assert {module.error for module in result.modules if module is not head} == {0.0}
     record = json.loads((tmp_path / "out" / "adapterswap.json").read_text())["conversion"]
     assert record["saved_rank"] == 2
     assert record["modules"]["lm_head"]["relative_error"] == head.error

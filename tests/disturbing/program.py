@@ -153,19 +153,19 @@ RUNS: dict[str, Callable[..., int]] = {"sweep": swept, "train": trained, "serve"
 
 def outcome(folder: Path) -> dict[str, Any]:
     """The output of a finished run: bytes, except a sweep's seconds, and its lines in any order."""
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         if name == "sweep.lock":
             continue
         if name in ("cells.jsonl", "rungs.jsonl"):
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            found[name] = sorted(
+            collected[name] = sorted(
                 json.dumps({**line, "seconds": None, "sha256": None}, sort_keys=True) for line in lines
             )
         else:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+            collected[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return collected
 
 
 # --- events between runs ---
@@ -293,59 +293,59 @@ class World:
             "elsewhere": sorted({*read["elsewhere"], *again["elsewhere"]}),
         }  # fmt: skip
 
-    def opened(self, work: Callable[[], int]) -> dict[str, Any]:
+    def opened(self, body: Callable[[], int]) -> dict[str, Any]:
         """The files that are opened while `body` runs: by any means in the world, by Python elsewhere."""
         watch = Watch()
         for place in [Path(), *(path for path in Path().rglob("*") if path.is_dir())]:
             watch.add(place)
-        told = self.place.parent / "elsewhere"
-        told.write_text("")
-        os.environ["DISTURBING_TOLD"] = str(told)
-        code = work()
+        record = self.place.parent / "elsewhere"
+        record.write_text("")
+        os.environ["DISTURBING_TOLD"] = str(record)
+        code = body()
         del os.environ["DISTURBING_TOLD"]
-        return {"code": code, "paths": watch.files(), "elsewhere": sorted({*told.read_text().splitlines()})}
+        return {"code": code, "paths": watch.files(), "elsewhere": sorted({*record.read_text().splitlines()})}
 
     def run(self, events: list[dict[str, Any]]) -> dict[str, Any]:
         """Apply the events in order, then let the run finish."""
         self.begin()
-        told: list[str] = []
+        reports: list[str] = []
         codes: list[int] = []
-        work: Callable[[], int] = self.work
+        body: Callable[[], int] = self.work
         for event in events:
             if event.get("live"):
-                work = partial(served, live=event)
-                told.append(f"live: {event['what']} {event['group']}")
+                body = partial(served, live=event)
+                reports.append(f"live: {event['what']} {event['group']}")
             elif event["what"] == "kill":
                 step = 1 + event["seed"] % self.steps
                 codes.append(killed_at(step, self.prefix, self.work, event["how"]))
-                told.append(f"kill at {step}: {codes[-1]}")
+                reports.append(f"kill at {step}: {codes[-1]}")
             else:
-                told.append(disturb(self.kind, event))
+                reports.append(disturb(self.kind, event))
             if codes and codes[-1] not in (0, 1, -9):
                 break
         else:
-            codes.append(result(forked(work)))
+            codes.append(result(forked(body)))
         said = Path("said").read_text()
-        found = {"events": told, "codes": codes, "said": said[-2000:], "failure": None}
+        summary = {"events": reports, "codes": codes, "said": said[-2000:], "failure": None}
         if any(code not in (0, 1, -9) for code in codes) or "Traceback" in said:
-            return {**found, "failure": f"ended with {codes}", "outcome": "failed"}
+            return {**summary, "failure": f"ended with {codes}", "outcome": "failed"}
         if codes[-1] == 1:
-            return {**found, "outcome": "refused"}
+            return {**summary, "outcome": "refused"}
         now = outcome(Path("runs/out"))
         if self.kind != "serve" and same(self.kind, now, self.expected):  # a server reads its inputs for each request
-            return {**found, "outcome": "undisturbed"}
+            return {**summary, "outcome": "undisturbed"}
         Path("runs").rename("earlier")
         Path("runs").mkdir()
         code = result(forked(self.work))
         fresh = outcome(Path("runs/out"))
         if code == 0 and same(self.kind, now, fresh):
             if self.kind == "serve" and any(name.endswith("-refused") for name in now):
-                return {**found, "outcome": "refused"}
-            return {**found, "outcome": "undisturbed" if now == self.expected else "begun anew"}
+                return {**summary, "outcome": "refused"}
+            return {**summary, "outcome": "undisturbed" if now == self.expected else "begun anew"}
         differing = sorted(name for name in {*now, *fresh} if now.get(name) != fresh.get(name))
         unlike = sorted(name for name in {*now, *self.expected} if now.get(name) != self.expected.get(name))
         return {
-            **found, "outcome": "mixed",
+            **summary, "outcome": "mixed",
             "failure": f"from nothing (exit {code}) other {differing}, undisturbed other {unlike}",
         }  # fmt: skip
 
@@ -358,8 +358,8 @@ def same(kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
     if kind == "serve":
         refused = {name.removesuffix("-refused") for name in one if name.endswith("-refused")}
         one, other = (
-            {name: content for name, content in found.items() if re.split("[-/]", name)[0] not in refused}
-            for found in (one, other)
+            {name: content for name, content in contents.items() if re.split("[-/]", name)[0] not in refused}
+            for contents in (one, other)
         )
     if kind == "sweep":
         one, other = dict(one), dict(other)
@@ -385,7 +385,7 @@ class Watch:
         self._places[number] = place
 
     def files(self) -> list[str]:
-        found: set[str] = set()
+        paths: set[str] = set()
         while True:
             try:
                 raw = os.read(self._stream, 2**16)
@@ -398,9 +398,9 @@ class Watch:
                 at += 16 + length
                 assert number >= 0, "more was opened than the kernel remembers"
                 if name and not mask & self.FOLDER:
-                    found.add((self._places[number] / name).as_posix())
+                    paths.add((self._places[number] / name).as_posix())
         os.close(self._stream)
-        return sorted(found - {"said"})
+        return sorted(paths - {"said"})
 
 
 def tell_of_others() -> None:
@@ -414,10 +414,10 @@ def tell_of_others() -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open" or "DISTURBING_TOLD" not in os.environ or not isinstance(arguments[0], str):
             return
-        path, told = os.path.abspath(arguments[0]), os.environ["DISTURBING_TOLD"]
-        own = [os.getcwd(), tempfile.gettempdir() + "/adapterswap-", told, os.environ["HF_HOME"]]
+        path, message = os.path.abspath(arguments[0]), os.environ["DISTURBING_TOLD"]
+        own = [os.getcwd(), tempfile.gettempdir() + "/adapterswap-", message, os.environ["HF_HOME"]]
         if not any(path.startswith(place) for place in [*places, *own]):
-            stream = os.open(told, os.O_WRONLY | os.O_APPEND)
+            stream = os.open(message, os.O_WRONLY | os.O_APPEND)
             os.write(stream, path.encode() + b"\n")
             os.close(stream)
 
@@ -460,15 +460,15 @@ def main() -> None:
     tell_of_others()
     worlds: dict[str, World] = {}
     for line in sys.stdin:
-        asked = json.loads(line)
-        kind = asked["kind"]
+        requested = json.loads(line)
+        kind = requested["kind"]
         if kind not in worlds:
             (folder / kind / "pristine").mkdir(parents=True)
             WORLDS[kind](folder / kind / "pristine")
             worlds[kind] = World(kind, folder / kind)
             answer = worlds[kind].learn()
         else:
-            answer = worlds[kind].run(asked["events"])
+            answer = worlds[kind].run(requested["events"])
         print(json.dumps(answer), file=answers, flush=True)
 
 

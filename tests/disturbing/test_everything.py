@@ -113,10 +113,10 @@ def test_results_of_disturbed_runs_belong_to_one_input_or_are_refused(kind: str,
     program(kind)
     only_killed = [{"what": "kill", "seed": 0, "how": "itself"}]  # every change may be refused
     for seed, events in enumerate([only_killed, *(events_of(seed, kind) for seed in range(FIRST, FIRST + count))]):
-        found = program(kind, events)
-        outcomes[found["outcome"]] += 1
-        if found["failure"] is not None:
-            failures.append((FIRST + seed - 1, found["failure"], found["events"], found["said"]))
+        result = program(kind, events)
+        outcomes[result["outcome"]] += 1
+        if result["failure"] is not None:
+            failures.append((FIRST + seed - 1, result["failure"], result["events"], result["said"]))
     print(kind, dict(outcomes))
     assert failures == []
     assert outcomes["refused"]

@@ -24,7 +24,7 @@ from adapterswap.processes import Processes, joined, leave
 
 def judge(folder: Path, out: Path, processes: Processes | None = None) -> dict[str, Any]:
     """Evaluate the cases; case → how often the model was called, and what was reported of progress."""
-    told: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         model.config.max_position_embeddings = case.get("context", 16384)
@@ -41,8 +41,8 @@ def judge(folder: Path, out: Path, processes: Processes | None = None) -> dict[s
             on_progress=lambda done, total, progress=progress: progress.append((done, total)),
         )
         write_result(result, out / name)
-        told[name] = {"calls": len(calls), "last": progress[-1]}
-    return told
+        collected[name] = {"calls": len(calls), "last": progress[-1]}
+    return collected
 
 
 def main(folder: Path) -> None:

@@ -70,8 +70,8 @@ def test_how_often_each_scorer_agrees(rows: Rows, expected: dict[str, int]) -> N
     for language, labelled in rows.items():
         task = build_mgsm_task(f"mgsm_native_cot_{language}")
         for output, gold, right in labelled:
-            found = verdicts(task, output, gold)
-            agreed.update(name for name, verdict in found.items() if verdict is right)
+            result = verdicts(task, output, gold)
+            agreed.update(name for name, verdict in result.items() if verdict is right)
     assert agreed == expected
 
 

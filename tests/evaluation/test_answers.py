@@ -54,8 +54,8 @@ def test_the_exemplars_own_answers(tasks: dict[str, Any]) -> None:
     missed: Counter[tuple[str, str]] = Counter()
     for code in LANGUAGES:
         for exemplar in read_mgsm(code).exemplars:
-            found = verdicts(tasks[code], exemplar.solution, exemplar.number)
-            missed.update((name, code) for name, verdict in found.items() if not verdict)
+            result = verdicts(tasks[code], exemplar.solution, exemplar.number)
+            missed.update((name, code) for name, verdict in result.items() if not verdict)
     assert missed == {("strict-match", "bn"): 8, ("strict-match", "ja"): 3, ("strict-match", "de"): 1}
 
 
@@ -64,8 +64,8 @@ def test_the_exemplars_in_digits_of_their_script(tasks: dict[str, Any], code: st
     """The published solutions with no other change; the stock filters read none of them."""
     digits = str.maketrans({str(value): chr(ord(zero) + value) for value in range(10)})
     for exemplar in read_mgsm(code).exemplars:
-        found = verdicts(tasks[code], exemplar.solution.translate(digits), exemplar.number)
-        assert found == {"strict-match": False, "flexible-extract": False, "normalized": True}
+        result = verdicts(tasks[code], exemplar.solution.translate(digits), exemplar.number)
+        assert result == {"strict-match": False, "flexible-extract": False, "normalized": True}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_the_exemplars_in_digits_of_their_script(tasks: dict[str, Any], code: st
 def test_what_the_stock_filters_get_wrong(
     tasks: dict[str, Any], language: str, output: str, gold: int, stock: bool, ours: bool
 ) -> None:
-    found = verdicts(tasks[language], output, gold)
-    assert found == {"strict-match": stock, "flexible-extract": stock, "normalized": ours}
+    result = verdicts(tasks[language], output, gold)
+    assert result == {"strict-match": stock, "flexible-extract": stock, "normalized": ours}
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def base_model(folder: Path) -> LlamaForCausalLM:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(TOKENS).logits
-    return found
+        result: torch.Tensor = model(TOKENS).logits
+    return result
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
@@ -71,10 +71,10 @@ def test_the_bases_own_copy_changes_nothing(dtype: torch.dtype, byte_base: Path,
     base = base_model(byte_base)
     with load_subject(open_base(str(byte_base)), adapter=find_adapter(str(folder)), device="cpu") as model:
         assert torch.equal(model.get_input_embeddings().base_layer.weight, base.get_input_embeddings().weight)
-        found = logits(model)
-    assert not torch.equal(found, logits(base))
+        result = logits(model)
+    assert not torch.equal(result, logits(base))
     if dtype == torch.float32:
-        assert torch.equal(found, logits(PeftModel.from_pretrained(base, folder)))
+        assert torch.equal(result, logits(PeftModel.from_pretrained(base, folder)))
 
 
 def test_experts_may_have_names_that_peft_cannot_hold(byte_base: Path, tmp_path: Path) -> None:

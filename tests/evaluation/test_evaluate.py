@@ -199,11 +199,11 @@ def test_sampling_follows_the_seed(byte_model: Model) -> None:
 
 
 def test_progress_counts_every_request(byte_model: Model) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     tasks = ["mgsm_direct_sw", "mgsm_direct_te"]
     options = {"num_fewshot": 0, "limit": 2, "max_gen_toks": 2}
-    evaluate(*byte_model, tasks, Settings(**options), on_progress=lambda done, total: told.append((done, total)))
-    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    evaluate(*byte_model, tasks, Settings(**options), on_progress=lambda done, total: reports.append((done, total)))
+    assert reports == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_chat_prompts_are_turns(byte_model: Model) -> None:
@@ -211,8 +211,8 @@ def test_chat_prompts_are_turns(byte_model: Model) -> None:
     (sample,) = evaluate(*byte_model, ["mgsm_direct_sw"], Settings(**options)).samples
     task = mgsm_task("mgsm_direct_sw")
     turns = "".join(f"<user>{task.prompt(q)}</user><assistant>{a}</assistant>" for q, a in task.shots()[:2])
-    asked = task.prompt(task.language.questions[0][0])
-    assert sample.prompt == f"<system>Be brief.</system>{turns}<user>{asked}</user><assistant>"
+    requested = task.prompt(task.language.questions[0][0])
+    assert sample.prompt == f"<system>Be brief.</system>{turns}<user>{requested}</user><assistant>"
     (previewed,) = preview(byte_model[1], byte_model[0].config, ["mgsm_direct_sw"], Settings(**options))
     assert previewed.prompt == sample.prompt
 
@@ -237,9 +237,9 @@ def test_a_preview_asks_what_an_evaluation_asks(byte_model: Model) -> None:
     previews = preview(tokenizer, model.config, tasks, Settings(**SHORT))
     result = evaluate(model, tokenizer, tasks, Settings(**SHORT))
     for task in previews:
-        asked = [sample.prompt for sample in result.samples if sample.task == task.name]
-        assert (task.prompt, task.num_docs, task.num_requests) == (asked[0], 3, 3)
-        assert task.longest == max(len(prompt.encode()) for prompt in asked)
+        requested = [sample.prompt for sample in result.samples if sample.task == task.name]
+        assert (task.prompt, task.num_docs, task.num_requests) == (requested[0], 3, 3)
+        assert task.longest == max(len(prompt.encode()) for prompt in requested)
         assert task.room == model.config.max_position_embeddings - task.longest
 
 
@@ -342,6 +342,6 @@ def test_the_longest_prompt_is_counted_as_the_harness_does(byte_model: tuple[Any
         byte_model[0], tokenizer, batch_size=1, max_gen_toks=2, truncate=False, seed=0, processes=Processes(),
         check=lambda: None, on_begin=None, on_progress=None,
     )  # fmt: skip
-    asked = harness.tok_encode(previewed.prompt)
-    assert asked[:2].count(1) == 1
-    assert previewed.longest == len(asked)
+    requested = harness.tok_encode(previewed.prompt)
+    assert requested[:2].count(1) == 1
+    assert previewed.longest == len(requested)

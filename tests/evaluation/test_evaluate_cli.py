@@ -74,10 +74,12 @@ def test_the_base_alone_as_json(evaluate_: Run) -> None:
 
 
 def test_a_misspelt_task_is_reported_before_anything_is_opened(run: Run, tmp_path: Path) -> None:
-    told = error(run("evaluate", "--base-model", tmp_path / "absent", "--tasks", "mgsm_direct_sw,mgsm_direct_swa"))
-    assert told.count("Error: ") == 1
-    assert "'mgsm_direct_swa'" in told
-    assert "Did you mean 'mgsm_direct_sw'" in told
+    error_message = error(
+        run("evaluate", "--base-model", tmp_path / "absent", "--tasks", "mgsm_direct_sw,mgsm_direct_swa")
+    )
+    assert error_message.count("Error: ") == 1
+    assert "'mgsm_direct_swa'" in error_message
+    assert "Did you mean 'mgsm_direct_sw'" in error_message
 
 
 def test_names_of_tasks_are_checked_without_the_harness() -> None:
@@ -88,9 +90,9 @@ def test_names_of_tasks_are_checked_without_the_harness() -> None:
         "try:\n    check_task_names(['arc_eazy'])\nexcept AdapterswapError as error:\n    print(error)\n"
         "assert not {'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Did you mean 'arc_easy'" in done.stdout
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "Did you mean 'arc_easy'" in process.stdout
 
 
 def test_long_phases_are_announced(evaluate_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +161,11 @@ def test_a_composition_that_needs_tensors_of_its_own(
     bound = ("--max-rank", 4)
     composed = run("compose", *composing, *bound, "--base-model", byte_base, "-o", tmp_path / "composed")
     assert composed.exit_code == 0, composed.output
-    asked = document(evaluate_(*composing, *bound, "--json", "-o", tmp_path / "asked"))["subject"]["composition"]
+    requested = document(evaluate_(*composing, *bound, "--json", "-o", tmp_path / "asked"))["subject"]["composition"]
     written = document(evaluate_("--adapter", tmp_path / "composed", "--json", "-o", tmp_path / "written"))
     assert rows(tmp_path / "asked") == rows(tmp_path / "written")
-    assert asked["output"] == {"max_rank": 4}
-    assert asked["composition"] == written["subject"]["composition"]["composition"]
+    assert requested["output"] == {"max_rank": 4}
+    assert requested["composition"] == written["subject"]["composition"]["composition"]
     assert "--max-rank or --max-error" in error(evaluate_(*composing))
     assert evaluate_("--max-rank", 4).exit_code == 2
 
@@ -270,8 +272,8 @@ def test_an_adapter_whose_regexes_would_run_for_ever(
         key, {endless: 4} if key.endswith("pattern") else endless
     )
     (tmp_path / "odd" / "adapter_config.json").write_text(json.dumps(config))
-    found = run("evaluate", "--base-model", byte_base, "--adapter", tmp_path / "odd", "--tasks", "mgsm_direct_sw")
-    assert f"{key} of the adapter odd: the regexes take too long" in error(found)
+    result = run("evaluate", "--base-model", byte_base, "--adapter", tmp_path / "odd", "--tasks", "mgsm_direct_sw")
+    assert f"{key} of the adapter odd: the regexes take too long" in error(result)
 
 
 def test_an_adapter_of_another_base(run: Run, tmp_path: Path, byte_base: Path) -> None:
@@ -298,8 +300,8 @@ def test_a_base_without_all_its_weights(run: Run, tmp_path: Path, byte_base: Pat
     torch.manual_seed(0)
     model.save_pretrained(tmp_path / "five")
     shutil.copy(tmp_path / "five" / "model.safetensors", tmp_path / "base" / "model.safetensors")
-    told = error(run("evaluate", "--base-model", tmp_path / "base", "--tasks", "mgsm_direct_sw", *FAST))
-    assert "is missing weights: model.layers.5." in told
+    error_message = error(run("evaluate", "--base-model", tmp_path / "base", "--tasks", "mgsm_direct_sw", *FAST))
+    assert "is missing weights: model.layers.5." in error_message
 
 
 def test_a_base_whose_config_is_of_another(byte_base: Path, tmp_path: Path) -> None:
@@ -308,12 +310,12 @@ def test_a_base_whose_config_is_of_another(byte_base: Path, tmp_path: Path) -> N
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
     command = [sys.executable, "-m", "adapterswap", "evaluate", "--tasks", "mgsm_direct_sw", *map(str, FAST)]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--base-model", str(tmp_path / "base")], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
-    line = done.stderr.splitlines()[-1]
-    assert "Loading weights" not in done.stderr
+    assert process.returncode == 1
+    line = process.stderr.splitlines()[-1]
+    assert "Loading weights" not in process.stderr
     assert "do not match its config: model.layers.0.mlp.down_proj.weight is " in line
     assert "32×40" in line
 
@@ -327,6 +329,6 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         "except SystemExit: pass\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'lm_eval', 'datasets', 'peft')))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert COMMANDS["evaluate"] in done.stdout
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == 0
+    assert COMMANDS["evaluate"] in process.stdout

@@ -93,11 +93,11 @@ def test_prompts_with_and_without_shots(byte_model: Model, flores: Path) -> None
         return [sample.prompt for sample in evaluate(*byte_model, [name], options).samples]
 
     english, swahili = SENTENCES["eng_Latn"], SENTENCES["swh_Latn"]
-    asked = [f"Swahili sentence: {sentence}\nEnglish sentence:" for sentence in swahili]
-    assert prompts("flores_swh_Latn-eng_Latn", None) == asked
-    shots = f"{asked[2]} {english[2]}\n\n{asked[1]} {english[1]}\n\n"  # dev's first two
-    assert prompts("flores_swh_Latn-eng_Latn", 2) == [shots + prompt for prompt in asked]
-    assert prompts("flores_dev_swh_Latn-eng_Latn", 2) == asked[::-1]  # dev shows itself nothing
+    requested = [f"Swahili sentence: {sentence}\nEnglish sentence:" for sentence in swahili]
+    assert prompts("flores_swh_Latn-eng_Latn", None) == requested
+    shots = f"{requested[2]} {english[2]}\n\n{requested[1]} {english[1]}\n\n"  # dev's first two
+    assert prompts("flores_swh_Latn-eng_Latn", 2) == [shots + prompt for prompt in requested]
+    assert prompts("flores_dev_swh_Latn-eng_Latn", 2) == requested[::-1]  # dev shows itself nothing
 
 
 def test_an_output_ends_with_its_line(translator: Model, flores: Path) -> None:

@@ -140,14 +140,14 @@ def test_the_likelihood_of_a_last_word(byte_model: Model, kinds: Path, capfd: py
     result = run(byte_model, kinds, "pico_last", "pico_perplexity")
     assert capfd.readouterr() == ("", "")  # the standard error of a perplexity is bootstrapped, with a bar
     result = run(byte_model, kinds, "pico_last")
-    found = []
+    reports = []
     for row, sample in zip(ROWS, result.samples, strict=True):
         context, _, word = row["text"].rpartition(" ")
-        found.append(likelihoods(*byte_model, context, f" {word}"))
-        assert sample.output[0] == near(found[-1][0], depth=LAYERS)
+        reports.append(likelihoods(*byte_model, context, f" {word}"))
+        assert sample.output[0] == near(reports[-1][0], depth=LAYERS)
     task = result.tasks["pico_last"]
-    assert task.score(metric="acc").value == sum(greedy for _, greedy in found) / 3
-    mean = sum(total for total, _ in found) / 3
+    assert task.score(metric="acc").value == sum(greedy for _, greedy in reports) / 3
+    mean = sum(total for total, _ in reports) / 3
     assert math.log(task.score(metric="perplexity").value) == near(-mean, depth=LAYERS)
 
 

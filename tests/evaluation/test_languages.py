@@ -85,15 +85,15 @@ def test_an_evaluation_has_the_share_as_a_score(
         return language_share(next(answers), language)
 
     monkeypatch.setattr("adapterswap.evaluation.languages.language_share", share)
-    found = evaluate(model, tokenizer, [name], Settings(include_path=tmp_path, language_fidelity=True))
+    result = evaluate(model, tokenizer, [name], Settings(include_path=tmp_path, language_fidelity=True))
     assert written == [sample.output for sample in plain.samples]
-    score = found.tasks[name].score(metric="language_share")
+    score = result.tasks[name].score(metric="language_share")
     letters = [sum(character.isalpha() for character in text) for text in (SWAHILI, ENGLISH)]
     assert score.value == near(letters[0] / sum(letters))  # the second answer has no words, and no share
     assert (score.filter, score.stderr, score.higher_is_better) == ("language", None, True)
-    assert [sample.scores.get("language") is None for sample in found.samples] == [False, True]
-    assert found.tasks[name].scores[:-1] == plain.tasks[name].scores
-    assert found.settings["language_fidelity"] is True
+    assert [sample.scores.get("language") is None for sample in result.samples] == [False, True]
+    assert result.tasks[name].scores[:-1] == plain.tasks[name].scores
+    assert result.settings["language_fidelity"] is True
     assert "language_fidelity" not in plain.settings
 
 

@@ -21,13 +21,13 @@ def test_merged_then_evaluated_is_live_then_evaluated(
     merged = open_base(str(adapterswap.merge(plan, out_path=tmp_path / "merged")))
     live = open_base(str(byte_base))
     assert isinstance(plan, adapterswap.Plan)
-    found = []
+    reports = []
     for base, composed in ((live, plan), (merged, None), (live, None)):
         with load_subject(base, plan=composed, device="cpu") as model:
             settings = Settings(limit=3, num_fewshot=1, max_gen_toks=12, batch_size=1)
             result = evaluate(model, base.tokenizer, ["mgsm_direct_sw", "xcopa_sw"], settings)
             # Log-likelihoods of choices differ in their last bits, greedy text and scores do not.
             outputs = [sample.output for sample in result.samples if sample.task == "mgsm_direct_sw"]
-            found.append((outputs, [(sample.task, sample.doc_id, sample.scores) for sample in result.samples]))
-    assert found[0] == found[1]
-    assert found[0][0] != found[2][0]
+            reports.append((outputs, [(sample.task, sample.doc_id, sample.scores) for sample in result.samples]))
+    assert reports[0] == reports[1]
+    assert reports[0][0] != reports[2][0]

@@ -84,11 +84,11 @@ def test_the_shots_are_the_exemplars_word_for_word(code: str) -> None:
         text = prompt(task, shots)
         blocks = [f"{row['question']}\n{row['answer']}\n\n" for row in rows[:shots]]
         assert text.startswith("".join(blocks))
-        asked = text.removeprefix("".join(blocks))
+        requested = text.removeprefix("".join(blocks))
         question_word, answer_word = (rows[0][key].partition("：" if code in ("ja", "zh") else ":")[0] for key in
                                       ("question", "answer"))  # fmt: skip
         mark, space = ("：", "") if code in ("ja", "zh") else (":", " ")
-        assert asked == f"{question_word}{mark}{space}{question}\n{answer_word}{mark}"
+        assert requested == f"{question_word}{mark}{space}{question}\n{answer_word}{mark}"
 
 
 @pytest.mark.parametrize("code", LANGUAGES)
@@ -137,11 +137,11 @@ def stock_task(name: str) -> Any:
         for row in exemplars(code)
     ]
     lines = (DATA / f"{code}.tsv").read_text(encoding="utf-8").rstrip("\n").split("\n")[:5]
-    asked = [
+    requested = [
         {"question": question, "answer": None, "answer_number": int(gold.replace(",", ""))}
         for question, gold in (line.split("\t") for line in lines)
     ]
-    config["custom_dataset"] = lambda **_: {"train": Dataset.from_list(shots), "test": Dataset.from_list(asked)}
+    config["custom_dataset"] = lambda **_: {"train": Dataset.from_list(shots), "test": Dataset.from_list(requested)}
     config["fewshot_config"] = {"sampler": "first_n", "split": "train"}
     return ConfigurableTask(config=config)
 

@@ -21,8 +21,8 @@ BENGALI, TELUGU, THAI, DEVANAGARI, FULL_WIDTH = "০", "౦", "๐", "०", "０
 
 def values(text: str, language: str | None = None) -> list[str]:
     """The values of the numbers that stand for themselves."""
-    found = find_numbers(normalize_text(text), language)
-    return [format_number(n.value) for n in found if n.value is not None and n.readable]
+    result = find_numbers(normalize_text(text), language)
+    return [format_number(n.value) for n in result if n.value is not None and n.readable]
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ def error(done: subprocess.CompletedProcess[str]) -> str:
     """The one error that was printed."""
     assert done.returncode == 1
     assert done.stdout == ""
-    told = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
-    assert len(told) == 1, done.stderr
-    return told[0]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds
         case["settings"]["batch_size"] = 2
     (folder / "cases.json").write_text(json.dumps(cases))
     alone = judge(folder, folder / "alone")
-    done = launch(HERE / "in_processes.py", folder)
-    assert done.returncode == 0, done.stderr
+    completed = launch(HERE / "in_processes.py", folder)
+    assert completed.returncode == 0, completed.stderr
 
     one, other = (json.loads((folder / f"told-{rank}.json").read_text()) for rank in (0, 1))
     for name in cases:
@@ -93,7 +93,7 @@ def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds
         assert len(expected) == 2
         for rank in (0, 1):
             assert files(folder / f"process-{rank}" / name) == expected, name
-        parts = [told["cases"][name]["calls"] for told in (one, other)]
+        parts = [message["cases"][name]["calls"] for message in (one, other)]
         assert min(parts) > 0
         assert sum(parts) == alone[name]["calls"]
         assert one["cases"][name]["last"] == list(alone[name]["last"])
@@ -108,24 +108,32 @@ def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds
 
 @pytest.mark.slow
 def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callable[..., Result]) -> None:
-    asked = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw,xcopa_val_sw", "--batch-size", 2]
-    alone = run(*asked, "-o", folder / "alone", "--json")
-    done = launch("-m", "adapterswap", *asked, "-o", folder / "together", "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told == json.loads(alone.stdout) | {"out_path": str(folder / "together")}
-    assert done.stderr.count("written to") == 1
-    assert "Loading weights" not in done.stderr  # it is no terminal
+    requested = [
+        *EVALUATE,
+        "--base-model",
+        folder / "model",
+        "--tasks",
+        "mgsm_direct_sw,xcopa_val_sw",
+        "--batch-size",
+        2,
+    ]
+    alone = run(*requested, "-o", folder / "alone", "--json")
+    process = launch("-m", "adapterswap", *requested, "-o", folder / "together", "--json")
+    assert process.returncode == 0, process.stderr
+    output = json.loads(process.stdout)
+    assert output == json.loads(alone.stdout) | {"out_path": str(folder / "together")}
+    assert process.stderr.count("written to") == 1
+    assert "Loading weights" not in process.stderr  # it is no terminal
     assert files(folder / "together") == files(folder / "alone")
 
 
 @pytest.mark.slow
 def test_an_error_of_one_or_of_all_is_told_once(folder: Path) -> None:
-    told = error(launch(HERE / "in_processes.py", folder, "failing"))
-    assert told == "Error: process 1 fails. Correct it."
+    error_message = error(launch(HERE / "in_processes.py", folder, "failing"))
+    assert error_message == "Error: process 1 fails. Correct it."
     assert not (folder / "failing").exists()
-    asked = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw", "--adapter", folder / "none"]
-    assert "none" in error(launch("-m", "adapterswap", *asked))
+    requested = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw", "--adapter", folder / "none"]
+    assert "none" in error(launch("-m", "adapterswap", *requested))
 
 
 def test_a_device_for_one_is_not_taken_by_two(monkeypatch: pytest.MonkeyPatch) -> None:

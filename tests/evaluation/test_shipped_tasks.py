@@ -244,10 +244,12 @@ def test_shots_by_default_and_too_many() -> None:
 
 
 def test_whole_names_are_ours_and_patterns_the_harness_s() -> None:
-    asked = _resolve(["xcopa_sw", "xcopa_*", "tydiqa_goldp_te", "tydiqa_goldp_fi", "tydiqa_goldp", "mgsm_direct_s?"])
-    assert asked.shipped == ("xcopa_sw", "tydiqa_goldp_te")
-    assert asked.theirs == ("xcopa_*", "tydiqa_goldp_fi", "tydiqa_goldp")
-    assert asked.mgsm == ("mgsm_direct_sw",)
+    requested = _resolve(
+        ["xcopa_sw", "xcopa_*", "tydiqa_goldp_te", "tydiqa_goldp_fi", "tydiqa_goldp", "mgsm_direct_s?"]
+    )
+    assert requested.shipped == ("xcopa_sw", "tydiqa_goldp_te")
+    assert requested.theirs == ("xcopa_*", "tydiqa_goldp_fi", "tydiqa_goldp")
+    assert requested.mgsm == ("mgsm_direct_sw",)
 
 
 def test_the_command_line(run: Callable[..., Result], byte_base: Path) -> None:

@@ -143,9 +143,9 @@ def tasks(made: Tasks, monkeypatch: pytest.MonkeyPatch) -> Tasks:
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_code_is_refused_before_it_runs(tasks: Tasks, name: str) -> None:
-    with refused(ArgumentError, "trust_task_code") as found:
+    with refused(ArgumentError, "trust_task_code") as result:
         load_tasks([name], Settings(include_path=tasks.folder))
-    assert {problem.parameter for problem in found.value.problems} == {"trust_task_code"}
+    assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 
 
@@ -154,19 +154,21 @@ def test_trusted_code_runs(tasks: Tasks, name: str) -> None:
     load_tasks([name], Settings(include_path=tasks.folder, trust_task_code=True))
     assert tasks.ran
     tasks.marker.unlink()
-    with refused(ArgumentError, "trust_task_code") as found:  # what was loaded with trust is not handed out without it
+    with refused(ArgumentError, "trust_task_code") as result:  # what was loaded with trust is not handed out without it
         load_tasks([name], Settings(include_path=tasks.folder))
-    assert {problem.parameter for problem in found.value.problems} == {"trust_task_code"}
+    assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 
 
 def test_every_place_is_named(tasks: Tasks) -> None:
-    with refused(ArgumentError, "trust_task_code") as found:
+    with refused(ArgumentError, "trust_task_code") as result:
         load_tasks(["own_group", "own_included", "own_metric"], Settings(include_path=tasks.folder))
-    named = [problem.message.split(" ")[0] for problem in found.value.problems]
+    named = [problem.message.split(" ")[0] for problem in result.value.problems]
     places = [tasks.folder.parent / "outside/code.inc", tasks.folder / "metric.yaml", tasks.folder / "function.yaml"]
     assert [name.rstrip(",") for name in named] == [str(place) for place in places]
-    assert all(name in str(found.value) for name in ("own_code.docs", "line 3", str(tasks.folder.parent / "own_score")))
+    assert all(
+        name in str(result.value) for name in ("own_code.docs", "line 3", str(tasks.folder.parent / "own_score"))
+    )
 
 
 def test_files_without_code_need_no_trust(byte_model: Model, tasks: Tasks) -> None:
@@ -186,9 +188,9 @@ def test_a_later_document_cannot_leave_the_sandbox(byte_model: Model, tasks: Tas
         lambda: preview(tokenizer, model.config, ["own_later"], settings),
         lambda: evaluate(model, tokenizer, ["own_later"], settings),
     ):
-        with refused(ArgumentError, "trust_task_code") as found:
+        with refused(ArgumentError, "trust_task_code") as result:
             asking()
-        assert {problem.parameter for problem in found.value.problems} == {"trust_task_code"}
+        assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
         assert not tasks.ran
     evaluate(model, tokenizer, ["own_later"], Settings(include_path=tasks.folder, trust_task_code=True))
     assert tasks.ran
@@ -204,9 +206,9 @@ def test_what_changed_since_it_was_indexed_is_read_again(tasks: Tasks) -> None:
     load_tasks(["own_changed"], settings)
     with (tasks.folder / "changed.yaml").open("a", encoding="utf-8") as file:
         file.write("process_docs: !function own_code.docs\n")
-    with refused(ArgumentError, "trust_task_code") as found:
+    with refused(ArgumentError, "trust_task_code") as result:
         load_tasks(["own_changed"], Settings(include_path=tasks.folder, num_fewshot=0))
-    assert {problem.parameter for problem in found.value.problems} == {"trust_task_code"}
+    assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 
 

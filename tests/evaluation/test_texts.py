@@ -98,12 +98,12 @@ def test_settings_that_are_not_text_are_refused(
 ) -> None:  # fmt: skip
     with refused(ArgumentError, next(iter(setting))):
         Settings(**setting).check(byte_model[1])
-    told = run(
+    result = run(
         "evaluate", "--base-model", byte_base, "--tasks", "half_fine", "--include-path", halves, option, value,
         "-o", tmp_path / "out",
     )  # fmt: skip
-    assert told.exit_code == 1
-    assert told.stderr.startswith(f"reading the tasks\nError: {option} ")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"reading the tasks\nError: {option} ")
     assert not (tmp_path / "out").exists()
 
 
@@ -119,20 +119,20 @@ def test_a_chat_template_that_writes_one(run: Call, byte_base: Path, halves: Pat
     (base / "chat_template.jinja").write_text(template, encoding="utf-8")
     command = ("evaluate", "--base-model", base, "--tasks", "half_fine", "--include-path", halves)
     for options in (("--dry-run",), ("-o", tmp_path / "out", "--device", "cpu")):
-        told = run(*command, "--apply-chat-template", *options)
-        assert told.exit_code == 1
-        assert "half_fine: the prompt of document 0" in told.stderr
+        result = run(*command, "--apply-chat-template", *options)
+        assert result.exit_code == 1
+        assert "half_fine: the prompt of document 0" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_names_of_folders_that_are_no_utf8(run: Call, byte_base: Path, halves: Path, tmp_path: Path) -> None:
     folder, out = tmp_path / "tasks\udcff", tmp_path / "out\udcff"
     shutil.copytree(halves, folder)
-    told = run(
+    result = run(
         "evaluate", "--base-model", byte_base, "--tasks", "half_fine", "--include-path", folder, "-o", out,
         "--device", "cpu",
     )  # fmt: skip
-    assert told.exit_code == 0, told.stderr
+    assert result.exit_code == 0, result.stderr
     (task,) = json.loads((out / "results.json").read_text(encoding="utf-8"))["tasks"]
     assert task["name"] == "half_fine"
 

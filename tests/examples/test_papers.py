@@ -60,8 +60,8 @@ def test_one_command_makes_the_pdf(tmp_path: Path) -> None:
     out = tmp_path / "paper"
     command = [sys.executable, str(EXAMPLE / "papers.py"), str(out)]
     tiny = ["--experts", "1", "--rows", "64", "--problems", "6"]
-    done = subprocess.run([*command, *tiny], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([*command, *tiny], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     assert (out / "papers.pdf").read_bytes().startswith(b"%PDF")
     heads = {
         "first-paper-table-1": ["xx mean", "xx max"],

@@ -41,9 +41,9 @@ def test_the_example_composes_and_verifies(environment: dict[str, str], tmp_path
 
     def run(*arguments: object) -> str:
         command = [sys.executable, "-m", "adapterswap", *map(str, arguments)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stderr
+        return process.stdout
 
     sides = ["-t", folders[0], "-l", folders[1], "--num-layers", 2, "--method", "median", "--max-rank", 12]
     run("compose", *sides, "--scale", 0.5, "--parameter", "softness=0.2", "-o", tmp_path / "out")

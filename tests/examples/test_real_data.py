@@ -31,12 +31,12 @@ def test_every_step_of_the_example_runs(example: dict[str, Any], tmp_path: Path,
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         results = example["run"](out, pretrain_steps=3, expert_steps=2, limit=1)
     assert list(results) == ["base", "math", "swahili", "composition"]
-    for told in results.values():
-        assert set(told["heldout_loss"]) == {"math", "swahili"}
+    for message in results.values():
+        assert set(message["heldout_loss"]) == {"math", "swahili"}
         # An untrained model has a loss of about ln(1024) per token; two steps make it neither worse nor much better.
-        assert all(4 < loss < 1.1 * math.log(1024) for loss in told["heldout_loss"].values())
-        assert set(told["mgsm"]) == {"mgsm_direct_sw", "mgsm_direct_en"}
-    losses = [tuple(told["heldout_loss"].values()) for told in results.values()]
+        assert all(4 < loss < 1.1 * math.log(1024) for loss in message["heldout_loss"].values())
+        assert set(message["mgsm"]) == {"mgsm_direct_sw", "mgsm_direct_en"}
+    losses = [tuple(message["heldout_loss"].values()) for message in results.values()]
     assert len(set(losses)) == 4  # each adapter changes something
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("$ adapterswap ")]
     assert [line.split()[2] for line in commands] == ["train", "train", "compose", *["evaluate"] * 4]
@@ -44,9 +44,9 @@ def test_every_step_of_the_example_runs(example: dict[str, Any], tmp_path: Path,
     composed = open_adapter(out / "math-swahili")
     experts = {name: open_adapter(out / "experts" / name) for name in ("math", "swahili")}
     assert set(composed.modules) == set(experts["math"].modules) == set(experts["swahili"].modules)
-    told = json.loads((out / "experts" / "swahili" / "training.json").read_text(encoding="utf-8"))
-    assert told["rows"]["train"] == 520
-    assert told["rows"]["boundary_moved"] == 0
+    message = json.loads((out / "experts" / "swahili" / "training.json").read_text(encoding="utf-8"))
+    assert message["rows"]["train"] == 520
+    assert message["rows"]["boundary_moved"] == 0
 
 
 def test_the_page_shows_the_table(example: dict[str, Any], capsys: Any) -> None:

@@ -51,7 +51,7 @@ def test_every_command_of_the_page_runs(lab_run: Path) -> None:
         program, *words = shlex.split(line)
         python = [sys.executable] if program == "python" else [sys.executable, "-m", "adapterswap"]
         words += ["--problems", "6"] if program == "python" else []
-        done = subprocess.run([*python, *words], cwd=lab_run, capture_output=True, text=True)
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        process = subprocess.run([*python, *words], cwd=lab_run, capture_output=True, text=True)
+        assert process.returncode == 0, f"{line}\n{process.stderr}"
     assert (lab_run / "lab-sweep-report" / "report.html").is_file()
     assert len((lab_run / "lab-sweep" / "cells.jsonl").read_text().splitlines()) > 25

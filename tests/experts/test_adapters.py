@@ -64,9 +64,9 @@ def test_modules_are_those_of_peft(
         assert (module.out_features, module.in_features) == (
             (layer.out_features, layer.in_features) if not module.embedding else (32, 96)
         )
-        found = re.search(r"layers\.(\d+)\.", name)
-        assert module.layer == (int(found[1]) if found else None)
-        part = name.split(".")[3] if found else ""
+        result = re.search(r"layers\.(\d+)\.", name)
+        assert module.layer == (int(result[1]) if result else None)
+        part = name.split(".")[3] if result else ""
         assert module.kind == {"self_attn": "attention", "mlp": "mlp"}.get(part, "other")
         assert module.dtype == {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[str(dtype).split(".")[1]]
     assert opened.container in ("model.layers", None)

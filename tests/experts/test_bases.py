@@ -65,10 +65,10 @@ def commands(math: Path, swahili: Path, out: Path) -> dict[str, list[object]]:
 def test_a_depth_that_is_not_the_bases_is_refused(
     name: str, run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    told = run(*commands(math, swahili, tmp_path / "out")[name])
-    assert told.exit_code == 1, told.output
-    assert "32" in told.stderr
-    assert "--num-layers" in told.stderr
+    result = run(*commands(math, swahili, tmp_path / "out")[name])
+    assert result.exit_code == 1, result.output
+    assert "32" in result.stderr
+    assert "--num-layers" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -121,12 +121,12 @@ def test_a_depth_that_cannot_be_checked_is_noted(
     away = [deep(expert, tmp_path / name, "org/base") for name, expert in (("math", math), ("swahili", swahili))]
     pair = ["-t", away[0], "-l", away[1]]
     for command in (["compose", *pair], ["slice", away[0], "--layers", "0-1"]):
-        told = run(*command, "--num-layers", 8, "-o", tmp_path / command[0])
-        assert told.exit_code == 0, told.stderr
-        assert "could not be checked" in told.stderr
+        result = run(*command, "--num-layers", 8, "-o", tmp_path / command[0])
+        assert result.exit_code == 0, result.stderr
+        assert "could not be checked" in result.stderr
         assert "could not be checked" not in (tmp_path / command[0] / "README.md").read_text()
-    told = run("compose", *pair, "--num-layers", 8, "-o", tmp_path / "again", "--json")
-    assert "org/base" in json.loads(told.stdout)["notes"][0]
+    result = run("compose", *pair, "--num-layers", 8, "-o", tmp_path / "again", "--json")
+    assert "org/base" in json.loads(result.stdout)["notes"][0]
     assert run("compose", *pair, "--num-layers", 5, "-o", tmp_path / "shallow").exit_code == 1  # layer 5 is adapted
 
 
@@ -170,10 +170,10 @@ def test_experts_of_two_bases_are_recorded_and_warned_of(
     }
     pair = ["-t", experts["math"], "-l", experts["swahili"]]
     assert run("compose", *pair, "--num-layers", 6, "-o", tmp_path / "refused").exit_code == 1
-    told = run("compose", *pair, "--base-model", base("llama"), "-o", tmp_path / "out")
-    assert told.exit_code == 0, told.stderr
+    result = run("compose", *pair, "--base-model", base("llama"), "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
     for name in ("math: org/base@a1", "swahili: org/base-instruct@a1"):
-        assert name in told.output
+        assert name in result.output
         assert name in (tmp_path / "out" / "README.md").read_text()
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     named = {name: each["base_model"] for name, each in record["experts"].items()}

@@ -113,9 +113,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_an_upload_holds_what_was_written(hub: Hub, online: Online, math: Path, swahili: Path, tmp_path: Path) -> None:
-    done = online("compose", "-t", math, "-l", swahili, "--bottom", "1", "-o", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert "uploaded: http://127.0.0.1" in done.stderr
+    result = online("compose", "-t", math, "-l", swahili, "--bottom", "1", "-o", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "uploaded: http://127.0.0.1" in result.stderr
     assert hub.created[0]["visibility"] == "private"
     assert hub.files == contents(tmp_path / "out")
     assert b"Layers from bottom" in hub.files["README.md"]
@@ -129,9 +129,9 @@ def test_every_command_that_writes_an_expert_uploads_it(
     out, folder = tmp_path / "out", base("llama")
     more = ("--revision", "trial", "--commit-message", "Try this", "--public")
     if command == "slice":
-        done = online("slice", math, "--layers", "0-1", "-o", out, *more)
+        result = online("slice", math, "--layers", "0-1", "-o", out, *more)
     elif command == "merge":
-        done = online("merge", math, "-o", out, *more)
+        result = online("merge", math, "-o", out, *more)
     else:
         assert online("merge", math, "-o", tmp_path / "full").returncode == 0
         hub.created.clear()
@@ -139,8 +139,8 @@ def test_every_command_that_writes_an_expert_uploads_it(
         hub.commits.clear()
         cut = ("extract", tmp_path / "full", "--base-model", folder, "--rank", 2, "-o", out)
         composed = ("compose", "-t", tmp_path / "full", "-l", math, "--base-model", folder, "--bottom", 1, "-o", out)
-        done = online(*(cut if command == "extract" else composed), *more)
-    assert done.returncode == 0, done.stderr
+        result = online(*(cut if command == "extract" else composed), *more)
+    assert result.returncode == 0, result.stderr
     assert hub.files == contents(out)
     assert hub.branches == ["trial"]
     assert hub.commits == [("trial", "Try this")]
@@ -149,9 +149,9 @@ def test_every_command_that_writes_an_expert_uploads_it(
 
 def test_nothing_private_goes_to_a_public_repository(hub: Hub, online: Online, math: Path, tmp_path: Path) -> None:
     hub.is_private = False
-    done = online("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private")
-    assert done.returncode == 1
-    assert "org/composed is public" in done.stderr
+    result = online("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private")
+    assert result.returncode == 1
+    assert "org/composed is public" in result.stderr
     assert not hub.files
     assert (tmp_path / "out" / "README.md").exists()
 

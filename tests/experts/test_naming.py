@@ -300,11 +300,11 @@ def test_the_same_numbers_under_any_name(architecture: str, worlds: Callable[[st
     for number, variant in enumerate(MEASURED):
         other = renamed(world, VARIANTS[variant](architecture), tmp_path / str(number))
         assert adapterswap.diff(world.task, other).as_json() == differences, variant
-        found = adapterswap.analyze({"task": world.task, "language": other}).as_json()
+        result = adapterswap.analyze({"task": world.task, "language": other}).as_json()
         if architecture != "nemotron_h" or "4" not in variant:
-            assert found == plain, variant
-        assert found["pairs"][0]["layers"] == plain["pairs"][0]["layers"], variant
-        assert found["experts"]["language"]["fractions_of_rows"] == plain["experts"]["language"]["fractions_of_rows"]
+            assert result == plain, variant
+        assert result["pairs"][0]["layers"] == plain["pairs"][0]["layers"], variant
+        assert result["experts"]["language"]["fractions_of_rows"] == plain["experts"]["language"]["fractions_of_rows"]
         assert adapterswap.suggest(world.task, other).composition == suggestion.composition, variant
     strange = renamed(world, STRANGE["attention called attn_block"](architecture), tmp_path / "strange")
     with pytest.raises(AdapterswapError, match="attn_block"):
@@ -322,11 +322,11 @@ def test_names_of_the_bases_file(worlds: Callable[[str], World], tmp_path: Path)
     rename = older("gemma3")
     save_file({rename(key): tensor for key, tensor in stored.items()}, base / "model.safetensors", {"format": "pt"})
     adapterswap.soup(world.task, world.task, language_weight=0, base_model=str(base)).merge(full, base_model=base)
-    found = adapterswap.analyze({"task": world.task, "full": full}, base_model=base).as_json()
-    (pair,) = found["pairs"]
+    result = adapterswap.analyze({"task": world.task, "full": full}, base_model=base).as_json()
+    (pair,) = result["pairs"]
     assert pair["modules"]
     assert all(module["cosine"] > 0.9999 for module in pair["modules"].values())
-    for name, module in found["experts"]["task"]["modules"].items():
+    for name, module in result["experts"]["task"]["modules"].items():
         assert module["base_norm"] is not None or name.endswith("lm_head")  # which is tied, and stored nowhere
     with refused(BaseModelError, "base_model"):
         adapterswap.analyze({"task": world.task}, base_model=worlds("llama").base)

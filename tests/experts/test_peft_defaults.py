@@ -104,8 +104,8 @@ def test_the_largest_rank_leaves_copies_of_the_base_out(run: Run, base: Callable
         model.save_pretrained(tmp_path / name, save_embedding_layers=True)
         folders.append(tmp_path / name)
     pair = ["-t", folders[0], "-l", folders[1], "--bottom", 1, "--top", 1]
-    told = run("compose", *pair, "-o", tmp_path / "out")
-    assert "rank up to 8;" in told.stderr  # the embedding is averaged: 4 + 4
+    result = run("compose", *pair, "-o", tmp_path / "out")
+    assert "rank up to 8;" in result.stderr  # the embedding is averaged: 4 + 4
     assert json.loads(run("compose", *pair, "-o", tmp_path / "json", "--json").stdout)["rank"]["largest"] == 8
 
 

@@ -264,9 +264,9 @@ def test_links_in_local_folders_are_followed(tmp_path: Path) -> None:
 
 def test_names_fit_to_be_told(tmp_path: Path) -> None:
     """A folder's name may hold anything; what goes into outputs and messages is text."""
-    for name, told in (("plain", "plain"), ("two\nlines \x1b[31m", r"two\nlines \x1b[31m"), ("\udcff", r"\udcff")):
+    for name, message in (("plain", "plain"), ("two\nlines \x1b[31m", r"two\nlines \x1b[31m"), ("\udcff", r"\udcff")):
         (tmp_path / name).mkdir()
-        assert str(find_source(tmp_path / name, [], what="adapter")) == told
+        assert str(find_source(tmp_path / name, [], what="adapter")) == message
     assert public_name("org/base") == "org/base"
     assert public_name(str(tmp_path / "plain")) == "plain"
     assert public_name("/home/someone/models/base") == "base"

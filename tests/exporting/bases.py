@@ -128,9 +128,9 @@ def write_base(folder: Path, path: Path, name: str) -> Path:
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # GPT-2's causal mask
         for stored, values in _reordered(key, tensor.float().numpy(), config, name):
-            found = names.get_name(stored, try_suffixes=(".weight", ".bias"))
-            assert found is not None, stored
-            writer.add_tensor(found, np.ascontiguousarray(values))
+            result = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+            assert result is not None, stored
+            writer.add_tensor(result, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -51,8 +51,8 @@ class Engine:
         }  # fmt: skip
         if scales is not None:
             request["lora"] = [{"id": place, "scale": scale} for place, scale in scales.items()]
-        found = self._server.handle_completions(request)
-        taken = found["choices"][0]["logprobs"]["content"]
+        result = self._server.handle_completions(request)
+        taken = result["choices"][0]["logprobs"]["content"]
         rows = np.full((len(taken), VOCABULARY), np.nan)
         for row, step in zip(rows, taken, strict=True):
             for one in step["top_logprobs"]:

@@ -27,21 +27,21 @@ NAMES = ("math", "swahili")
 GELU = ("gemma2", "gemma3", "falcon-7b", "falcon-40b", "gpt2", "neox")
 
 
-def same(found: Answer, expected: Answer, name: str = "llama") -> None:
+def same(actual: Answer, expected: Answer, name: str = "llama") -> None:
     __tracebackhide__ = True
-    assert found.tokens == expected.tokens[: len(found.tokens)]
-    apart = np.abs(found.logprobs - expected.logprobs[: len(found.tokens)]).max()
+    assert actual.tokens == expected.tokens[: len(actual.tokens)]
+    apart = np.abs(actual.logprobs - expected.logprobs[: len(actual.tokens)]).max()
     assert apart <= (3e-3 if name in GELU else 5e-5), apart
 
 
-def apart(found: Answer, expected: Answer) -> float:
+def apart(actual: Answer, expected: Answer) -> float:
     """The root mean square of the differences of log-probabilities."""
-    return float(np.sqrt(np.square(found.logprobs - expected.logprobs[: len(found.tokens)]).mean()))
+    return float(np.sqrt(np.square(actual.logprobs - expected.logprobs[: len(actual.tokens)]).mean()))
 
 
-def differ(found: Answer, expected: Answer) -> float:
+def differ(actual: Answer, expected: Answer) -> float:
     """By how much the log-probabilities of the first token differ: the prompts are the same there."""
-    return float(np.abs(found.logprobs[0] - expected.logprobs[0]).max())
+    return float(np.abs(actual.logprobs[0] - expected.logprobs[0]).max())
 
 
 @pytest.mark.parametrize("name", PICOS)

@@ -353,14 +353,14 @@ def test_a_plan_that_changes_nothing(math: Path, base: Path, tmp_path: Path) -> 
 def test_the_command(run: Callable[..., Result], math: Path, base: Path, tmp_path: Path) -> None:
     out = tmp_path / "math.gguf"
     options = ("--base-model", base, "-o", out)
-    told = json.loads(run("export", math, *options, "--dry-run", "--json").stdout)
+    output = json.loads(run("export", math, *options, "--dry-run", "--json").stdout)
     assert not out.exists()
     result = run("export", math, *options, "--json")
     assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout) == told | {"written": True}
-    assert told["server_command"] == ["llama-server", "-m", "base.gguf", "--lora", str(out)]
-    assert told["modelfile"] == f"FROM ./base.gguf\nADAPTER {out}\n"
-    assert told["bytes"] == sum(tensor.nbytes for tensor in read(out)[1].values())
+    assert json.loads(result.stdout) == output | {"written": True}
+    assert output["server_command"] == ["llama-server", "-m", "base.gguf", "--lora", str(out)]
+    assert output["modelfile"] == f"FROM ./base.gguf\nADAPTER {out}\n"
+    assert output["bytes"] == sum(tensor.nbytes for tensor in read(out)[1].values())
     again = run("export", math, *options)
     assert again.exit_code == 1
     assert "--overwrite" in again.stderr
@@ -417,21 +417,21 @@ def exported_swap(math: Path, base: Path, folder: Path, **options: Any) -> tuple
 @pytest.mark.parametrize("pieces", [False, "layer", "kind", "zone"])
 def test_what_is_inspected(pieces: Any, math: Path, base: Path, tmp_path: Path, run: Callable[..., Result]) -> None:
     path, _ = exported_swap(math, base, tmp_path, pieces=pieces, outtype="f16")
-    found = asw.inspect(path)
-    told = found.as_json()
-    assert (told["kind"], told["architecture"]) == ("gguf", "llama")
-    assert len(told["files"]) == {False: 1, "layer": 4, "kind": 8, "zone": 3}[pieces]
-    assert told["parameters"] == sum(np.size(value) for value in load_file(math / crafting.WEIGHTS).values())
+    result = asw.inspect(path)
+    outcome = result.as_json()
+    assert (outcome["kind"], outcome["architecture"]) == ("gguf", "llama")
+    assert len(outcome["files"]) == {False: 1, "layer": 4, "kind": 8, "zone": 3}[pieces]
+    assert outcome["parameters"] == sum(np.size(value) for value in load_file(math / crafting.WEIGHTS).values())
     modules = {
-        (one["name"], one["rank"], one["out_features"], one["in_features"], one["dtype"]) for one in told["modules"]
+        (one["name"], one["rank"], one["out_features"], one["in_features"], one["dtype"]) for one in outcome["modules"]
     }
     assert modules == {
         (f"blk.{layer}.{name}", 2, out, into, "F16")
         for layer in range(4)
         for name, out, into in (("attn_q", 8, 4), ("ffn_down", 4, 8))
     }
-    assert told["composed_of"]["experts"].keys() == {"math", "swahili"}
-    assert found.strip == strip(asw.layer_swap(math, tmp_path / "swahili", bottom=1, top=1, num_layers=4)).split("\n")
+    assert outcome["composed_of"]["experts"].keys() == {"math", "swahili"}
+    assert result.strip == strip(asw.layer_swap(math, tmp_path / "swahili", bottom=1, top=1, num_layers=4)).split("\n")
     shown = run("inspect", path)
     assert shown.exit_code == 0, shown.stderr
     assert "attn_q" in shown.stdout
@@ -462,11 +462,11 @@ def test_a_changed_source_or_another_scale(math: Path, base: Path, tmp_path: Pat
     place = content.index(b"adapter.lora.alpha") + len("adapter.lora.alpha") + 4
     content[place + 2] ^= 1
     path.write_bytes(content)
-    found = asw.verify(path, sources, base_model=base)
-    assert (found.config_differs, found.differing, found.changed_sources) == (True, (), {})
+    result = asw.verify(path, sources, base_model=base)
+    assert (result.config_differs, result.differing, result.changed_sources) == (True, (), {})
     crafting.adapter(tmp_path / "other", crafting.tensors(seed=9))
-    found = asw.verify(path, sources | {"swahili": tmp_path / "other"}, base_model=base)
-    assert found.changed_sources.keys() == {"swahili"}
+    result = asw.verify(path, sources | {"swahili": tmp_path / "other"}, base_model=base)
+    assert result.changed_sources.keys() == {"swahili"}
     with pytest.raises(ArgumentError) as caught:
         asw.verify(path)
     assert caught.value.parameter == "experts"

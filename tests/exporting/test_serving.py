@@ -69,10 +69,10 @@ class Client:
 
     def complete(self, model: str, prompt: Sequence[int]) -> Answer:
         body = {"model": model, "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "logprobs": 5}
-        status, found = self.ask("/v1/completions", body)
-        assert status == 200, found
-        assert found["model"] == model
-        content = found["choices"][0]["logprobs"]["content"]
+        status, result = self.ask("/v1/completions", body)
+        assert status == 200, result
+        assert result["model"] == model
+        content = result["choices"][0]["logprobs"]["content"]
         return Answer([one["id"] for one in content], np.array([[one["logprob"]] for one in content]))
 
 
@@ -112,18 +112,18 @@ def test_two_hundred_requests_at_once_over_twenty_names(world: dict[str, Path], 
         folder = world[name] if name in world else asw.compose(name, world).write(tmp_path / f"composed-{place}")
         model = adapted(base, folder)
         expected |= {(name, number): reference(model, prompt, LENGTH) for number, prompt in enumerate(PROMPTS)}
-    asked = [(name, number) for _ in range(2) for name in COMPOSITIONS for number in range(len(PROMPTS))]
-    np.random.default_rng(0).shuffle(asked)
+    requested = [(name, number) for _ in range(2) for name in COMPOSITIONS for number in range(len(PROMPTS))]
+    np.random.default_rng(0).shuffle(requested)
     for place, name in enumerate(DIVIDED):
         composed = asw.compose(name, world).write(tmp_path / f"divided-{place}")
         expected[name, 0] = reference(adapted(base, composed), PROMPTS[0], LENGTH)
     with served(base, gguf, world["math"].parent, tmp_path) as (client, _):
-        with ThreadPoolExecutor(len(asked)) as pool:
-            found = list(pool.map(lambda one: client.complete(one[0], PROMPTS[int(one[1])]), asked))
+        with ThreadPoolExecutor(len(requested)) as pool:
+            result = list(pool.map(lambda one: client.complete(one[0], PROMPTS[int(one[1])]), requested))
         plain = client.complete("llama", PROMPTS[0])
-        asked += [(name, 0) for name in DIVIDED]
-        found += [client.complete(name, PROMPTS[0]) for name in DIVIDED]
-    for (name, number), answer in zip(asked, found, strict=True):
+        requested += [(name, 0) for name in DIVIDED]
+        result += [client.complete(name, PROMPTS[0]) for name in DIVIDED]
+    for (name, number), answer in zip(requested, result, strict=True):
         right = expected[name, int(number)]
         assert answer.tokens == right.tokens[: len(answer.tokens)], (name, number)
         likely = [row[token] for row, token in zip(right.logprobs, answer.tokens, strict=False)]
@@ -209,10 +209,10 @@ def test_a_dry_run_starts_and_writes_nothing(
     options = ("--dry-run", "--json", "--", "--port", "8123", "--ctx-size", "64")
     result = run(*command(base, gguf, world["math"].parent, tmp_path), *options)
     assert result.exit_code == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["pieces"] == 6 * (3 * 2 + 1) + 1  # one expert has LoRA on attention only, one outside the layers too
-    assert told["url"] == "http://127.0.0.1:8123"
-    assert told["command"][-2:] == ["--ctx-size", "64"]
+    output = json.loads(result.stdout)
+    assert output["pieces"] == 6 * (3 * 2 + 1) + 1  # one expert has LoRA on attention only, one outside the layers too
+    assert output["url"] == "http://127.0.0.1:8123"
+    assert output["command"][-2:] == ["--ctx-size", "64"]
     assert not list(tmp_path.rglob("*.gguf"))
 
 

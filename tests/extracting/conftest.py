@@ -69,7 +69,7 @@ def deltas(folder: Path) -> dict[str, torch.Tensor]:
     """s·B·A of every module of an adapter in float64, with PEFT's rule for s; an embedding's is width×vocabulary."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
-    found = {}
+    result = {}
     for key, a in tensors.items():
         for first, second, end in (("lora_A", "lora_B", ".weight"), ("lora_embedding_A", "lora_embedding_B", "")):
             if key.endswith(f".{first}{end}"):
@@ -78,5 +78,5 @@ def deltas(folder: Path) -> dict[str, torch.Tensor]:
                 alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
                 assert a.shape[0] == rank
                 b = tensors[key.replace(first, second)]
-                found[name] = alpha / math.sqrt(rank) * (b.double() @ a.double())
-    return found
+                result[name] = alpha / math.sqrt(rank) * (b.double() @ a.double())
+    return result

@@ -47,47 +47,47 @@ def test_a_change_of_low_rank_comes_back(
     expected = deltas(adapter)
     full = weights(tmp_path / "full")
     for folder in ("rank", "error"):
-        found = deltas(tmp_path / folder)
-        assert found.keys() == expected.keys()
+        result = deltas(tmp_path / folder)
+        assert result.keys() == expected.keys()
         for name, delta in expected.items():
             # Adding ΔW to W in float32 rounds off what is small beside W.
-            close(found[name], delta, scale=float(full[f"{name}.weight"].abs().max()), name=name)
+            close(result[name], delta, scale=float(full[f"{name}.weight"].abs().max()), name=name)
     assert max(module.error for module in by_rank.modules) < 1e-5
 
 
 @pytest.mark.parametrize("rank", [1, 5, 17, 31, 32, 99])
 def test_the_error_is_the_smallest_that_there_is(rank: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, base = checkpoint("llama", 1), checkpoint("llama")
-    found = extract(full, base, tmp_path / "out", rank=rank)
+    result = extract(full, base, tmp_path / "out", rank=rank)
     written = deltas(tmp_path / "out")
-    assert len(found.modules) == 42
-    for module in found.modules:
+    assert len(result.modules) == 42
+    for module in result.modules:
         delta = change(full, base, module.name)
         assert module.rank == min(rank, *delta.shape)
         assert module.norm == near(np.linalg.norm(delta))
         apart = np.linalg.norm(delta - written[module.name].numpy()) / np.linalg.norm(delta)
         assert module.error == near(apart, scale=1)
         assert module.error == near(tails(delta)[module.rank], scale=1)
-    total = sum((m.norm * m.error) ** 2 for m in found.modules) / sum(m.norm**2 for m in found.modules)
-    assert found.error == pytest.approx(total**0.5)
+    total = sum((m.norm * m.error) ** 2 for m in result.modules) / sum(m.norm**2 for m in result.modules)
+    assert result.error == pytest.approx(total**0.5)
 
 
 @pytest.mark.parametrize("error", [0.9, 0.5, 0.1])
 def test_an_error_gives_each_module_the_smallest_rank(error: float, checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, base = checkpoint("llama", 1), checkpoint("llama")
-    found = extract(full, base, tmp_path / "out", max_error=error)
-    for module in found.modules:
+    result = extract(full, base, tmp_path / "out", max_error=error)
+    for module in result.modules:
         assert module.rank == np.argmax(tails(change(full, base, module.name)) <= error)
         assert module.error <= error
     capped = extract(full, base, tmp_path / "capped", max_error=error, rank=6)
-    assert [module.rank for module in capped.modules] == [min(6, module.rank) for module in found.modules]
+    assert [module.rank for module in capped.modules] == [min(6, module.rank) for module in result.modules]
 
 
 def test_large_matrices_are_sampled_and_nearly_as_good(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Matrices of 288×288 and 400×288 at rank 9: randomized SVD. Noise is its worst case, since nothing stands out."""
     full, base = checkpoint("wide", 1), checkpoint("wide")
-    found = extract(full, base, tmp_path / "out", rank=9)
-    large = [module for module in found.modules if min(module.out_features, module.in_features) > 256]
+    result = extract(full, base, tmp_path / "out", rank=9)
+    large = [module for module in result.modules if min(module.out_features, module.in_features) > 256]
     assert len(large) >= 5
     for module in large:
         best = tails(change(full, base, module.name))[9]
@@ -110,8 +110,8 @@ def test_half_precision_factors_tell_their_rounding(checkpoint: Checkpoint, tmp_
 def test_factors_have_the_fine_tunes_dtype(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = load_base(checkpoint("llama", 1)).to(torch.float16)
     model.save_pretrained(tmp_path / "full")
-    found = extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
-    assert {module.dtype for module in found.modules} == {"F16"}
+    result = extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
+    assert {module.dtype for module in result.modules} == {"F16"}
 
 
 shapes = st.sampled_from([(12, 40), (40, 12), (300, 280)])  # the last is sampled, the others decomposed

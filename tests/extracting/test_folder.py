@@ -36,18 +36,18 @@ def test_for_mps_the_cpu_computes(checkpoint: Checkpoint, tmp_path: Path, monkey
 
 def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, base = checkpoint("llama", 1), checkpoint("llama")
-    found = extract(full, base, tmp_path / "out", max_error=0.5)
+    result = extract(full, base, tmp_path / "out", max_error=0.5)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"
     ]  # fmt: skip
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["use_rslora"] is True
     assert config["base_model_name_or_path"] == str(base)
-    assert config["target_modules"] == sorted(module.name for module in found.modules)
-    assert len({module.rank for module in found.modules}) > 1
+    assert config["target_modules"] == sorted(module.name for module in result.modules)
+    assert len({module.rank for module in result.modules}) > 1
     assert config["rank_pattern"]
     adapter = adapterswap.open_adapter(tmp_path / "out")
-    for module in found.modules:
+    for module in result.modules:
         opened = adapter.modules[module.name]
         assert (opened.rank, opened.scale, opened.layer, opened.kind) == (module.rank, 1.0, module.layer, module.kind)
         assert (opened.out_features, opened.in_features) == (module.out_features, module.in_features)
@@ -65,11 +65,11 @@ def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     }
     assert record["extraction"]["max_error"] == 0.5
     errors = {name: entry["relative_error"] for name, entry in record["extracted"].items()}
-    assert errors == {module.name: module.error for module in found.modules}
+    assert errors == {module.name: module.error for module in result.modules}
     assert {entry["reason"] for entry in record["left_out"].values()} == {"norms", "embeddings and heads"}
     assert read_record(tmp_path / "out" / "adapterswap.json") is None  # it is no composition's
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"relative error is {found.error:.4f}" in card
+    assert f"relative error is {result.error:.4f}" in card
     assert "13 norms" in card
 
 
@@ -121,13 +121,13 @@ def test_killed_at_every_step(checkpoint: Checkpoint, tmp_path: Path) -> None:
         "first": [*command, "--rank", "1"], "arguments": [*command, "--rank", "2"],
     }  # fmt: skip
     program = [sys.executable, str(Path(__file__).parents[1] / "crashing.py"), "every", json.dumps(settings)]
-    done = subprocess.run(program, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kills"] >= 8
-    assert set(found["states"]) == {"absent", "new"}
-    assert set(found["recovered"]) == {"new"}
-    assert found["left"] == []
+    process = subprocess.run(program, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    output = json.loads(process.stdout.splitlines()[-1])
+    assert output["kills"] >= 8
+    assert set(output["states"]) == {"absent", "new"}
+    assert set(output["recovered"]) == {"new"}
+    assert output["left"] == []
 
 
 @pytest.mark.slow
@@ -136,10 +136,10 @@ def test_a_full_disk(checkpoint: Checkpoint, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "adapterswap", "extract", str(checkpoint("tiny", 1)), "--base-model"]
     command += [str(checkpoint("tiny")), "--rank", "1", "-o", str(tmp_path / "new" / "out")]
     for limit in (100, 3000):
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True,
             preexec_fn=lambda size=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
         )  # fmt: skip
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "cannot be written: file too large. Free some space" in done.stderr
+        assert (process.returncode, process.stdout) == (1, "")
+        assert "cannot be written: file too large. Free some space" in process.stderr
         assert list(tmp_path.iterdir()) == []

@@ -166,5 +166,5 @@ def test_the_commands_report(tmp_path: Path, run: Any) -> None:
     assert "over everything that the fine-tune changed" in shown.stderr
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = extract(tmp_path / "full", tmp_path / "base", tmp_path / "out", rank=128)
-    assert f"relative error {found.whole_error:.4f} over everything" in shown.stderr
+        result = extract(tmp_path / "full", tmp_path / "base", tmp_path / "out", rank=128)
+    assert f"relative error {result.whole_error:.4f} over everything" in shown.stderr

@@ -35,12 +35,12 @@ LOST = {
 def test_peft_gives_the_fine_tunes_weights_back(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """At full rank: what was cut is the fine-tune's, everything else the base's, and the difference is reported."""
     full, base = checkpoint(architecture, 1), checkpoint(architecture)
-    found = extract(full, base, tmp_path / "out", rank=48)
-    assert len(found.modules) == CUT[architecture]
-    assert {reason: count for reason, (count, _) in found.lost_by_reason.items()} == LOST[architecture]
+    result = extract(full, base, tmp_path / "out", rank=48)
+    assert len(result.modules) == CUT[architecture]
+    assert {reason: count for reason, (count, _) in result.lost_by_reason.items()} == LOST[architecture]
     merged = merged_weights(base, tmp_path / "out")
     ours, theirs = load_base(full).state_dict(), load_base(base).state_dict()
-    cut = {f"{module.name}.weight" for module in found.modules}
+    cut = {f"{module.name}.weight" for module in result.modules}
     assert cut < merged.keys()
     for name, tensor in merged.items():
         if name in cut:
@@ -53,22 +53,22 @@ def test_peft_gives_the_fine_tunes_weights_back(architecture: str, checkpoint: C
 def test_what_is_left_out_is_measured(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The shares add up to the change of all stored tensors."""
     full, base = checkpoint(architecture, 1), checkpoint(architecture)
-    found = extract(full, base, tmp_path / "out", rank=1)
+    result = extract(full, base, tmp_path / "out", rank=1)
     ours, theirs = weights(full), weights(base)
     whole = sum(float((ours[key].double() - theirs[key].double()).square().sum()) for key in ours)
-    assert found.norm**2 + sum(each.norm**2 for each in found.lost) == near(whole)
-    assert found.lost_share**2 == near(1 - found.norm**2 / whole, scale=1)
-    assert sum(share**2 for _, share in found.lost_by_reason.values()) == pytest.approx(found.lost_share**2)
+    assert result.norm**2 + sum(each.norm**2 for each in result.lost) == near(whole)
+    assert result.lost_share**2 == near(1 - result.norm**2 / whole, scale=1)
+    assert sum(share**2 for _, share in result.lost_by_reason.values()) == pytest.approx(result.lost_share**2)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "neox"])
 def test_embeddings_and_heads(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, base = checkpoint(architecture, 1), checkpoint(architecture)
-    found = extract(full, base, tmp_path / "out", rank=48, embeddings=True)
-    assert len(found.modules) == CUT[architecture] + 2
-    assert "embeddings and heads" not in found.lost_by_reason
+    result = extract(full, base, tmp_path / "out", rank=48, embeddings=True)
+    assert len(result.modules) == CUT[architecture] + 2
+    assert "embeddings and heads" not in result.lost_by_reason
     merged, ours = merged_weights(base, tmp_path / "out"), load_base(full).state_dict()
-    outside = [f"{module.name}.weight" for module in found.modules if module.layer is None]
+    outside = [f"{module.name}.weight" for module in result.modules if module.layer is None]
     assert len(outside) == 2
     for name in outside:
         close(merged[name], ours[name], depth=2, name=name)
@@ -132,12 +132,12 @@ def test_extracted_experts_compose(checkpoint: Checkpoint, tmp_path: Path) -> No
 def test_some_layers_and_modules_only(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The rest is reported as not selected, and the adapter is a slice: composing asks it for nothing else."""
     full, base = checkpoint("llama", 1), checkpoint("llama")
-    found = extract(full, base, tmp_path / "out", rank=2, layers="0-1,5", modules=["attention", "down_proj"])
-    assert {module.layer for module in found.modules} == {0, 1, 5}
-    assert {module.name.rpartition(".")[2] for module in found.modules} == {
+    result = extract(full, base, tmp_path / "out", rank=2, layers="0-1,5", modules=["attention", "down_proj"])
+    assert {module.layer for module in result.modules} == {0, 1, 5}
+    assert {module.name.rpartition(".")[2] for module in result.modules} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "down_proj"
     }  # fmt: skip
-    assert found.lost_by_reason["not selected"][0] == 42 - 15
+    assert result.lost_by_reason["not selected"][0] == 42 - 15
     adapter = adapterswap.open_adapter(tmp_path / "out")
     assert adapter.kept_layers is not None
     assert adapter.kept_layers.layers == {0, 1, 5}
@@ -149,23 +149,23 @@ def test_some_layers_and_modules_only(checkpoint: Checkpoint, tmp_path: Path) ->
 def test_modules_that_did_not_change_are_left_out(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = changed(random_model("llama"), 1, only=lambda name: ".layers.2." in name)
     model.save_pretrained(tmp_path / "full")
-    found = extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
-    assert {module.layer for module in found.modules} == {2}
-    assert len(found.unchanged) == 35
-    assert {each.name for each in found.lost} == {
+    result = extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
+    assert {module.layer for module in result.modules} == {2}
+    assert len(result.unchanged) == 35
+    assert {each.name for each in result.lost} == {
         "model.layers.2.input_layernorm.weight", "model.layers.2.post_attention_layernorm.weight"
     }  # fmt: skip
-    assert set(deltas(tmp_path / "out")) == {module.name for module in found.modules}
+    assert set(deltas(tmp_path / "out")) == {module.name for module in result.modules}
 
 
 def test_a_larger_vocabulary_is_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = changed(random_model("llama"), 1)
     model.resize_token_embeddings(100, mean_resizing=False)
     model.save_pretrained(tmp_path / "full")
-    found = extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
-    assert found.lost_by_reason["vocabulary"][0] == 2
+    result = extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
+    assert result.lost_by_reason["vocabulary"][0] == 2
     ours, theirs = weights(tmp_path / "full"), weights(checkpoint("llama"))
-    for each in found.lost:
+    for each in result.lost:
         if each.reason == "vocabulary":
             grown = ours[each.name].double().clone()
             grown[:96] -= theirs[each.name]

@@ -102,8 +102,8 @@ def test_peft_gives_the_language_models_weights_back(
     full: str, base: str, model_class: Any, embeddings: bool, folders: Path, tmp_path: Path
 ) -> None:
     """At full rank: the base with the fine-tune's matrices put in by hand, for all weights and for a text's logits."""
-    found = extract(folders / full, folders / base, tmp_path / "out", rank=48, embeddings=embeddings)
-    names = {module.name for module in found.modules}
+    result = extract(folders / full, folders / base, tmp_path / "out", rank=48, embeddings=embeddings)
+    names = {module.name for module in result.modules}
     assert len(names) == LAYERS * 7 + embeddings
     reference = loaded(model_class, folders / base)
     tuned = loaded(READING, folders / "reading-full").state_dict()
@@ -174,8 +174,8 @@ def test_a_mixtures_experts_are_matched_one_by_one(tmp_path: Path) -> None:
 
 def test_a_tower_that_the_base_lacks_is_reported(folders: Path, tmp_path: Path) -> None:
     """Each of its tensors counts in full; a tower that only the base has did not change."""
-    found = extract(folders / "seeing-full", folders / "reading", tmp_path / "out", rank=4)
-    tower = {each.name: each.norm for each in found.lost if each.reason == "not in the base"}
+    result = extract(folders / "seeing-full", folders / "reading", tmp_path / "out", rank=4)
+    tower = {each.name: each.norm for each in result.lost if each.reason == "not in the base"}
     own = loaded(SEEING, folders / "seeing-full").state_dict()
     assert tower.keys() == {name for name in own if "vision" in name or "multi_modal" in name}
     for name, norm in tower.items():

@@ -61,21 +61,21 @@ def test_what_was_extracted_is_as_recorded(
         full = tmp_path / "full"
         changed(random_model("gemma"), 1, only=lambda name: "norm" not in name).save_pretrained(full)
     extract(full, base, tmp_path / "out", **options)
-    found = verify(tmp_path / "out", {"full": full}, base_model=str(base))
-    assert found.equal
-    assert (found.unchecked, found.differing, dict(found.changed_sources)) == ((), (), {})
+    result = verify(tmp_path / "out", {"full": full}, base_model=str(base))
+    assert result.equal
+    assert (result.unchecked, result.differing, dict(result.changed_sources)) == ((), (), {})
 
 
 def test_files_alone(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -> None:
     """Without what it was cut out of, and with the base alone; what is not compared is reported."""
     out, _, base = cut
-    for options, missing, told in (
+    for options, missing, message in (
         ([], ["full", "base"], "Pass --expert full=PATH and --base-model."),
         (["--base-model", base], ["full"], "Pass --expert full=PATH."),
     ):
         result = run("verify", out, *options)
         assert (result.exit_code, result.stdout) == (0, "equal: the files match the record\n")
-        assert told in result.stderr
+        assert message in result.stderr
         content = json.loads(run("verify", out, *options, "--json").stdout)
         assert content == {
             "equal": True, "changed_sources": {}, "differing": [], "config_differs": False,
@@ -103,8 +103,8 @@ def test_all_of_it_on_the_command_line(cut: tuple[Path, Path, Path], run: Callab
 def test_a_number_that_changed_is_named_with_its_module(cut: tuple[Path, Path, Path]) -> None:
     out, full, base = cut
     edit(out / WEIGHTS, lambda tensors: tensors[f"base_model.model.{UP3}.lora_B.weight"][0].add_(0.1))
-    found = verify(out, {"full": full}, base_model=str(base))
-    assert (found.differing, found.config_differs, dict(found.changed_sources)) == ((WEIGHTS, UP3), False, {})
+    result = verify(out, {"full": full}, base_model=str(base))
+    assert (result.differing, result.config_differs, dict(result.changed_sources)) == ((WEIGHTS, UP3), False, {})
     assert verify(out).differing == (WEIGHTS,)
 
 
@@ -113,8 +113,8 @@ def test_a_tied_heads_factors_are_the_embeddings(checkpoint: Checkpoint, tmp_pat
     changed(random_model("gemma"), 1, only=lambda name: "norm" not in name).save_pretrained(full)
     extract(full, checkpoint("gemma"), out, rank=2, embeddings=True)
     edit(out / WEIGHTS, lambda tensors: tensors["base_model.model.lm_head.lora_A.weight"].mul_(1.5))
-    found = verify(out, {"full": full}, base_model=str(checkpoint("gemma")))
-    assert found.differing == (WEIGHTS, "model.embed_tokens")
+    result = verify(out, {"full": full}, base_model=str(checkpoint("gemma")))
+    assert result.differing == (WEIGHTS, "model.embed_tokens")
 
 
 def test_sources_on_the_hub_are_found_by_themselves(
@@ -126,30 +126,30 @@ def test_sources_on_the_hub_are_found_by_themselves(
     snapshots = [repository(cache, f"org/{name}", files_of(checkpoint("llama", seed)))
                  for seed, name in enumerate(("base", "full"))]  # fmt: skip
     extract("org/full", "org/base", tmp_path / "out", rank=2)
-    found = verify(tmp_path / "out")
-    assert (found.equal, found.unchecked) == (True, ())
+    result = verify(tmp_path / "out")
+    assert (result.equal, result.unchecked) == (True, ())
     edit((snapshots[1] / "model.safetensors").resolve(), lambda tensors: tensors[f"{Q0}.weight"].mul_(1.01))
-    found = verify(tmp_path / "out")
-    assert (dict(found.changed_sources), found.differing) == ({"full": "model.safetensors"}, (Q0,))
+    result = verify(tmp_path / "out")
+    assert (dict(result.changed_sources), result.differing) == ({"full": "model.safetensors"}, (Q0,))
 
 
 def test_a_config_that_changed(cut: tuple[Path, Path, Path]) -> None:
     out, full, base = cut
     config = json.loads((out / CONFIG).read_text())
     (out / CONFIG).write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
-    found = verify(out, {"full": full}, base_model=str(base))
-    assert (found.config_differs, len(found.differing)) == (True, 42)  # each module is twice as large
+    result = verify(out, {"full": full}, base_model=str(base))
+    assert (result.config_differs, len(result.differing)) == (True, 42)  # each module is twice as large
     assert verify(out).config_differs
 
 
 def test_other_sources(cut: tuple[Path, Path, Path], checkpoint: Checkpoint) -> None:
     out, full, base = cut
-    found = verify(out, {"full": checkpoint("llama", 2)}, base_model=str(base))
-    assert dict(found.changed_sources) == {"full": "model.safetensors"}
-    assert len(found.differing) == 42
+    result = verify(out, {"full": checkpoint("llama", 2)}, base_model=str(base))
+    assert dict(result.changed_sources) == {"full": "model.safetensors"}
+    assert len(result.differing) == 42
     edit(full / "model.safetensors", lambda tensors: tensors["model.norm.weight"].add_(1))
-    found = verify(out, {"full": full}, base_model=str(base))
-    assert (dict(found.changed_sources), found.differing) == ({"full": "model.safetensors"}, ())
+    result = verify(out, {"full": full}, base_model=str(base))
+    assert (dict(result.changed_sources), result.differing) == ({"full": "model.safetensors"}, ())
     with refused(BaseModelError, "base_model", match="gpt2.* llama"):
         verify(out, {"full": checkpoint("gpt2", 1)}, base_model=str(base))
     wide = verify(out, {"full": checkpoint("tiny", 1)}, base_model=str(checkpoint("tiny")))
@@ -253,8 +253,8 @@ def test_what_contradicts_the_adapter_in_the_record_is_named(
     record = json.loads((out / RECORD).read_text())
     lie(record)
     (out / RECORD).write_text(json.dumps(record))
-    found = verify(out, {"full": full}, base_model=str(base))
-    assert (found.equal, found.record_differs) == (False, (key,))
+    result = verify(out, {"full": full}, base_model=str(base))
+    assert (result.equal, result.record_differs) == (False, (key,))
 
 
 def test_a_record_of_format_1_is_verified(cut: tuple[Path, Path, Path]) -> None:
@@ -270,5 +270,5 @@ def test_the_origin_of_the_fine_tune_is_compared(cut: tuple[Path, Path, Path], t
     record = json.loads((out / RECORD).read_text())
     record["extraction"]["full"]["origin"] = {"experts": {}}
     (out / RECORD).write_text(json.dumps(record))
-    found = verify(out, {"full": full}, base_model=str(base))
-    assert (found.equal, found.record_differs) == (False, ("extraction",))
+    result = verify(out, {"full": full}, base_model=str(base))
+    assert (result.equal, result.record_differs) == (False, ("extraction",))

@@ -156,7 +156,7 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "message"),
     [
         (".", "the current folder"),
         ("..", "the current folder"),
@@ -178,7 +178,7 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
     ],
 )
 def test_places_where_no_output_may_be(
-    target: str, told: str, experts: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path,
+    target: str, message: str, experts: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     home = tmp_path / "home"
@@ -195,7 +195,7 @@ def test_places_where_no_output_may_be(
         if "--dry-run" in options and result.exit_code == 0:
             continue  # what only writing can find out
         assert result.exit_code == 1
-        assert told in result.stderr
+        assert message in result.stderr
         assert result.stdout == ""
         assert len(result.stderr.splitlines()) == 1
         assert snapshot(tmp_path) == before
@@ -211,8 +211,8 @@ def test_an_output_that_exists(experts: tuple[Path, Path], run: Callable[..., Re
         for options in ([], ["--dry-run"]):
             result = run(*arguments(experts, tmp_path / "out", *options))
             assert result.exit_code == 1
-            told = f"Error: {tmp_path / 'out'} already exists. Choose another path or pass --overwrite."
-            assert result.stderr == f"{told}\n"
+            message = f"Error: {tmp_path / 'out'} already exists. Choose another path or pass --overwrite."
+            assert result.stderr == f"{message}\n"
             assert snapshot(tmp_path) == before
         (tmp_path / "out").rename(tmp_path / uuid.uuid4().hex)
 
@@ -257,31 +257,31 @@ def test_a_source_without_permission(another_user: Path, run: Callable[..., Resu
     (another_user / "math" / "adapter_config.json").chmod(0)
     (another_user / "swahili").chmod(0)
     os.seteuid(user)
-    told = run(*arguments((another_user / "math", another_user / "swahili"), another_user / "out")).stderr
-    assert "math/adapter_config.json cannot be read: Permission denied" in told
-    assert "swahili has no adapter_model.safetensors" in told
+    stderr = run(*arguments((another_user / "math", another_user / "swahili"), another_user / "out")).stderr
+    assert "math/adapter_config.json cannot be read: Permission denied" in stderr
+    assert "swahili has no adapter_model.safetensors" in stderr
     os.seteuid(os.getuid())
     (another_user / "swahili").chmod(0o755)
 
 
 def test_files_larger_than_allowed(experts: tuple[Path, Path], tmp_path: Path) -> None:
     """RLIMIT_FSIZE stops a write in its middle, as a full disk does: in the weights, the configs, or the card."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "adapterswap", *arguments(experts, tmp_path / "whole")], check=True, capture_output=True
     )
-    assert done.returncode == 0
+    assert process.returncode == 0
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").iterdir()}
     before = snapshot(tmp_path)
     for limit in sorted({100, *(size - 1 for size in sizes.values())})[:-1]:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "adapterswap", *arguments(experts, tmp_path / "new" / "out")],
             capture_output=True, text=True,
             preexec_fn=lambda size=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
         )  # fmt: skip
-        assert done.returncode == 1
-        assert done.stdout == ""
-        assert "cannot be written: file too large. Free some space" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+        assert process.returncode == 1
+        assert process.stdout == ""
+        assert "cannot be written: file too large. Free some space" in process.stderr
+        assert len(process.stderr.splitlines()) == 1
         assert snapshot(tmp_path) == before
 
 

@@ -33,39 +33,39 @@ def crashing(tmp_path: Path) -> Crashing:
             settings |= {"first": command(), "arguments": command("--bottom-transition", 1)}
         program = [sys.executable, str(CRASHING)]
         settings["folder"] = str(folder)
-        done = subprocess.run([*program, mode, json.dumps(settings)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        process = subprocess.run([*program, mode, json.dumps(settings)], capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        output: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+        return output
 
     return call
 
 
 def test_killed_at_every_step_of_a_first_write(crashing: Crashing) -> None:
-    found = crashing("every", overwrite=False)
-    assert found["kills"] >= 8
-    assert set(found["states"][:-1]) == {"absent", "new"}  # new: killed after the rename, before the lock was removed
-    assert found["states"][-1] == "new"
-    assert set(found["recovered"]) == {"new"}
-    assert found["left"] == []
+    result = crashing("every", overwrite=False)
+    assert result["kills"] >= 8
+    assert set(result["states"][:-1]) == {"absent", "new"}  # new: killed after the rename, before the lock was removed
+    assert result["states"][-1] == "new"
+    assert set(result["recovered"]) == {"new"}
+    assert result["left"] == []
 
 
 def test_killed_at_every_step_of_a_replacement(crashing: Crashing) -> None:
     """Between its two renames the target is absent for a moment; the next run puts the old one back."""
-    found = crashing("every", overwrite=True)
-    assert found["kills"] >= 12
-    assert set(found["states"]) == {"old", "absent", "new"}
-    assert found["states"].count("absent") == 1
-    absent = found["states"].index("absent")
-    assert found["recovered"][absent] == "old"
-    assert [then for then, now in zip(found["states"], found["recovered"], strict=False) if then != now] == ["absent"]
-    assert found["left"] == []
+    result = crashing("every", overwrite=True)
+    assert result["kills"] >= 12
+    assert set(result["states"]) == {"old", "absent", "new"}
+    assert result["states"].count("absent") == 1
+    absent = result["states"].index("absent")
+    assert result["recovered"][absent] == "old"
+    assert [then for then, now in zip(result["states"], result["recovered"], strict=False) if then != now] == ["absent"]
+    assert result["left"] == []
 
 
 def test_killed_at_a_random_moment(crashing: Crashing) -> None:
-    found = crashing("random", kills=40, seed=1)
-    assert len(set(found["states"]) - {"finished"}) >= 2
-    assert found["left"] == []
+    result = crashing("random", kills=40, seed=1)
+    assert len(set(result["states"]) - {"finished"}) >= 2
+    assert result["left"] == []
 
 
 def test_a_real_process_is_killed_while_it_writes(tmp_path: Path) -> None:
@@ -100,18 +100,18 @@ def test_a_real_process_is_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 def test_two_composes_at_once(crashing: Crashing) -> None:
-    found = crashing("rivals", rounds=25, overwrite=False)
-    assert all(sorted(codes) == [0, 1] for codes in found["outcomes"])
-    assert (found["broken"], found["left"]) == (0, [])
+    result = crashing("rivals", rounds=25, overwrite=False)
+    assert all(sorted(codes) == [0, 1] for codes in result["outcomes"])
+    assert (result["broken"], result["left"]) == (0, [])
 
 
 def test_two_composes_at_once_that_overwrite(crashing: Crashing) -> None:
-    found = crashing("rivals", rounds=25, overwrite=True)
-    assert all(sorted(codes) in ([0, 1], [0, 0]) for codes in found["outcomes"])
-    assert (found["broken"], found["left"]) == (0, [])
+    result = crashing("rivals", rounds=25, overwrite=True)
+    assert all(sorted(codes) in ([0, 1], [0, 0]) for codes in result["outcomes"])
+    assert (result["broken"], result["left"]) == (0, [])
 
 
 def test_never_two_writers_at_once(crashing: Crashing) -> None:
-    found = crashing("exclusive", composes=False, writers=4, rounds=100)
-    assert set(found["codes"]) <= {0, 1}  # whether it ever had its turn; 255 would be a meeting
-    assert (1 in found["codes"], found["left"]) == (True, ["out"])
+    result = crashing("exclusive", composes=False, writers=4, rounds=100)
+    assert set(result["codes"]) <= {0, 1}  # whether it ever had its turn; 255 would be a meeting
+    assert (1 in result["codes"], result["left"]) == (True, ["out"])

@@ -150,10 +150,10 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_yaml_that_is_not_sound(text: str | bytes, reason: str, tmp_path: Path) -> None:
-    found = told(recipe(tmp_path, text))
-    assert reason in found
-    assert len(found.splitlines()) == 1
-    assert found.isprintable()
+    output = told(recipe(tmp_path, text))
+    assert reason in output
+    assert len(output.splitlines()) == 1
+    assert output.isprintable()
 
 
 def aliases(each: str, levels: int, opening: str, closing: str) -> str:

@@ -29,8 +29,8 @@ def _offline() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     scene = replace(SCENES["gap"], math_rows=1500, language_rows=1500)
     folder = tmp_path_factory.mktemp("lab") / "run"
-    told: list[tuple[int, str, float]] = []
+    reports: list[tuple[int, str, float]] = []
     study = run_lab(
-        plan_lab(scene, 1, folder, sizes=Sizes(development=60, test=120)), tell=lambda *news: told.append(news)
+        plan_lab(scene, 1, folder, sizes=Sizes(development=60, test=120)), tell=lambda *news: reports.append(news)
     )  # fmt: skip
-    return Run(study, folder, told)
+    return Run(study, folder, reports)

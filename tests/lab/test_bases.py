@@ -38,13 +38,13 @@ def test_the_tokenizer_splits_words() -> None:
 
 def test_pretraining_repeats_itself_and_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
-    told: list[tuple[int, int]] = []
-    one = pretrain(TINY, 0, progress=lambda done, steps: told.append((done, steps))).state_dict()
+    reports: list[tuple[int, int]] = []
+    one = pretrain(TINY, 0, progress=lambda done, steps: reports.append((done, steps))).state_dict()
     again, other = pretrain(TINY, 0).state_dict(), pretrain(TINY, 1).state_dict()
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["model.norm.weight"], other["model.norm.weight"])
-    assert told == [(step, len(told)) for step in range(1, len(told) + 1)]
+    assert reports == [(step, len(reports)) for step in range(1, len(reports) + 1)]
     start = new_model(0).state_dict()
     assert not torch.equal(one["model.norm.weight"], start["model.norm.weight"])
 

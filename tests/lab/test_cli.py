@@ -19,8 +19,8 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys\nfrom adapterswap.cli import main\nmain(['lab', '-h'], standalone_mode=False)\n"
         "assert not {'torch', 'transformers', 'trl', 'datasets', 'matplotlib'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert COMMANDS["lab"] in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert COMMANDS["lab"] in process.stdout
 
 
 def test_the_scenes_offered_are_the_scenes() -> None:
@@ -33,10 +33,10 @@ def test_dry_run(tmp_path: Path) -> None:
     target = tmp_path / "out"
     result = CliRunner().invoke(main, ["lab", "--seeds", "6", "--out-path", str(target), "--dry-run", "--json"])
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["dry_run"] is True
-    assert told["pretrained"] == [5]  # five are shipped
-    assert told["language_rows"] == SCENES["gap"].language_rows
+    output = json.loads(result.stdout)
+    assert output["dry_run"] is True
+    assert output["pretrained"] == [5]  # five are shipped
+    assert output["language_rows"] == SCENES["gap"].language_rows
     text = CliRunner().invoke(main, ["lab", "--scene", "no-gap", "--out-path", str(target), "--dry-run"])
     assert "5 pretrained" in text.stdout
     assert not target.exists()

@@ -74,10 +74,10 @@ def seed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     scene = replace(SCENES["gap"], language_rows=300)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparing, "_TRAININGS", ({"learning_rate": 1e-3, "max_steps": 2},))
-        found = compare_seed(scene, METHODS, folder, False, SIZES, 0)
+        result = compare_seed(scene, METHODS, folder, False, SIZES, 0)
         patch.setattr(comparing, "_experts", None)  # what is finished is read
-        assert compare_seed(scene, METHODS, folder, False, SIZES, 0) == found
-    return folder, found
+        assert compare_seed(scene, METHODS, folder, False, SIZES, 0) == result
+    return folder, result
 
 
 def test_a_seed_judges_every_configuration_and_tests_the_best(seed: tuple[Path, dict[str, Any]]) -> None:
@@ -203,21 +203,21 @@ def test_numbers_over_seeds() -> None:
 
 def test_a_folder_is_continued_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene, out = SCENES["gap"], tmp_path / "out"
-    asked: list[list[int]] = []
+    requested: list[list[int]] = []
 
     def work(work: Any, seeds: Any, **other: Any) -> list[dict[str, Any]]:
-        asked.append(list(seeds))
-        found = made_up(len(seeds))[1]
-        for number, content in zip(seeds, found, strict=True):
+        requested.append(list(seeds))
+        result = made_up(len(seeds))[1]
+        for number, content in zip(seeds, result, strict=True):
             write_json(out / f"seed-{number}.json", content)
-        return found
+        return result
 
     monkeypatch.setattr(comparison, "run_seeds", work)
     run_comparison(plan_comparison(scene, "soup", 2, out))
-    found = run_comparison(plan_comparison(scene, "soup", 3, out))  # a seed more
-    assert asked == [[5, 6], [5, 6, 7]]
-    assert json.loads((out / "results.json").read_text()) == found
-    assert found["methods"] == ["soup"]
+    result = run_comparison(plan_comparison(scene, "soup", 3, out))  # a seed more
+    assert requested == [[5, 6], [5, 6, 7]]
+    assert json.loads((out / "results.json").read_text()) == result
+    assert result["methods"] == ["soup"]
     assert strangers(out, comparison.COMPARISON) == []
     with refused(RunError, "out_path"):
         plan_comparison(scene, "ties", 2, out)
@@ -235,9 +235,9 @@ def test_a_folder_is_continued_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_command_line(tmp_path: Path) -> None:
     arguments = ["lab", "--methods", "soup,ties", "--seeds", "2", "-o", str(tmp_path / "out"), "--dry-run"]
-    told = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
-    assert told["seeds"] == [5, 6] == told["pretrained"]
-    assert told["methods"] == ["soup", "ties"]
+    output = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    assert output["seeds"] == [5, 6] == output["pretrained"]
+    assert output["methods"] == ["soup", "ties"]
     text = CliRunner().invoke(main, [*arguments, "--first-seed", "3"]).stdout
     assert "3 to 4" in text
     assert CliRunner().invoke(main, ["lab", "--first-seed", "3"]).exit_code == 2

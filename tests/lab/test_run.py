@@ -127,14 +127,14 @@ def test_progress_is_told_in_order(run: Run) -> None:
 def made_up(seeds: int) -> Study:
     """A study of made-up answers, to see how many seeds are reported."""
     rng = np.random.default_rng(0)
-    found = []
+    reports = []
     for number in range(seeds):
         right = {m: {lang: rng.random(200) < 0.1 * (i + 1) for lang in ("en", "xx")} for i, m in enumerate(METHODS)}
         grid = {zone: 0.1 * sum(zone) for zone in ZONES}
-        found.append(
+        reports.append(
             SeedResult(number, grid, dict.fromkeys(SCALES, 0.5), 2, 0, 0.8, right, np.arange(200) % 4, {"math": 0.1})
         )
-    return Study(SCENES["gap"], tuple(found))
+    return Study(SCENES["gap"], tuple(reports))
 
 
 def test_tables_tell_means_spreads_and_paired_differences() -> None:
@@ -151,8 +151,8 @@ def test_tables_tell_means_spreads_and_paired_differences() -> None:
     assert f"{np.mean(swap) - np.mean(reset):+.3f}" in text
     assert "0 : 3 of 3" in text  # the made-up reset is better, and the table says so
     for method in ("tuned sum", "inverse swap"):  # neighbours: some seeds may be unclear, and are neither
-        found = study.against(method)
-        assert f"{found.won} : {found.lost} of 3" in text
+        result = study.against(method)
+        assert f"{result.won} : {result.lost} of 3" in text
     groups = study.by_unfamiliar("soup")
     assert list(groups) == ["0", "1", "2+"]
     whole = sum(groups[label].mean * n for label, n in (("0", 50), ("1", 50), ("2+", 100))) / 200

@@ -32,10 +32,10 @@ def test_difference_is_paired() -> None:
     rng = np.random.default_rng(0)
     other = [rng.random(400) < 0.4 for _ in range(3)]
     better = other[0] | (rng.random(400) < 0.2)
-    found = difference([better, other[1], other[2] & (rng.random(400) < 0.7)], other)
+    result = difference([better, other[1], other[2] & (rng.random(400) < 0.7)], other)
     pair = better.astype(float) - other[0].astype(float)
     half = stats.norm.ppf(0.975) * stats.sem(pair)
-    assert found.over_seeds.values[0] == pytest.approx(pair.mean())
-    assert found.over_problems[0] == pytest.approx(half, rel=1e-4)
-    assert found.over_seeds.values[1] == found.over_problems[1] == 0
-    assert (found.won, found.lost) == (1, 1)
+    assert result.over_seeds.values[0] == pytest.approx(pair.mean())
+    assert result.over_problems[0] == pytest.approx(half, rel=1e-4)
+    assert result.over_seeds.values[1] == result.over_problems[1] == 0
+    assert (result.won, result.lost) == (1, 1)

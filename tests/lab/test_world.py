@@ -78,8 +78,8 @@ def test_both_languages_tell_the_same_problem() -> None:
     for problem in draw_problems(GAP, "test", 100):
         english, xx = Counter(problem.prompt("en").split()), Counter(problem.prompt("xx").split())
         content = set(WORDS) | {"Anna", "Ben", "Cara", "Dan", "Eva", "Finn", "Gita", "Hugo"}
-        told = Counter({token: n for token, n in english.items() if token in content})
-        assert told == Counter(
+        result = Counter({token: n for token, n in english.items() if token in content})
+        assert result == Counter(
             {back.get(token, token): n for token, n in xx.items() if back.get(token, token) in content}
         )
 
@@ -107,14 +107,14 @@ def draw_any(rng: Random) -> WordProblem:
 @pytest.mark.parametrize("name", SCENES)
 def test_no_asked_problem_is_trained_on(name: str) -> None:
     scene = SMALL[name]
-    asked = [problem for part in ("test", "development") for problem in draw_problems(scene, part, 1500)]
+    requested = [problem for part in ("test", "development") for problem in draw_problems(scene, part, 1500)]
     known = {
         (
             problem.facts[0].who,
             word(problem.facts[0].object, language),
             tuple(f.tell(language) for f in problem.facts),
         )
-        for problem in asked
+        for problem in requested
         for language in ("en", "xx")
     }
     questions = 0

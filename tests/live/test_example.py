@@ -24,12 +24,12 @@ def test_a_session(chat: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     lines += ["/language swahili", "hello one two", "thanks", "/quit", "never read"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     chat.main([])
-    told = capsys.readouterr()
-    swahili, telugu, again, more = told.out.strip().splitlines()
+    result = capsys.readouterr()
+    swahili, telugu, again, more = result.out.strip().splitlines()
     assert swahili == again
     assert swahili != telugu
     assert more
-    assert "no expert 'latin'" in told.err
+    assert "no expert 'latin'" in result.err
 
 
 def test_the_same_session_with_named_experts(

@@ -51,9 +51,9 @@ def composed(name: str) -> PeftModel:
 
 
 def run_recipe(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    exec(compile(RECIPES[name], f"docs/engines.md: {name}", "exec"), found)
-    return found
+    result: dict[str, Any] = {}
+    exec(compile(RECIPES[name], f"docs/engines.md: {name}", "exec"), result)
+    return result
 
 
 @pytest.mark.usefixtures("place")
@@ -79,9 +79,9 @@ def test_a_compiled_model_is_swapped_without_compiling_again(monkeypatch: pytest
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    found = run_recipe("hotswap")
+    result = run_recipe("hotswap")
     for called, name in (("first", "math-swahili"), ("second", "math-telugu")):
         with torch.no_grad():
-            close(found[called], composed(name)(found["tokens"]).logits, depth=LAYERS)
+            close(result[called], composed(name)(result["tokens"]).logits, depth=LAYERS)
     assert counter.frame_count == 1
     torch._dynamo.reset()

@@ -70,8 +70,8 @@ def test_embeddings_and_heads(composer: Composers) -> None:
     for names in (NAMES, NAMES[::-1], ["math"] * 7, [NAMES[4]] * 7):
         with composing.use_rows(names), torch.no_grad():
             together = composing.model(torch.stack(rows)).logits
-        for found, alone in zip(together, one_by_one(composing, names, rows), strict=True):
-            close(found, alone, depth=LAYERS)
+        for actual, alone in zip(together, one_by_one(composing, names, rows), strict=True):
+            close(actual, alone, depth=LAYERS)
 
 
 def test_a_scaled_embedding(base: Callable[..., Any], composer: Composers) -> None:
@@ -81,8 +81,8 @@ def test_a_scaled_embedding(base: Callable[..., Any], composer: Composers) -> No
     rows = [row[:5] for row in prompts(3)]
     with composing.use_rows(NAMES[:3]), torch.no_grad():
         together = composing.model(torch.stack(rows)).logits
-    for found, alone in zip(together, one_by_one(composing, NAMES[:3], rows), strict=True):
-        close(found, alone, depth=LAYERS)
+    for actual, alone in zip(together, one_by_one(composing, NAMES[:3], rows), strict=True):
+        close(actual, alone, depth=LAYERS)
 
 
 def test_flattened_rows(composer: Composers) -> None:
@@ -94,8 +94,8 @@ def test_flattened_rows(composer: Composers) -> None:
     rows = [row[:5] for row in prompts(len(NAMES))]
     with composing.use_rows(NAMES), torch.no_grad():
         together = composing.model(torch.stack(rows)).logits
-    for found, alone in zip(together, one_by_one(composing, NAMES, rows), strict=True):
-        close(found, alone, depth=LAYERS)
+    for actual, alone in zip(together, one_by_one(composing, NAMES, rows), strict=True):
+        close(actual, alone, depth=LAYERS)
 
 
 def test_bfloat16_base_with_float32_experts(composer: Composers) -> None:
@@ -123,14 +123,14 @@ def test_generation(options: dict[str, Any], side: str, composer: Composers) -> 
     composing.model.get_base_model().lm_head.weight.data.mul_(8)  # random logits would almost tie
     options = {"min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, **options}
     batch = padded(rows, side)
-    found = composing.generate(**batch, compositions=NAMES, **options)[:, batch["input_ids"].shape[1] :]
+    result = composing.generate(**batch, compositions=NAMES, **options)[:, batch["input_ids"].shape[1] :]
     alone = [
         composing.generate(
             input_ids=row[None], attention_mask=torch.ones_like(row)[None], compositions=name or "base", **options
         )[:, len(row) :]
         for name, row in zip(NAMES, rows, strict=True)
     ]
-    assert torch.equal(found, torch.cat(alone))
+    assert torch.equal(result, torch.cat(alone))
 
 
 def test_sampling(composer: Composers) -> None:
@@ -142,8 +142,8 @@ def test_sampling(composer: Composers) -> None:
     new = drawn.sequences[:, batch["input_ids"].shape[1] :]
     texts = [torch.cat([row, row_new]) for row, row_new in zip(rows, new, strict=True)]
     for at, alone in enumerate(one_by_one(composing, NAMES, texts)):
-        found = torch.stack([step[at] for step in drawn.logits])
-        close(found, alone[len(rows[at]) - 1 : -1], depth=LAYERS)
+        result = torch.stack([step[at] for step in drawn.logits])
+        close(result, alone[len(rows[at]) - 1 : -1], depth=LAYERS)
     outputs = []
     for compositions in ([NAMES[1]] * len(rows), NAMES[1]):
         torch.manual_seed(0)

@@ -264,11 +264,11 @@ class Session(RuleBasedStateMachine):
     @invariant()
     def computes_what_is_asked(self) -> None:
         with torch.no_grad():
-            found = self.model(TOKENS).logits
+            result = self.model(TOKENS).logits
         now = "base" if self.disabled else self.now
         names = now if isinstance(now, tuple) else (now, now)
         expected = torch.stack([self.outputs[name][row] for row, name in enumerate(names)])
-        close(found, expected, depth=LAYERS)
+        close(result, expected, depth=LAYERS)
 
     @invariant()
     def changes_no_tensor(self) -> None:

@@ -132,9 +132,9 @@ def load_with_peft(base: PreTrainedModel, folder: Path) -> tuple[PeftModel, set[
     """The adapter in a copy of the base as PEFT loads it, and all that PEFT said meanwhile."""
     with recorded_warnings() as said:
         model = PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
-        found = set_peft_model_state_dict(model, load_peft_weights(str(folder)))  # which returns what is left over
-    if found.unexpected_keys:
-        said.add(f"unexpected keys: {found.unexpected_keys}")
+        result = set_peft_model_state_dict(model, load_peft_weights(str(folder)))  # which returns what is left over
+    if result.unexpected_keys:
+        said.add(f"unexpected keys: {result.unexpected_keys}")
     return model, said
 
 
@@ -172,8 +172,8 @@ def _merged_changes(model: PeftModel, base: PreTrainedModel, *, with_biases: boo
             if isinstance(inner, torch.nn.Linear) and inner.bias is None:
                 inner.bias = torch.nn.Parameter(torch.zeros(inner.out_features))
     own = dict(untied(base).named_parameters())
-    found = untied(merged.merge_and_unload()).named_parameters()
-    changes = {name: p.detach().double() - (own[name].detach().double() if name in own else 0) for name, p in found}
+    result = untied(merged.merge_and_unload()).named_parameters()
+    changes = {name: p.detach().double() - (own[name].detach().double() if name in own else 0) for name, p in result}
     return {name: change for name, change in changes.items() if change.any()}
 
 

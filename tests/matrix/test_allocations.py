@@ -119,12 +119,12 @@ def matches(rule: Mapping[str, Any], architecture: str, module: str) -> bool:
     kinds = KINDS[architecture]
     for entry in [rule["modules"]] if isinstance(rule["modules"], str) else rule["modules"]:
         if entry in kinds:
-            found = any(module.endswith(f".{leaf}") for leaf in kinds[entry])
+            result = any(module.endswith(f".{leaf}") for leaf in kinds[entry])
         elif entry == "other":
-            found = not any(module.endswith(f".{leaf}") for leaves in kinds.values() for leaf in leaves)
+            result = not any(module.endswith(f".{leaf}") for leaves in kinds.values() for leaf in leaves)
         else:  # parts of the name, in a row and whole
-            found = f".{entry}." in f".{module}."
-        if found:
+            result = f".{entry}." in f".{module}."
+        if result:
             return True
     return False
 
@@ -244,7 +244,7 @@ def test_any_allocation_is_exact_or_refused(architecture: str, run: Run, tmp_pat
         content = content | {"experts": {name: str(folder) for name, folder in folders.items() if name in named}}
         recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
         recipe.write_text(yaml.safe_dump(content))
-        done = run("compose", recipe, "-o", out, "--layout", layout, "--overwrite")
+        result = run("compose", recipe, "-o", out, "--layout", layout, "--overwrite")
         expected = mistake = None
         try:
             expected = interpret(yaml.safe_load(recipe.read_text()), architecture, dense)
@@ -252,9 +252,9 @@ def test_any_allocation_is_exact_or_refused(architecture: str, run: Run, tmp_pat
             mistake = str(found).partition(" covers")[0]
         if expected is None:
             event(str(mistake))
-            assert done.exit_code == 1, f"{mistake}, and the library composes it"
+            assert result.exit_code == 1, f"{mistake}, and the library composes it"
             return
-        assert done.exit_code == 0, done.stderr
+        assert result.exit_code == 0, result.stderr
         exact.append(True)
         event("exact")
         model, said = load_with_peft(base, out)

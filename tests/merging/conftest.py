@@ -107,10 +107,10 @@ def _save_base(architecture: str, folder: Path) -> None:
 
 def loaded(folder: Path) -> transformers.PreTrainedModel:
     """The model as transformers loads it, in float32; weights that it misses are an error."""
-    found, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    result, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    return found.eval()
+    return result.eval()
 
 
 def equal(one: State, other: State) -> None:

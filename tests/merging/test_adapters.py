@@ -54,8 +54,8 @@ def test_merged_is_what_runs_live(
     composition: dict[str, Any], architecture: str, model: Callable[..., Path], lora: Expert, tmp_path: Path
 ) -> None:
     experts = {"math": lora(architecture, seed=1), "swahili": lora(architecture, seed=2, r=3, use_rslora=False)}
-    asked = adapterswap.Composition(task="math", language="swahili", **composition)
-    plan = adapterswap.compose(asked, experts)
+    requested = adapterswap.Composition(task="math", language="swahili", **composition)
+    plan = adapterswap.compose(requested, experts)
     merged = loaded(adapterswap.merge(plan, out_path=tmp_path / "out"))
     folder = adapterswap.write_adapter(plan, tmp_path / "adapter")
     through_adapter = loaded(adapterswap.merge(folder, model(architecture), out_path=tmp_path / "through"))
@@ -73,8 +73,8 @@ def test_nonlinear_methods_are_exact_in_full_weights(
 ) -> None:
     """A full-rank adapter of the same plan, which an SVD of full rank makes, is the same up to that SVD's rounding."""
     experts = {"math": lora(architecture, seed=1), "swahili": lora(architecture, seed=2)}
-    asked = adapterswap.Composition(task="math", language="swahili", method=method, density=0.4)
-    plan = adapterswap.compose(asked, experts)
+    requested = adapterswap.Composition(task="math", language="swahili", method=method, density=0.4)
+    plan = adapterswap.compose(requested, experts)
     merged = loaded(adapterswap.merge(plan, out_path=tmp_path / "out"))
     adapter = adapterswap.write_adapter(plan, tmp_path / "adapter", max_rank=64)
     reference = by_peft(model(architecture), adapter)

@@ -63,8 +63,8 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None, **more: torch.T
 
 def test_a_missing_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     (pair[1] / "model-00002-of-00003.safetensors").unlink()
-    told = stderr_of(run, pair, tmp_path)
-    assert "model-00002-of-00003.safetensors" in told
+    stderr = stderr_of(run, pair, tmp_path)
+    assert "model-00002-of-00003.safetensors" in stderr
 
 
 def test_a_truncated_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_an_index_that_lies(run: Run, pair: tuple[Path, Path], tmp_path: Path) -
     content["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
     content["weight_map"]["lm_head.weight"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(content))
-    told = stderr_of(run, pair, tmp_path)
-    assert "model.safetensors.index.json says that" in told
-    assert "Download or save the model again" in told
+    stderr = stderr_of(run, pair, tmp_path)
+    assert "model.safetensors.index.json says that" in stderr
+    assert "Download or save the model again" in stderr
 
 
 def test_a_shard_outside_the_folder(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -94,23 +94,23 @@ def test_pickled_weights(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> N
     for path in [*pair[1].glob("*.safetensors"), pair[1] / "model.safetensors.index.json"]:
         path.unlink()
     (pair[1] / "pytorch_model.bin").write_bytes(b"\x80")
-    told = stderr_of(run, pair, tmp_path)
-    assert "pickled weights (.bin)" in told
-    assert "save_pretrained writes safetensors" in told
+    stderr = stderr_of(run, pair, tmp_path)
+    assert "pickled weights (.bin)" in stderr
+    assert "save_pretrained writes safetensors" in stderr
 
 
 def test_another_architecture(run: Run, pair: tuple[Path, Path], model: Callable[..., Path], tmp_path: Path) -> None:
-    told = stderr_of(run, (pair[0], model("qwen2", seed=1)), tmp_path)
-    assert "model_type is llama" in told
-    assert "fine-tuned from one base" in told
+    stderr = stderr_of(run, (pair[0], model("qwen2", seed=1)), tmp_path)
+    assert "model_type is llama" in stderr
+    assert "fine-tuned from one base" in stderr
 
 
 def test_a_vocabulary_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     change(pair[1], "model.embed_tokens.weight", torch.zeros(100, 32), **{"lm_head.weight": torch.zeros(100, 32)})
-    told = stderr_of(run, pair, tmp_path)
-    assert "model.embed_tokens.weight is [96, 32] in" in told
-    assert "their vocabularies differ in size" in told
-    assert "resize_token_embeddings" in told
+    stderr = stderr_of(run, pair, tmp_path)
+    assert "model.embed_tokens.weight is [96, 32] in" in stderr
+    assert "their vocabularies differ in size" in stderr
+    assert "resize_token_embeddings" in stderr
 
 
 def test_a_tensor_that_only_one_has(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_numbers_that_are_none(name: str, value: float, run: Run, pair: tuple[Pa
 def test_a_result_that_overflows(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     change(pair[1], name, weights(pair[1])[name] * 1e7)
-    told = stderr_of(run, pair, tmp_path, "--dtype", "float16")
-    assert f"{name} overflows F16" in told
-    assert "--dtype bfloat16" in told
+    stderr = stderr_of(run, pair, tmp_path, "--dtype", "float16")
+    assert f"{name} overflows F16" in stderr
+    assert "--dtype bfloat16" in stderr
 
 
 def test_an_overflow_that_no_dtype_helps_against(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--max-shard-size", "much"], "'much' is not a size"),
         (["--device", "nonsense"], "the device 'nonsense' cannot be used"),
@@ -174,12 +174,12 @@ def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: P
     ids=str,
 )
 def test_what_cannot_be_done(
-    options: list[object], told: str, run: Run, pair: tuple[Path, Path], tmp_path: Path
+    options: list[object], message: str, run: Run, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     before = snapshot(tmp_path)
     result = run("merge", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", *options)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert told in result.stderr
+    assert message in result.stderr
     assert snapshot(tmp_path) == before
 
 
@@ -262,7 +262,7 @@ def described(folder: Path, like: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "told"),
+    ("architecture", "changes", "message"),
     [
         ("llama", {"num_hidden_layers": 8}, "config.json says 8 layers, but the weights have 6 in model.layers"),
         ("llama", {"num_hidden_layers": 5}, "config.json says 5 layers, but the weights have 6 in model.layers"),
@@ -274,7 +274,7 @@ def described(folder: Path, like: Path, **changes: object) -> Path:
     ids=str,
 )
 def test_a_config_of_other_weights(
-    architecture: str, changes: dict[str, object], told: str, run: Run, model: Callable[..., Path],
+    architecture: str, changes: dict[str, object], message: str, run: Run, model: Callable[..., Path],
     expert: Callable[..., Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     """As the base of an adapter, as a full expert, and as what an adapter is cut out of."""
@@ -288,7 +288,7 @@ def test_a_config_of_other_weights(
         result = run(*command, "-o", tmp_path / "out")
         assert (result.exit_code, result.stdout) == (1, "")
         # An adapter deeper than its base is refused before the base's weights are looked at.
-        assert told in result.stderr or "the base has 5 layers" in result.stderr
+        assert message in result.stderr or "the base has 5 layers" in result.stderr
         assert not (tmp_path / "out").exists()
 
 

@@ -22,8 +22,8 @@ PARTS = {
 
 
 def layer_of(name: str) -> int | None:
-    found = re.search(r"(?:^|\.)(?:layers|h)\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    result = re.search(r"(?:^|\.)(?:layers|h)\.(\d+)\.", name)
+    return int(result[1]) if result else None
 
 
 def is_transformer(name: str) -> bool:
@@ -58,15 +58,15 @@ def algorithm_1(
     return merged
 
 
-def same_weights(found: State, wanted: State, owned: Callable[[str], bool]) -> None:
+def same_weights(actual: State, wanted: State, owned: Callable[[str], bool]) -> None:
     """Bit-equal where one expert owns a tensor; the rounding of a sum elsewhere."""
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
+        assert actual[name].dtype == tensor.dtype
         if owned(name):
-            assert torch.equal(found[name], tensor), name
+            assert torch.equal(actual[name], tensor), name
         else:
-            close(found[name], tensor, name=name)
+            close(actual[name], tensor, name=name)
 
 
 ZONES = [

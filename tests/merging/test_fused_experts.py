@@ -92,12 +92,12 @@ def merged(folder: Path, name: str) -> Weights:
 def expected(folder: Path, shares: dict[int, tuple[float, float]] = SHARES) -> Weights:
     """Each expert's change, as PEFT merges it, by its share in the layer."""
     own, math, swahili = load_base(folder / "base").state_dict(), merged(folder, "math"), merged(folder, "swahili")
-    found = {}
+    result = {}
     for key, tensor in own.items():
         one, other = shares.get(int(key.split(".")[2]) if ".layers." in key else -1, (1, 0))
         deltas = (part[key].double() - tensor.double() for part in (math, swahili))
-        found[key] = (tensor.double() + sum(share * d for share, d in zip((one, other), deltas, strict=True))).float()
-    return found
+        result[key] = (tensor.double() + sum(share * d for share, d in zip((one, other), deltas, strict=True))).float()
+    return result
 
 
 def composed(folder: Path, rules: Any = RULES, *names: str) -> adapterswap.Plan:

@@ -51,24 +51,24 @@ def crashing(tmp_path: Path) -> Crashing:
     def call(mode: str, **settings: Any) -> dict[str, Any]:
         settings |= {"folder": str(folder), "first": command("0"), "arguments": command("1-2")}
         program = [sys.executable, str(Path(__file__).parents[1] / "crashing.py"), mode, json.dumps(settings)]
-        done = subprocess.run(program, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        process = subprocess.run(program, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        output: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+        return output
 
     return call
 
 
 def test_killed_at_every_step(crashing: Crashing) -> None:
-    found = crashing("every", overwrite=True)
-    assert found["kills"] >= 12
-    assert set(found["states"]) <= {"old", "absent", "new"}
-    assert found["states"].count("absent") == 1  # between the two renames; the next run puts the old one back
-    assert found["recovered"][found["states"].index("absent")] == "old"
-    assert found["left"] == []
+    result = crashing("every", overwrite=True)
+    assert result["kills"] >= 12
+    assert set(result["states"]) <= {"old", "absent", "new"}
+    assert result["states"].count("absent") == 1  # between the two renames; the next run puts the old one back
+    assert result["recovered"][result["states"].index("absent")] == "old"
+    assert result["left"] == []
 
 
 def test_killed_at_a_random_moment(crashing: Crashing) -> None:
-    found = crashing("random", kills=15, seed=1)
-    assert set(found["states"]) <= {"absent", "old", "new", "finished"}
-    assert found["left"] == []
+    result = crashing("random", kills=15, seed=1)
+    assert set(result["states"]) <= {"absent", "old", "new", "finished"}
+    assert result["left"] == []

@@ -45,23 +45,23 @@ def merged(run: Callable[..., Result], folder: Path, text: str, name: str = "out
 def expected(folder: Path, weight: Callable[[str, int | None], Mapping[str, float]]) -> dict[str, np.ndarray]:
     """Σ w W / Σ w in float64, with the weights for each tensor's name and layer."""
     states = {name: {key: value.double().numpy() for key, value in weights(folder / name).items()} for name in MODELS}
-    found = {}
+    result = {}
     for key in states["math"]:
         layer = int(key.split(".")[2]) if ".layers." in key else None
         shares = weight(key, layer)
-        found[key] = sum(share * states[name][key] for name, share in shares.items()) / sum(shares.values())
-    return found
+        result[key] = sum(share * states[name][key] for name, share in shares.items()) / sum(shares.values())
+    return result
 
 
 def check(
-    folder: Path, found: Mapping[str, torch.Tensor], weight: Callable[[str, int | None], Mapping[str, float]]
+    folder: Path, actual: Mapping[str, torch.Tensor], weight: Callable[[str, int | None], Mapping[str, float]]
 ) -> None:
     """As `expected`; and where one model has all the weight, the bytes are its own."""
     wanted = expected(folder, weight)
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == wanted.keys()
     states = {name: weights(folder / name) for name in MODELS}
     copies = 0
-    for key, tensor in found.items():
+    for key, tensor in actual.items():
         layer = int(key.split(".")[2]) if ".layers." in key else None
         owners = [name for name, share in weight(key, layer).items() if share]
         if len(owners) == 1:
@@ -136,9 +136,9 @@ def test_task_arithmetic(run: Callable[..., Result], folder: Path) -> None:
         "merge_method: task_arithmetic\nbase_model: base\nparameters: {lambda: 0.7}\ndtype: float32\nmodels:\n"
         + EVERY % (1, "[0.2, -0.9]")
     )
-    found = merged(run, folder, text)
+    result = merged(run, folder, text)
     base, math, swahili = ({key: v.double() for key, v in weights(folder / name).items()} for name in MODELS)
-    for key, tensor in found.items():
+    for key, tensor in result.items():
         w = 0.2 - 1.1 * int(key.split(".")[2]) / 5 if ".layers." in key else 0.2
         wanted = base[key] + 0.7 * (math[key] - base[key] + w * (swahili[key] - base[key]))
         close(tensor, wanted.numpy(), name=key)
@@ -147,9 +147,9 @@ def test_task_arithmetic(run: Callable[..., Result], folder: Path) -> None:
 def test_ties(run: Callable[..., Result], folder: Path) -> None:
     """Trim, elect by weighted sums, and divide by the weights that agree: mergekit's TIES, written out."""
     text = "merge_method: ties\nbase_model: base\nparameters: {density: 0.4, lambda: 0.9}\nmodels:\n" + EVERY % (1, 0.6)
-    found = merged(run, folder, text)
+    result = merged(run, folder, text)
     base, *others = ({key: value.double() for key, value in weights(folder / name).items()} for name in MODELS)
-    for key, tensor in found.items():
+    for key, tensor in result.items():
         trimmed = []
         for state, weight in zip(others, (1, 0.6), strict=True):
             delta = state[key] - base[key]
@@ -166,8 +166,8 @@ def test_ties(run: Callable[..., Result], folder: Path) -> None:
 
 def test_dtypes(run: Callable[..., Result], folder: Path) -> None:
     text = "merge_method: passthrough\nmodels: [{model: math}]\ndtype: bfloat16\n"
-    found = merged(run, folder, text)
-    assert all(torch.equal(found[key], value.bfloat16()) for key, value in weights(folder / "math").items())
+    outcome = merged(run, folder, text)
+    assert all(torch.equal(outcome[key], value.bfloat16()) for key, value in weights(folder / "math").items())
     result = run("merge", folder / "recipe.yaml", "-o", folder / "out", "--overwrite", "--dtype", "float16")
     assert result.exit_code == 2
     assert adapterswap.read_mergekit(folder / "recipe.yaml").dtype == "bfloat16"
@@ -177,10 +177,10 @@ def test_dtypes(run: Callable[..., Result], folder: Path) -> None:
 
 def test_python_reads_it_too(run: Callable[..., Result], folder: Path, tmp_path: Path) -> None:
     text = "merge_method: linear\nmodels:\n" + EVERY % ("[1, 0]", "[0, 1]")
-    found = merged(run, folder, text)
+    result = merged(run, folder, text)
     composition = adapterswap.read_composition(folder / "recipe.yaml")
     adapterswap.merge(adapterswap.compose(composition), out_path=tmp_path / "out")
-    assert all(torch.equal(found[key], value) for key, value in weights(tmp_path / "out").items())
+    assert all(torch.equal(result[key], value) for key, value in weights(tmp_path / "out").items())
 
 
 SLICE = "merge_method: linear\nslices:\n- sources: [{model: math, layer_range: [%s], parameters: {weight: 1}}]\n"

@@ -29,15 +29,15 @@ def composition_of(case: str, **options: Any) -> Composition:
 
 def expected_of(case: str, base: dict[str, Any], experts: list[dict[str, Any]]) -> dict[str, Any]:
     method, values = CASES[case]
-    found = {}
+    result = {}
     for name, tensor in base.items():
         original = tensor.double().numpy()
         full = [expert[name].double().numpy() for expert in experts]
         if find_method(method).acts_on == "delta":  # as the library sees them: the difference of two float32 numbers
             full = [original + np.float32(expert[name].numpy() - tensor.numpy()) for expert in experts]
         module = name.removesuffix(".weight")
-        found[name] = dense_methods.merged(method, original, full, [1.0, 1.0], own_choice(NAMES, module), **values)
-    return found
+        result[name] = dense_methods.merged(method, original, full, [1.0, 1.0], own_choice(NAMES, module), **values)
+    return result
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -29,8 +29,8 @@ SIDES = [
 
 def dense(folder: Path, base: Path, model: Dense) -> Dense:
     """ΔW of an adapter or a checkpoint in float64."""
-    found = by_peft(base, folder) if (folder / "adapter_config.json").exists() else weights(folder)
-    return {name: found[name].double().numpy() - tensor for name, tensor in model.items()}
+    result = by_peft(base, folder) if (folder / "adapter_config.json").exists() else weights(folder)
+    return {name: result[name].double().numpy() - tensor for name, tensor in model.items()}
 
 
 @pytest.mark.parametrize("sides", SIDES, ids=lambda sides: "+".join("-".join(side) for side in sides))
@@ -57,12 +57,12 @@ def test_each_side_is_averaged_first(
     if "weights" in options:
         assert list(merged.magnitudes) == list(averages)
         magnitudes = list(merged.magnitudes.values())
-        for names, found in zip(sides, magnitudes, strict=True):
+        for names, actual in zip(sides, magnitudes, strict=True):
             is_full = any(not (experts[name] / "adapter_config.json").exists() for name in names)
             matrices = [d for d in averages[label(names)].values() if d.ndim > 1 and (is_full or d.any())]
             largest = max(float(np.abs(matrix).max()) for matrix in start.values() if matrix.ndim > 1)
             expected = float(np.concatenate([np.abs(d).mean(1) for d in matrices]).mean())
-            assert found == near(expected, scale=largest)
+            assert actual == near(expected, scale=largest)
     for key, written in weights(out).items():
         parts = {
             side: (weight, averages[side][key]) for side, weight in zip(averages, (1.0, 0.5), strict=True)

@@ -168,11 +168,11 @@ def test_without_the_head_peft_loads_it_without_a_warning(
     plan = adapterswap.compose(composition, {"a": task, "b": language})
     out = adapterswap.write_adapter(plan, tmp_path / "out")
     with quiet_peft():
-        found = deltas(PeftModel.from_pretrained(loaded(base), out))
+        result = deltas(PeftModel.from_pretrained(loaded(base), out))
     one, other = deltas(by_peft(base, task)), deltas(by_peft(base, language))
-    for name, delta in found.items():
+    for name, delta in result.items():
         close(delta, (other if ".h.0." in name else one)[name], name=name)
-    assert len(found) == LAYERS
+    assert len(result) == LAYERS
 
 
 @pytest.mark.parametrize("saved", ["attn.c_proj", "lm_head", "wte"])

@@ -94,10 +94,10 @@ def test_a_recipe_and_json(run: Run, model: Callable[..., Path], tmp_path: Path)
     )
     result = run("merge", recipe, "-o", tmp_path / "out", "--json", "--dry-run")
     assert result.exit_code == 0
-    told = json.loads(result.stdout)
-    assert (told["written"], told["tokenizer_from"], told["shards"]) == (False, "swahili", ["model.safetensors"])
-    assert told["copied"] == len(told["tensors"])
-    assert told["tensors"]["model.layers.1.input_layernorm.weight"] == "swahili"
+    output = json.loads(result.stdout)
+    assert (output["written"], output["tokenizer_from"], output["shards"]) == (False, "swahili", ["model.safetensors"])
+    assert output["copied"] == len(output["tensors"])
+    assert output["tensors"]["model.layers.1.input_layernorm.weight"] == "swahili"
     assert not (tmp_path / "out").exists()
     assert run("merge", recipe, "-o", tmp_path / "out").exit_code == 0
     one, two = weights(model(seed=1)), weights(model(seed=2))
@@ -158,15 +158,15 @@ def test_a_full_disk(model: Callable[..., Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "adapterswap", "merge", "-t", str(model(seed=1)), "-l", str(model(seed=2))]
     outputs = tmp_path / "outputs"
     outputs.mkdir()
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "-o", str(outputs / "out"), "--bottom", "2", "--top", "1"],
         capture_output=True,
         text=True,
         preexec_fn=limit,
     )
-    assert done.returncode == 1
-    assert "Free some space" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert process.returncode == 1
+    assert "Free some space" in process.stderr
+    assert "Traceback" not in process.stderr
     assert list(outputs.iterdir()) == []
 
 

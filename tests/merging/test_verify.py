@@ -45,10 +45,10 @@ def test_bytes_that_changed_are_named(merged: tuple[Path, dict[str, Path], Path]
     shard.write_bytes(raw)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
-    found = verify(out, sources, base_model=str(base))
-    assert found.differing == (name,)
-    assert found.config_differs
-    assert not found.changed_sources
+    result = verify(out, sources, base_model=str(base))
+    assert result.differing == (name,)
+    assert result.config_differs
+    assert not result.changed_sources
 
 
 def swap_owners(record: dict[str, Any]) -> None:
@@ -78,30 +78,30 @@ def test_what_is_wrong_in_the_record_is_named(
     record = json.loads((out / "adapterswap.json").read_text())
     lie(record)
     (out / "adapterswap.json").write_text(json.dumps(record))
-    found = verify(out, sources, base_model=str(base))
-    assert found.record_differs == ((key,) if key else ())
-    assert found.changed_sources == ({} if key else {"swahili": "config.json"})
-    assert not found.equal
-    assert not found.differing
+    result = verify(out, sources, base_model=str(base))
+    assert result.record_differs == ((key,) if key else ())
+    assert result.changed_sources == ({} if key else {"swahili": "config.json"})
+    assert not result.equal
+    assert not result.differing
 
 
 def test_sources_that_changed_are_named(
     merged: tuple[Path, dict[str, Path], Path], expert: Make, model: Make, run: Callable[..., Result]
 ) -> None:
     out, sources, base = merged
-    found = verify(out, {**sources, "math": expert(seed=3)}, base_model=str(base))
-    assert found.changed_sources == {"math": "adapter_model.safetensors"}
-    assert "model.layers.4.mlp.up_proj.weight" in found.differing
-    found = verify(out, {**sources, "swahili": model(seed=4)}, base_model=str(base))
-    assert found.changed_sources == {"swahili": "weights"}
-    told = run("verify", out, "--expert", f"math={sources['math']}", "--expert", f"swahili={model(seed=4)}",
+    result = verify(out, {**sources, "math": expert(seed=3)}, base_model=str(base))
+    assert result.changed_sources == {"math": "adapter_model.safetensors"}
+    assert "model.layers.4.mlp.up_proj.weight" in result.differing
+    result = verify(out, {**sources, "swahili": model(seed=4)}, base_model=str(base))
+    assert result.changed_sources == {"swahili": "weights"}
+    outcome = run("verify", out, "--expert", f"math={sources['math']}", "--expert", f"swahili={model(seed=4)}",
                "--base-model", base)  # fmt: skip
-    assert told.exit_code == 1
-    assert "source changed: swahili's weights" in told.stdout
+    assert outcome.exit_code == 1
+    assert "source changed: swahili's weights" in outcome.stdout
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({}, "the base came from a folder named"),
         ({"output": {"dtype": "int4"}}, "int4"),
@@ -110,10 +110,10 @@ def test_sources_that_changed_are_named(
     ],
 )
 def test_records_that_cannot_be_followed(
-    change: dict[str, Any], told: str, merged: tuple[Path, dict[str, Path], Path]
+    change: dict[str, Any], message: str, merged: tuple[Path, dict[str, Path], Path]
 ) -> None:
     out, sources, base = merged
     record = json.loads((out / "adapterswap.json").read_text())
     (out / "adapterswap.json").write_text(json.dumps({**record, **change}))
-    with pytest.raises(AdapterswapError, match=told):
+    with pytest.raises(AdapterswapError, match=message):
         verify(out, sources, base_model=str(base) if change else None)

@@ -181,8 +181,8 @@ def test_rows_under_a_threshold_go_back_to_zero(pair: list[Path], tmp_path: Path
         close(delta, expected * stays[:, None])
         if int(name.split(".")[2]) > 0:
             kept, rows = kept + stays.sum(), rows + stays.size
-    told = json.loads((tmp_path / "out" / "adapterswap.json").read_text())["kept_rows"]
-    assert told["math"] == pytest.approx(kept / rows)
+    output = json.loads((tmp_path / "out" / "adapterswap.json").read_text())["kept_rows"]
+    assert output["math"] == pytest.approx(kept / rows)
 
 
 @settings(max_examples=50, deadline=None)
@@ -248,9 +248,9 @@ def test_the_card_says_what_a_bound_on_the_rank_loses(pair: list[Path], tmp_path
         sigma = np.linalg.svd(whole[sides.get(name.split(".")[2], 0)][name], compute_uv=False)
         lost.append(np.linalg.norm(sigma[2:]) / np.linalg.norm(sigma))
     card = (adapterswap.write_adapter(plan, tmp_path / "cut", max_rank=2) / "README.md").read_text(encoding="utf-8")
-    (told,) = (line for line in card.splitlines() if "reduced to rank 2" in line)
-    assert float(told.rsplit(" ", 1)[1]) == pytest.approx(max(lost), abs=6e-4)
-    assert told.startswith(f"- {sum(error > 1e-6 for error in lost)} modules")
+    (message,) = (line for line in card.splitlines() if "reduced to rank 2" in line)
+    assert float(message.rsplit(" ", 1)[1]) == pytest.approx(max(lost), abs=6e-4)
+    assert message.startswith(f"- {sum(error > 1e-6 for error in lost)} modules")
     exact = adapterswap.write_adapter(plan, tmp_path / "exact")
     assert "reduced to" not in (exact / "README.md").read_text(encoding="utf-8")
 

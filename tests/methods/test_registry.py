@@ -192,8 +192,8 @@ def test_the_command_lists_them(run: Callable[..., Result]) -> None:
 
 def test_a_package_adds_a_method(package: dict[str, str], math: Path, swahili: Path, tmp_path: Path) -> None:
     options = ["-t", math, "-l", swahili, "--num-layers", 6, "--max-rank", 64, "--scale", 2]
-    done = adapterswap_in(package, "compose", *options, "--method", "largest", "-o", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    result = adapterswap_in(package, "compose", *options, "--method", "largest", "-o", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
     module = "base_model.model.model.layers.2.mlp.up_proj"
 
     def delta(folder: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -206,8 +206,8 @@ def test_a_package_adds_a_method(package: dict[str, str], math: Path, swahili: P
     close(delta(tmp_path / "out"), 2 * larger)
     floor = float(np.median(np.abs(larger)))
     more = ["--method", "largest", "--parameter", f"floor={floor}", "-o", tmp_path / "floored"]
-    done = adapterswap_in(package, "compose", *options, *more)
-    assert done.returncode == 0, done.stderr
+    result = adapterswap_in(package, "compose", *options, *more)
+    assert result.returncode == 0, result.stderr
     close(delta(tmp_path / "floored"), 2 * np.where(np.abs(larger) < floor, 0, larger))
     recorded = json.loads((tmp_path / "floored" / "adapterswap.json").read_text())["composition"]
     assert (recorded["floor"], recorded["scale"]) == (floor, 2.0)
@@ -233,10 +233,10 @@ def test_a_method_that_is_not_sound_is_refused(name: str, package: dict[str, str
         f"try:\n    Composition.model_validate({{'method': {name!r}}})\n"
         "except ValueError as error:\n    print('refused', error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=package, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("refused")
-    assert f"{name} = 'larger:" in done.stdout
+    process = subprocess.run([sys.executable, "-c", program], env=package, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("refused")
+    assert f"{name} = 'larger:" in process.stdout
     program = "from adapterswap.methods.registry import find_method; print(find_method('ties').title)"
     own = subprocess.run([sys.executable, "-c", program], env=package, capture_output=True, text=True, check=True)
     assert own.stdout.startswith("TIES")
@@ -249,10 +249,10 @@ def test_a_packages_parameter_is_a_key_of_short_names_and_grids(package: dict[st
         "print(parse_composition('a+b@floor=0.25,method=largest').parameters)\n"
         "print(Family.model_validate({'method': 'largest', 'floor': [0, 0.5]}).grid)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=package, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [
+    process = subprocess.run([sys.executable, "-c", program], env=package, capture_output=True, text=True, check=False)
+    assert process.stdout.splitlines() == [
         "{'scale': 1.0, 'floor': 0.25}", "{'method': ('largest',), 'floor': (0.0, 0.5)}",
-    ], done.stderr  # fmt: skip
+    ], process.stderr  # fmt: skip
 
 
 def test_an_unknown_method_names_a_near_one() -> None:

@@ -82,7 +82,7 @@ def test_souped_sides_share_their_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "parameter", "told"),
+    ("content", "parameter", "message"),
     [
         ({"task_weight": float("nan")}, "task_weight", "not a finite number"),
         ({"task_weight": float("inf")}, "task_weight", "not a finite number"),
@@ -110,8 +110,8 @@ def test_souped_sides_share_their_weight() -> None:
         ({"allocation": [{"layer": 3, "expert": "a"}]}, "allocation.0.layer", "Did you mean 'layers'"),
     ],
 )
-def test_mistakes_are_named(content: dict[str, object], parameter: str, told: str) -> None:
-    with refused(FieldError, parameter, match=told):
+def test_mistakes_are_named(content: dict[str, object], parameter: str, message: str) -> None:
+    with refused(FieldError, parameter, match=message):
         validate(content, Composition, where="recipe.yaml")
 
 
@@ -158,14 +158,14 @@ def test_a_recipe_reports_all_its_mistakes(tmp_path: Path) -> None:
     recipe.write_text("bottom: x\ntop: -1\nnum_layer: 3\nmethod: layerswap\n")
     with pytest.raises(FieldError) as caught:
         read_recipe(recipe, Composition)
-    told = str(caught.value)
+    message = str(caught.value)
     parameters = {problem.parameter for problem in caught.value.problems}
     assert parameters == {"bottom", "top", "num_layer", "method"}
-    assert "bottom is 'x'" in told
-    assert "top is -1" in told
-    assert "num_layer is not a known key. Did you mean 'num_layers'" in told
-    assert "method is 'layerswap'" in told
-    assert "layer_swap" in told
+    assert "bottom is 'x'" in message
+    assert "top is -1" in message
+    assert "num_layer is not a known key. Did you mean 'num_layers'" in message
+    assert "method is 'layerswap'" in message
+    assert "layer_swap" in message
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2\n", "- 1\n", "a: [\n", "a: !!python/object:os.system {}\n", "\x00"])

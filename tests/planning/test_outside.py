@@ -224,6 +224,6 @@ def test_what_predicts_further_tokens_is_not_in_a_running_model_nor_cut_out(
         for name in ("mtp.layers.0.self_attn.q_proj.weight", f"{first}.weight"):
             held[name] = weights[f"{first}.weight"] + seed * random.standard_normal((32, 32)).astype(np.float32)
         save_file(held, made[-1] / "model.safetensors", {"format": "pt"})
-    found = adapterswap.extract(made[1], base_model=made[0], rank=32, out_path=tmp_path / "out")
-    assert {module.name for module in found.modules if module.rank} == {first}
-    assert [lost.name for lost in found.lost] == ["mtp.layers.0.self_attn.q_proj.weight"]
+    result = adapterswap.extract(made[1], base_model=made[0], rank=32, out_path=tmp_path / "out")
+    assert {module.name for module in result.modules if module.rank} == {first}
+    assert [lost.name for lost in result.lost] == ["mtp.layers.0.self_attn.q_proj.weight"]

@@ -65,7 +65,7 @@ def test_a_general_allocation(math: Path, swahili: Path, expert: Callable[..., P
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "message"),
     [
         ([{"layers": "0-9", "expert": "math"}, {"expert": "swahili"}], "names layer 6, but the base has 6"),
         ([{"modules": "lm_head", "expert": "math"}, {"expert": "swahili"}], "matches no module"),
@@ -77,8 +77,8 @@ def test_a_general_allocation(math: Path, swahili: Path, expert: Callable[..., P
         ),
     ],
 )
-def test_rules_that_cannot_be_meant(rules: list[dict[str, Any]], told: str, math: Path, swahili: Path) -> None:
-    with refused(CompositionError, "allocation", match=told):
+def test_rules_that_cannot_be_meant(rules: list[dict[str, Any]], message: str, math: Path, swahili: Path) -> None:
+    with refused(CompositionError, "allocation", match=message):
         adapterswap.compose(allocation(*rules), {"math": math, "swahili": swahili})
 
 
@@ -95,11 +95,11 @@ def test_all_mistakes_are_told_together(math: Path, swahili: Path) -> None:
     )
     with refused(CompositionError, "allocation") as caught:
         adapterswap.compose(composition, {"math": math, "swahili": swahili})
-    told = str(caught.value)
-    assert "names layer 7" in told
-    assert "modules w1" in told
-    assert "no rule covers" in told
-    assert "'swahili' contributes no module" in told
+    message = str(caught.value)
+    assert "names layer 7" in message
+    assert "modules w1" in message
+    assert "no rule covers" in message
+    assert "'swahili' contributes no module" in message
 
 
 def test_experts_of_two_bases_are_refused(math: Path, swahili: Path, tmp_path: Path) -> None:
@@ -188,10 +188,10 @@ def test_zones_of_zero_layers_may_be_asked_for(math: Path, swahili: Path) -> Non
 def test_a_module_that_its_owner_lacks_is_shown(math: Path, expert: Callable[..., Path]) -> None:
     attention_only = expert(seed=3, target_modules=["q_proj", "v_proj"])
     plan = adapterswap.layer_swap(math, attention_only, bottom=2, top=0, bottom_transition=1)
-    told = unusual(plan)
+    result = unusual(plan)
     name = plan.composition.language[0]
-    assert f"mlp.up_proj in layers 0-1: {name}, but {name} does not adapt it: it stays as in the base" in told
-    assert any(line.startswith("mlp.up_proj in layers 2:") and "counts as zero" in line for line in told)
+    assert f"mlp.up_proj in layers 0-1: {name}, but {name} does not adapt it: it stays as in the base" in result
+    assert any(line.startswith("mlp.up_proj in layers 2:") and "counts as zero" in line for line in result)
     assert plan.modules["model.layers.0.mlp.up_proj"].owner == "base"
     assert plan.modules["model.layers.2.mlp.up_proj"].terms[0].coefficient == 0.5
 

@@ -125,23 +125,23 @@ def test_each_side_is_averaged_first(
         magnitudes = [
             float(np.concatenate([np.abs(d).mean(1) for d in side.values()]).mean()) for side in averages.values()
         ]
-    for module, found in deltas(out).items():
+    for module, actual in deltas(out).items():
         by_side = {
             side: (weight, averages[side][module]) for side, weight in zip(averages, weights.values(), strict=True)
         }
         expected = combined(options, by_side, module, magnitudes)
-        close(found, expected, depth=2, name=module)
+        close(actual, expected, depth=2, name=module)
     assert json.loads((out / "adapterswap.json").read_text())["format"] == 3
     assert verify(out, {name: experts[name] for name in composition.expert_names}).equal
 
 
 def test_the_order_on_a_side_changes_nothing(experts: dict[str, Path], tmp_path: Path) -> None:
-    found = []
+    reports = []
     for task in (("a", "b"), ("b", "a")):
         composition = Composition(task=task, language="c", method="dare_linear", density=0.5, num_layers=LAYERS)
         plan = adapterswap.compose(composition, experts)
-        found.append(deltas(adapterswap.write_adapter(plan, tmp_path / task[0], max_rank=FULL)))
-    close(found[1], found[0], depth=2)
+        reports.append(deltas(adapterswap.write_adapter(plan, tmp_path / task[0], max_rank=FULL)))
+    close(reports[1], reports[0], depth=2)
 
 
 @pytest.mark.parametrize("options", METHODS[2:], ids=lambda options: str(options["method"]))
@@ -151,9 +151,9 @@ def test_experts_of_one_side_alone_are_combined_singly(
     composition = Composition(task=["a", "b"], language="base", num_layers=LAYERS, task_weight=0.8, **options)
     out = adapterswap.write_adapter(adapterswap.compose(composition, experts), tmp_path / "out", max_rank=FULL)
     single = {name: deltas(experts[name]) for name in ("a", "b")}
-    for module, found in deltas(out).items():
+    for module, actual in deltas(out).items():
         expected = combined(options, {name: (0.8, single[name][module]) for name in single}, module, [])
-        close(found, expected, depth=2, name=module)
+        close(actual, expected, depth=2, name=module)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -171,10 +171,10 @@ def test_a_row_threshold_is_held_against_each_sides_average(
         task=task, language=language, num_layers=LAYERS, method="task_arithmetic", row_threshold=threshold
     )
     out = adapterswap.write_adapter(adapterswap.compose(composition, experts), tmp_path / "out")
-    for module, found in deltas(out).items():
+    for module, actual in deltas(out).items():
         kept = [side[module] * (np.abs(side[module]).mean(1) >= threshold)[:, None] for side in averages]
         expected = kept[0] + kept[1]
-        close(found, expected, depth=2, name=module)
+        close(actual, expected, depth=2, name=module)
 
 
 def test_a_layer_swap_gives_each_zone_to_a_side(experts: dict[str, Path], tmp_path: Path) -> None:
@@ -191,11 +191,11 @@ def test_a_layer_swap_gives_each_zone_to_a_side(experts: dict[str, Path], tmp_pa
     out = deltas(adapterswap.write_adapter(plan, tmp_path / "out"))
     single = {name: deltas(folder) for name, folder in experts.items()}
     task, language = mean([single["a"], single["b"]]), mean([single["c"], single["d"]])
-    for module, found in out.items():
+    for module, actual in out.items():
         layer = int(module.split(".")[2])
         share = {0: 1.0, 1: 0.5, LAYERS - 1: 1.0}.get(layer, 0.0)
         expected = share * language[module] + (1 - share) * task[module]
-        close(found, expected, depth=2, name=module)
+        close(actual, expected, depth=2, name=module)
 
 
 def test_inspect_shows_sides_as_owners(run: Callable[..., Result], experts: dict[str, Path], tmp_path: Path) -> None:
@@ -223,9 +223,9 @@ def test_slerp_needs_two_that_differ(content: dict[str, Any], tmp_path: Path, ru
     names = {name for side in ("task", "language") for name in content[side]} - {"base"}
     recipe.write_text(json.dumps({"experts": {name: f"x/{name}" for name in names}, "method": "slerp", **content}))
     for command in (("recipes", "validate", recipe), ("compose", recipe, "--dry-run", "-o", tmp_path / "out")):
-        told = run(*command)
-        assert told.exit_code == 1, told.output
-        assert "slerp" in told.output
+        result = run(*command)
+        assert result.exit_code == 1, result.output
+        assert "slerp" in result.output
 
 
 @pytest.mark.parametrize(
@@ -256,10 +256,10 @@ def test_an_average_in_a_rule(experts: dict[str, Path], tmp_path: Path) -> None:
     assert composition.expert_names == ("a", "b", "c")
     out = adapterswap.write_adapter(adapterswap.compose(composition, experts), tmp_path / "out", max_rank=FULL)
     single = {name: deltas(experts[name]) for name in "abc"}
-    for module, found in deltas(out).items():
+    for module, actual in deltas(out).items():
         parts = {"reasoning": (2.0, (single["a"][module] + single["b"][module]) / 2), "c": (1.0, single["c"][module])}
         expected = combined({"method": "ties", "density": 0.5}, parts, module, [])
-        close(found, expected, depth=2, name=module)
+        close(actual, expected, depth=2, name=module)
 
 
 def test_an_untrained_expert_has_no_magnitude(experts: dict[str, Path], tmp_path: Path) -> None:
@@ -272,9 +272,9 @@ def test_an_untrained_expert_has_no_magnitude(experts: dict[str, Path], tmp_path
         {"format": "pt"},
     )  # fmt: skip
     given = {**experts, "still": still}
-    asked = {"method": "soup", "weights": "magnitude", "num_layers": LAYERS}
-    plan = adapterswap.compose(Composition(task="a", language="still", **asked), given)
+    requested = {"method": "soup", "weights": "magnitude", "num_layers": LAYERS}
+    plan = adapterswap.compose(Composition(task="a", language="still", **requested), given)
     with refused(ExpertError, "weights", match="still changes nothing"):
         adapterswap.write_adapter(plan, tmp_path / "out")
-    plan = adapterswap.compose(Composition(task="a", language=["b", "still"], **asked), given)
+    plan = adapterswap.compose(Composition(task="a", language=["b", "still"], **requested), given)
     adapterswap.write_adapter(plan, tmp_path / "out")  # the average does change something

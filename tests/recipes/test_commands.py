@@ -23,11 +23,11 @@ WHOLE = [recipe.name for recipe in list_recipes() if recipe.kind in ("train", "c
 def test_everything_shipped_is_listed_with_what_it_is_for(run: Run) -> None:
     shown = run("recipes", "ls").stdout.splitlines()
     assert [line.split()[0] for line in shown] == [*shipped_recipes()]
-    told = json.loads(run("recipes", "ls", "--json").stdout)
-    assert [recipe["name"] for recipe in told] == [*shipped_recipes()]
-    assert {recipe["kind"] for recipe in told} >= {"train", "compose", "models", "data", "regimes"}
-    assert all(recipe["about"].endswith(".") and recipe["about"][0] != "#" for recipe in told)
-    assert len({recipe["about"] for recipe in told}) == len(told)
+    output = json.loads(run("recipes", "ls", "--json").stdout)
+    assert [recipe["name"] for recipe in output] == [*shipped_recipes()]
+    assert {recipe["kind"] for recipe in output} >= {"train", "compose", "models", "data", "regimes"}
+    assert all(recipe["about"].endswith(".") and recipe["about"][0] != "#" for recipe in output)
+    assert len({recipe["about"] for recipe in output}) == len(output)
     only = run("recipes", "ls", "--kind", "models").stdout.splitlines()
     assert only
     assert all(line.startswith("models/") for line in only)
@@ -156,9 +156,9 @@ def test_a_copy_stands_alone(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     target = tmp_path / "mine"
     dry = json.loads(run("recipes", "cp", *names, target, "--dry-run", "--json").stdout)
     assert not target.exists()
-    told = json.loads(run("recipes", "cp", *names, target, "--json").stdout)
-    assert told == dry | {"written": True}
-    assert sorted(told["files"]) == sorted(str(path.relative_to(target)) for path in target.rglob("*.yaml"))
+    output = json.loads(run("recipes", "cp", *names, target, "--json").stdout)
+    assert output == dry | {"written": True}
+    assert sorted(output["files"]) == sorted(str(path.relative_to(target)) for path in target.rglob("*.yaml"))
     astray = run("recipes", "cp", *names, tmp_path / "mine.yaml")
     assert astray.exit_code == 1
     assert "recipes cat" in astray.stderr
@@ -166,7 +166,7 @@ def test_a_copy_stands_alone(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     assert again.exit_code == 1
     assert "--overwrite" in again.stderr
     monkeypatch.setattr("adapterswap.shipped._folder", lambda: tmp_path / "nothing")
-    assert [read_content(target / name)[0] for name in told["recipes"]] == whole
+    assert [read_content(target / name)[0] for name in output["recipes"]] == whole
     assert "# unconfirmed" in (target / "data" / "swahili.yaml").read_text(encoding="utf-8")
 
 
@@ -227,8 +227,8 @@ def test_validate_tells_every_mistake_in_every_file(run: Run, tmp_path: Path) ->
     assert len(errors) == 5
     as_json = run("recipes", "validate", *files, "--json")
     assert as_json.exit_code == 1
-    told = json.loads(as_json.stdout)
-    assert [(recipe["kind"], len(recipe["problems"])) for recipe in told] == [
+    output = json.loads(as_json.stdout)
+    assert [(recipe["kind"], len(recipe["problems"])) for recipe in output] == [
         (None, 3), (None, 1), ("compose", 0), ("train", 0), (None, 1),
     ]  # fmt: skip
     right = run("recipes", "validate", tmp_path / "good.yaml", "--json")

@@ -45,15 +45,15 @@ def experts(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_it_composes(name: str, run: Callable[..., Result], experts: dict[str, Path], tmp_path: Path) -> None:
-    asked = read_recipe(COMPOSITIONS[name], Composition)
-    places = {asked.task[0]: experts["task"], asked.language[0]: experts["language"]}
-    named = ", ".join(f"{expert}: {places[expert]}" for expert in asked.experts)
+    requested = read_recipe(COMPOSITIONS[name], Composition)
+    places = {requested.task[0]: experts["task"], requested.language[0]: experts["language"]}
+    named = ", ".join(f"{expert}: {places[expert]}" for expert in requested.experts)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"extends: {name}\nexperts: {{{named}}}\nnum_layers: 32\n", encoding="utf-8")
     result = run("compose", recipe, "-o", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
     modules = json.loads(result.stdout)["modules"]
-    language = asked.language[0]
+    language = requested.language[0]
     owned = {
         kind: {int(module.split(".")[2]) for module, owner in modules.items() if kind in module and owner == language}
         for kind in ("q_proj", "down_proj")
@@ -75,8 +75,8 @@ def test_every_experts_folder_is_what_a_shipped_train_recipe_writes() -> None:
 
 def coefficients(name: str, run: Callable[..., Result], tmp_path: Path, layers: int) -> dict[str, dict[str, float]]:
     """A paper's recipe on adapters made by hand: module → expert → its factor."""
-    asked = read_recipe(PAPERS[name], Composition)
-    tensors = {expert: crafting.tensors(layers=layers, seed=seed) for seed, expert in enumerate(asked.experts)}
+    requested = read_recipe(PAPERS[name], Composition)
+    tensors = {expert: crafting.tensors(layers=layers, seed=seed) for seed, expert in enumerate(requested.experts)}
     places = {expert: crafting.adapter(tmp_path / expert, found) for expert, found in tensors.items()}
     named = ", ".join(f"{expert}: {place}" for expert, place in places.items())
     recipe = tmp_path / "recipe.yaml"
@@ -88,16 +88,16 @@ def coefficients(name: str, run: Callable[..., Result], tmp_path: Path, layers: 
 
 
 def test_the_papers_layers_are_those_it_names(run: Callable[..., Result], tmp_path: Path) -> None:
-    found = coefficients("compose/papers/lighton-swahili", run, tmp_path, 36)
-    for module, owner in found.items():
+    result = coefficients("compose/papers/lighton-swahili", run, tmp_path, 36)
+    for module, owner in result.items():
         layer = int(module.split(".")[2])
         assert owner == {"reasoning" if 13 <= layer <= 22 else "swahili": 1.0}
 
 
 def test_adamergex_adds_what_the_language_changed(run: Callable[..., Result], tmp_path: Path) -> None:
-    found = coefficients("compose/papers/adamergex-swahili", run, tmp_path, 4)
-    assert found
-    assert all(factors == {"math": 1, "swahili": 1, "english": -1} for factors in found.values())
+    result = coefficients("compose/papers/adamergex-swahili", run, tmp_path, 4)
+    assert result
+    assert all(factors == {"math": 1, "swahili": 1, "english": -1} for factors in result.values())
 
 
 def test_papers_that_were_not_run_say_so() -> None:

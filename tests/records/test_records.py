@@ -49,8 +49,8 @@ def read(folder: Path) -> dict[str, Any]:
 def test_defaults_are_filled_in(
     settings: dict[str, Any], filled_in: dict[str, Any], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    asked = {"task": "math", "language": "swahili", "num_layers": 6, **settings}
-    plan = adapterswap.compose(Composition.model_validate(asked), {"math": math, "swahili": swahili})
+    requested = {"task": "math", "language": "swahili", "num_layers": 6, **settings}
+    plan = adapterswap.compose(Composition.model_validate(requested), {"math": math, "swahili": swahili})
     adapterswap.write_adapter(plan, tmp_path / "out", max_rank=4 if "density" in settings else None)
     sides = {"task": ["math"], "language": ["swahili"], "task_weight": 1.0, "language_weight": 1.0}
     method = settings.get("method", "layer_swap")
@@ -80,8 +80,8 @@ def test_a_base_that_was_needed_or_given_is_recorded_with_its_files(
 
     assert verify(tmp_path / "needed", experts, base_model=str(base)).equal
     other = make_base(tmp_path / "elsewhere" / "base", seed=1)
-    found = verify(tmp_path / "needed", experts, base_model=str(other))
-    assert (found.equal, found.changed_sources) == (False, {"base": "model.safetensors"})
+    result = verify(tmp_path / "needed", experts, base_model=str(other))
+    assert (result.equal, result.changed_sources) == (False, {"base": "model.safetensors"})
     unsaid = verify(tmp_path / "needed", experts)
     assert (unsaid.equal, unsaid.unchecked) == (True, ("base",))
     shown = run("verify", tmp_path / "needed", "--expert", f"math={math}", "--expert", f"swahili={swahili}")
@@ -104,8 +104,8 @@ def test_a_slice_of_a_composition_says_what_it_was_made_of(
     shown = run("inspect", shell).stdout
     assert "the layers 0-1 of composed from composed" in shown
     assert f"composed was composed from {math.name} ({math.name}), " in shown
-    told = json.loads(run("inspect", shell, "--json").stdout)["composed_of"]
-    assert (told["slice"], told["origins"].keys()) == ("0-1", {"composed"})
+    output = json.loads(run("inspect", shell, "--json").stdout)["composed_of"]
+    assert (output["slice"], output["origins"].keys()) == ("0-1", {"composed"})
 
     forgetful = shutil.copytree(composed, tmp_path / "forgetful" / "composed")
     (forgetful / "adapterswap.json").unlink()

@@ -56,8 +56,8 @@ def test_peft_answers_with_the_folders_as_full_weights_do(
         model = PeftModel.from_pretrained(load(served_base("llama")), served.folder(name))
         _, (expected,) = reference.answer(zones, PROMPTS[0], 1)
         with torch.no_grad():
-            found = torch.log_softmax(model(torch.tensor([PROMPTS[0]])).logits[0, -1], -1)
-        close(found, torch.tensor(list(expected.values())), depth=LAYERS)
+            result = torch.log_softmax(model(torch.tensor([PROMPTS[0]])).logits[0, -1], -1)
+        close(result, torch.tensor(list(expected.values())), depth=LAYERS)
 
 
 def test_every_folder_is_in_the_layout_that_all_engines_read(composer: Compose) -> None:

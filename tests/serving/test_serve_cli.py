@@ -47,8 +47,8 @@ def told(result: Result) -> dict[str, Any]:
 def test_a_dry_run_shows_everything_and_writes_nothing(
     serve: Serve, tmp_path: Path, experts: Path, served_base: Callable[[str], Path]
 ) -> None:
-    found = told(serve("--json", "--", "--dtype", "float32"))
-    command, environment = found["command"], found["environment"]
+    output = told(serve("--json", "--", "--dtype", "float32"))
+    command, environment = output["command"], output["environment"]
     assert command[:4] == [sys.executable, "-m", "adapterswap.serving.start", "vllm.entrypoints.openai.api_server"]
     assert command[-2:] == ["--dtype", "float32"]
     for option, value in {
@@ -64,9 +64,9 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
         "ADAPTERSWAP_CACHE": str(tmp_path / "cache"),
         "ADAPTERSWAP_MAX_LORA_RANK": "32",
     }
-    assert found["started"] is False
-    assert found["experts"]["code"] == {"source": "code", "rank": 16}
-    assert json.loads(found["curl"].split("-d '")[1].rstrip("'"))["model"] == "code+math"
+    assert output["started"] is False
+    assert output["experts"]["code"] == {"source": "code", "rank": 16}
+    assert json.loads(output["curl"].split("-d '")[1].rstrip("'"))["model"] == "code+math"
     assert not (tmp_path / "cache").exists()
 
 
@@ -96,19 +96,19 @@ def test_an_allow_list_makes_the_ranks_exact(
     path = tmp_path / "experts.yaml"
     lines = "".join(f"  {name}: experts/{name}\n" for name in ("math", "swahili", "code"))
     path.write_text(f"experts:\n{lines}allow: {allow}\nmax_compositions: 7\n")
-    found = told(serve("--json", experts_path=path))
-    assert (found["max_lora_rank"], found["max_loras"], found["max_compositions"]) == (rank, loras, 7)
+    output = told(serve("--json", experts_path=path))
+    assert (output["max_lora_rank"], output["max_loras"], output["max_compositions"]) == (rank, loras, 7)
     path.write_text(f"experts:\n{lines}allow: ['math+swahili@method=ties,density=0.5']\n")
     assert "ties is not low-rank" in serve(experts_path=path).stderr
 
 
 def test_vllms_own_arguments_win(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "my_platform")
-    found = told(serve("--json", "--", "--max_lora_rank=64", "--max-loras", "20", "--served-model-name", "tiny"))
-    assert (found["max_lora_rank"], found["max_loras"], found["base"]["name"]) == (64, 20, "tiny")
-    assert value_of("--max-cpu-loras", found["command"]) == "20"
-    assert found["environment"]["ADAPTERSWAP_MAX_LORA_RANK"] == "64"
-    assert found["environment"]["VLLM_PLUGINS"] == "my_platform,adapterswap"
+    output = told(serve("--json", "--", "--max_lora_rank=64", "--max-loras", "20", "--served-model-name", "tiny"))
+    assert (output["max_lora_rank"], output["max_loras"], output["base"]["name"]) == (64, 20, "tiny")
+    assert value_of("--max-cpu-loras", output["command"]) == "20"
+    assert output["environment"]["ADAPTERSWAP_MAX_LORA_RANK"] == "64"
+    assert output["environment"]["VLLM_PLUGINS"] == "my_platform,adapterswap"
 
 
 def test_a_base_of_the_hub_keeps_its_revision(
@@ -127,11 +127,11 @@ def test_a_base_of_the_hub_keeps_its_revision(
     snapshot.mkdir(parents=True)
     shutil.copy(served_base("llama") / "config.json", snapshot)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    found = told(run("serve", "--base-model", "org/base@v2", "--experts", experts, "--dry-run", "--json"))
-    assert value_of("--model", found["command"]) == "org/base"
-    assert value_of("--revision", found["command"]) == "v2"
-    assert found["environment"]["ADAPTERSWAP_BASE_MODEL"] == "org/base@v2"
-    assert found["base"] == {"name": "org/base", "num_layers": 6}
+    output = told(run("serve", "--base-model", "org/base@v2", "--experts", experts, "--dry-run", "--json"))
+    assert value_of("--model", output["command"]) == "org/base"
+    assert value_of("--revision", output["command"]) == "v2"
+    assert output["environment"]["ADAPTERSWAP_BASE_MODEL"] == "org/base@v2"
+    assert output["base"] == {"name": "org/base", "num_layers": 6}
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_the_plugin_is_registered_and_costs_nothing_unasked() -> None:
         "assert not heavy, heavy"
     )
     plain = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTERSWAP_")}
-    done = subprocess.run([sys.executable, "-c", script], env=plain, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", script], env=plain, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize(
@@ -383,10 +383,10 @@ def test_the_list_of_models_has_what_may_be_asked(
     monkeypatch.setenv(plugin.EXPERTS, str(manifest))
     raw = json.dumps(VLLMS_LIST).encode()
     for parts in ((raw,), (raw[:20], raw[20:])):
-        found = json.loads(listed(200, *parts)[1])
-        assert found["data"][:2] == VLLMS_LIST["data"]
-        assert [model["id"] for model in found["data"]] == ["tiny", "math", (allow or ["", "swahili"])[1]]
-        assert found["data"][2]["parent"] == "tiny"
+        output = json.loads(listed(200, *parts)[1])
+        assert output["data"][:2] == VLLMS_LIST["data"]
+        assert [model["id"] for model in output["data"]] == ["tiny", "math", (allow or ["", "swahili"])[1]]
+        assert output["data"][2]["parent"] == "tiny"
 
 
 @pytest.mark.parametrize(("status", "body"), [(401, b'{"error": "Unauthorized"}'), (200, b"[]"), (200, b"not JSON")])

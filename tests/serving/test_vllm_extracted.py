@@ -36,12 +36,12 @@ def test_the_engine_answers_as_the_fine_tune_does(served_base: Callable[[str], P
     model = PeftModel.from_pretrained(load(base), make_expert(base, tmp_path / "lora", seed=4, **options))
     fine_tune = model.merge_and_unload()
     fine_tune.save_pretrained(tmp_path / "full")
-    found = extract(tmp_path / "full", base, tmp_path / "experts" / "extracted", max_error=1e-3)
-    assert {module.rank for module in found.modules} == {3, 5, 7}
+    result = extract(tmp_path / "full", base, tmp_path / "experts" / "extracted", max_error=1e-3)
+    assert {module.rank for module in result.modules} == {3, 5, 7}
     make_expert(base, tmp_path / "experts" / "math", seed=0)
     names, cache = ["extracted", "math+extracted"], tmp_path / "cache"
-    told = answers_in_process(base, tmp_path / "experts", cache, names=names, prompts=PROMPTS[:3], length=LENGTH)
-    answers = told["answers"]
+    outcome = answers_in_process(base, tmp_path / "experts", cache, names=names, prompts=PROMPTS[:3], length=LENGTH)
+    answers = outcome["answers"]
     plain = load(base)
     for prompt, alone, mixed in zip(PROMPTS, answers["extracted"], answers["math+extracted"], strict=False):
         assert alone["tokens"] == greedy(fine_tune, prompt)
@@ -64,12 +64,12 @@ def test_modules_trained_in_full_are_served_as_lora(served_base: Callable[[str],
                 torch.randn(rows, 4, generator=generator) @ torch.randn(4, columns, generator=generator) * 0.3
             )
     model.save_pretrained(tmp_path / "trained")
-    found = convert(tmp_path / "trained", tmp_path / "experts" / "lora", saved_rank=4)
-    assert found.worst.error < 1e-5
-    told = answers_in_process(
+    result = convert(tmp_path / "trained", tmp_path / "experts" / "lora", saved_rank=4)
+    assert result.worst.error < 1e-5
+    outcome = answers_in_process(
         base, tmp_path / "experts", tmp_path / "cache", names=["lora"], prompts=PROMPTS[:3], length=LENGTH
     )
     original = PeftModel.from_pretrained(load(base), tmp_path / "trained").eval()
-    tokens = [answer["tokens"] for answer in told["answers"]["lora"]]
+    tokens = [answer["tokens"] for answer in outcome["answers"]["lora"]]
     assert tokens == [greedy(original, prompt) for prompt in PROMPTS[:3]]
     assert tokens != [greedy(load(base), prompt) for prompt in PROMPTS[:3]]

@@ -21,15 +21,15 @@ def test_the_engine_answers_as_full_weights_do(
     architecture: str, served_base: Callable[[str], Path], pristine: Callable[[str], Path], tmp_path: Path
 ) -> None:
     base, experts = served_base(architecture), pristine(architecture)
-    found = answers_in_process(
+    result = answers_in_process(
         base, experts, tmp_path / "cache", names=COMPOSITIONS, prompts=PROMPTS[:3], length=LENGTH
     )
     reference = Reference(base, experts)
     worst = 0.0
     for name, zones in COMPOSITIONS.items():
-        if name in found["unloaded"]:
+        if name in result["unloaded"]:
             continue
-        for prompt, answer in zip(PROMPTS, found["answers"][name], strict=False):
+        for prompt, answer in zip(PROMPTS, result["answers"][name], strict=False):
             tokens, steps = reference.answer(zones, prompt, LENGTH)
             assert answer["tokens"] == tokens, name
             for told, expected in zip(answer["logprobs"], steps, strict=True):
@@ -38,11 +38,11 @@ def test_the_engine_answers_as_full_weights_do(
     assert worst < 1
     # vLLM's Qwen2 takes no LoRA on embeddings and head, and says so when it loads one.
     with_embeddings = {name for name in COMPOSITIONS if "code" in name}
-    assert found["unloaded"].keys() == (with_embeddings if architecture == "qwen2" else set())
-    assert all("received ['lm_head', " in reason for reason in found["unloaded"].values())
-    different = {json.dumps(answer) for answer in found["answers"].values()}
-    assert len(different) == len(COMPOSITIONS) - len(found["unloaded"])
-    kinds = {name: kind for name, (kind, _) in found["refused"].items()}
+    assert result["unloaded"].keys() == (with_embeddings if architecture == "qwen2" else set())
+    assert all("received ['lm_head', " in reason for reason in result["unloaded"].values())
+    different = {json.dumps(answer) for answer in result["answers"].values()}
+    assert len(different) == len(COMPOSITIONS) - len(result["unloaded"])
+    kinds = {name: kind for name, (kind, _) in result["refused"].items()}
     assert kinds == {
         "nosuch": "VLLMNotFoundError",
         "math+nosuch": "VLLMNotFoundError",
@@ -50,4 +50,4 @@ def test_the_engine_answers_as_full_weights_do(
         "math+swahili@bottom=99": "VLLMValidationError",
         "code+math@method=soup": "VLLMValidationError",
     }
-    assert "rank 24, and this server takes up to 16" in found["refused"]["code+math@method=soup"][1]
+    assert "rank 24, and this server takes up to 16" in result["refused"]["code+math@method=soup"][1]

@@ -102,7 +102,7 @@ def test_the_experts_are_listed_before_anybody_asks(server: Server, folder: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "told"),
+    ("name", "status", "expected"),
     [
         ("nosuch", 404, "there is no expert 'nosuch'. The experts here are: changing, code, fading, math"),
         ("math+nosuch", 404, "there is no expert 'nosuch'"),
@@ -121,10 +121,10 @@ def test_the_experts_are_listed_before_anybody_asks(server: Server, folder: Path
         ("mäth+swahili\x1b[31m", 400, "is not the short name of a composition"),
     ],
 )
-def test_bad_names_are_answered(server: Server, name: str, status: int, told: str) -> None:
-    found, answer = server.complete(name, PROMPTS[0], 2)
-    assert found == status
-    assert told in answer["error"]["message"]
+def test_bad_names_are_answered(server: Server, name: str, status: int, expected: str) -> None:
+    result, answer = server.complete(name, PROMPTS[0], 2)
+    assert result == status
+    assert expected in answer["error"]["message"]
     assert len(answer["error"]["message"]) < 1000
     assert "\x1b" not in answer["error"]["message"]
 
@@ -165,8 +165,8 @@ def test_it_says_ready_after_a_token_and_before_it_answers(server: Server) -> No
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/adapters"])
 def test_no_client_loads_from_a_path(server: Server, folder: Path, path: str) -> None:
     place = str(folder / "experts" / "math")
-    found, answer = server.post(path, {"lora_name": "mine", "lora_path": place, "name": "mine", "src": place})
-    assert found == 403
+    result, answer = server.post(path, {"lora_name": "mine", "lora_path": place, "name": "mine", "src": place})
+    assert result == 403
     assert "switched off" in answer["error"]["message"]
     assert "mine" not in {model["id"] for model in server.get("/v1/models")[1]["data"]}
 
@@ -178,15 +178,15 @@ def test_damaged_experts_are_told(server: Server, folder: Path, reference: Refer
     content = bytearray(sick.read_bytes())
     content[-4:] = b"\xff\xff\xff\x7f"  # a NaN
     sick.write_bytes(content)
-    for name, told in (("torn+swahili", "torn"), ("sick", "NaN"), ("math+sick@bottom=0,top=6", "NaN")):
-        found, answer = server.complete(name, PROMPTS[0], 2)
-        assert found == 400
-        assert told in answer["error"]["message"]
+    for name, expected in (("torn+swahili", "torn"), ("sick", "NaN"), ("math+sick@bottom=0,top=6", "NaN")):
+        result, answer = server.complete(name, PROMPTS[0], 2)
+        assert result == 400
+        assert expected in answer["error"]["message"]
         assert str(folder) not in answer["error"]["message"]
         assert str(folder) in server.log.read_text()  # the operator learns where
     shutil.rmtree(folder / "experts" / "fading")
-    found, answer = server.complete("fading", PROMPTS[0], 2)
-    assert found == 400
+    result, answer = server.complete("fading", PROMPTS[0], 2)
+    assert result == 400
     assert "does not exist" in answer["error"]["message"]
 
 

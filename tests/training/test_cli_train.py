@@ -46,18 +46,18 @@ def test_train_and_train_again(run: Run, recipe: Path, tmp_path: Path) -> None:
     other = run(
         "train", recipe, "--out-path", tmp_path / "other", "--seed", "3", "--json", "--set", "training.max_steps=3"
     )
-    told = json.loads(other.stdout)
-    assert told["path"] == str(tmp_path / "other")
-    assert (told["steps"], told["dry_run"], told["rows"]["train"]) == (3, False, 40)
+    output = json.loads(other.stdout)
+    assert output["path"] == str(tmp_path / "other")
+    assert (output["steps"], output["dry_run"], output["rows"]["train"]) == (3, False, 40)
     assert json.loads((tmp_path / "other" / "training.json").read_text())["recipe"]["training"]["data_seed"] == 3
 
 
 def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
-    told = json.loads(run("train", recipe, "--dry-run", "--json").stdout)
-    assert told["dry_run"] is True
-    assert told["steps"] == 5
-    assert told["tokens"] == 40 * 7
-    assert told["trainable_parameters"] == 4 * 6 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    output = json.loads(run("train", recipe, "--dry-run", "--json").stdout)
+    assert output["dry_run"] is True
+    assert output["steps"] == 5
+    assert output["tokens"] == 40 * 7
+    assert output["trainable_parameters"] == 4 * 6 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
     text = run("train", recipe, "--dry-run")
     assert "rows        40 for training" in text.stdout
     assert "nothing trained" in text.stderr
@@ -70,7 +70,7 @@ def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ("adapter.r=0", "adapter.r is 0"),
         ("adapter.rank=4", "adapter.rank is not a known key"),
@@ -80,10 +80,10 @@ def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
         ("nonsense", "is not key=value"),
     ],
 )
-def test_errors_are_one_line_with_a_mend(run: Run, recipe: Path, setting: str, told: str) -> None:
+def test_errors_are_one_line_with_a_mend(run: Run, recipe: Path, setting: str, message: str) -> None:
     result = run("train", recipe, "--set", setting)
     assert result.exit_code == 1
-    assert told in result.stderr
+    assert message in result.stderr
     assert result.stderr.startswith("Error: ")
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
@@ -103,5 +103,5 @@ def test_help_is_light() -> None:
         "heavy = {'torch', 'transformers', 'trl', 'datasets', 'pydantic', 'rich'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert COMMANDS["train"] in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert COMMANDS["train"] in process.stdout

@@ -68,8 +68,8 @@ def test_a_whole_model_is_written(tmp_path: Path, make_recipe: MakeRecipe, pico:
     assert expected.memory["training"] == 3 * 4 * numbers
     tokenizer = AutoTokenizer.from_pretrained(report.path)
     assert tokenizer("w1 w2")["input_ids"] == word_tokenizer()("w1 w2")["input_ids"]
-    told = json.loads((report.path / "training.json").read_text())
-    assert told["recipe"]["adapter"] == {
+    output = json.loads((report.path / "training.json").read_text())
+    assert output["recipe"]["adapter"] == {
         "method": "none", "layers": None, "partition": None, "side": None, "save_dtype": None
     }  # fmt: skip
     assert "Full-parameter expert for pico-llama" in (report.path / "README.md").read_text()

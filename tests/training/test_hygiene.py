@@ -195,13 +195,13 @@ MIXED = [
 
 def load(folder: Path, rows: list[dict[str, Any]], hygiene: Hygiene, **source: Any) -> tuple[SourceCounts, list[str]]:
     write_jsonl(folder / "rows.jsonl", rows)
-    found = DatasetSource(
+    result = DatasetSource(
         path="rows.jsonl", **({"prompt": "{q}", "completion": "{a}"} if not source.get("messages") else {}), **source
     )
     screen = Screen(hygiene, folder)
     chat: Any = lambda messages, **_: "".join(message["content"] for message in messages)  # noqa: E731
     [(counts, examples)] = load_rows(
-        [found], folder, seed=0, chat=chat, chat_prompts=False, separator=" ", screen=screen
+        [result], folder, seed=0, chat=chat, chat_prompts=False, separator=" ", screen=screen
     )
     return counts, [example.text for example in examples]
 

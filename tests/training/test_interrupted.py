@@ -126,9 +126,9 @@ def interrupted_run(recipe: TrainRecipe, out: Path, monkeypatch: pytest.MonkeyPa
     """A run that ends in step 5; its checkpoints after steps 2 and 4."""
     with cut_short(monkeypatch, 5, crash), pytest.raises(Crash):
         train(recipe, out_path=out)
-    found = sorted(out.with_name(f"{out.name}.checkpoints").glob("checkpoint-*"))
-    assert [path.name for path in found] == ["checkpoint-2", "checkpoint-4"]
-    return found
+    result = sorted(out.with_name(f"{out.name}.checkpoints").glob("checkpoint-*"))
+    assert [path.name for path in result] == ["checkpoint-2", "checkpoint-4"]
+    return result
 
 
 def truncate(file: Path) -> None:

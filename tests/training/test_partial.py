@@ -75,8 +75,8 @@ def test_only_the_sides_modules_get_an_adapter(tmp_path: Path, make_recipe: Make
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(recipe.base_model), report.path)
         adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if "lora_" in name}
         assert {name.removeprefix("base_model.model.") for name in adapted} == wanted
-        told = json.loads((report.path / "training.json").read_text())
-        assert told["recipe"]["adapter"]["partition"] == "A"
+        output = json.loads((report.path / "training.json").read_text())
+        assert output["recipe"]["adapter"]["partition"] == "A"
 
     # A layer swap with partial experts finds every module where it looks for it.
     composition = Composition(partition="A", task=("task",), language=("language",))
@@ -111,7 +111,7 @@ def test_slicing_afterwards_is_reverting(tmp_path: Path, make_recipe: MakeRecipe
 
 
 @pytest.mark.parametrize(
-    ("adapter", "told"),
+    ("adapter", "message"),
     [
         ({"partition": "A"}, "`partition` and `side` must be set together"),
         ({"side": "task"}, "`partition` and `side` must be set together"),
@@ -121,8 +121,8 @@ def test_slicing_afterwards_is_reverting(tmp_path: Path, make_recipe: MakeRecipe
         ({"method": "none", "r": 8}, "r can only be set for an adapter"),
     ],
 )
-def test_what_does_not_fit_is_refused(make_recipe: MakeRecipe, adapter: dict[str, Any], told: str) -> None:
-    with pytest.raises(FieldError, match=told):
+def test_what_does_not_fit_is_refused(make_recipe: MakeRecipe, adapter: dict[str, Any], message: str) -> None:
+    with pytest.raises(FieldError, match=message):
         make_recipe(adapter=adapter)
 
 

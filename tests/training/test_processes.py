@@ -58,29 +58,29 @@ def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRe
         alone[name] = train(recipe.model_copy(update={"training": twice}), out_path=tmp_path / f"{name}-alone")
     recipes["failing"] = failing
     (tmp_path / "recipes.json").write_text(json.dumps({name: r.model_dump() for name, r in recipes.items()}))
-    done = launch(HERE / "in_processes.py", tmp_path)
-    assert (tmp_path / "found-1.json").exists(), done.stderr
-    check_the_failure(done, tmp_path, failing)
+    completed = launch(HERE / "in_processes.py", tmp_path)
+    assert (tmp_path / "found-1.json").exists(), completed.stderr
+    check_the_failure(completed, tmp_path, failing)
 
     one, other = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1))
     for name, report in alone.items():
-        for found in (one[name], other[name]):
-            assert found["wrapper"] == "torch.nn.parallel.distributed.DistributedDataParallel"
-            assert found["processes"] == 2
-            assert found["losses"] == near([loss for _, loss in report.train_losses], depth=8 * LAYERS)
-            assert found["eval"] == near([loss for _, loss in report.eval_losses], depth=9 * LAYERS)
-            assert found["tokens"] == report.tokens
-            assert found["written"]  # no process returns before the output is there
+        for actual in (one[name], other[name]):
+            assert actual["wrapper"] == "torch.nn.parallel.distributed.DistributedDataParallel"
+            assert actual["processes"] == 2
+            assert actual["losses"] == near([loss for _, loss in report.train_losses], depth=8 * LAYERS)
+            assert actual["eval"] == near([loss for _, loss in report.eval_losses], depth=9 * LAYERS)
+            assert actual["tokens"] == report.tokens
+            assert actual["written"]  # no process returns before the output is there
         file = next(report.path.glob("*.safetensors")).name
         together, single = load_file(tmp_path / name / file), load_file(report.path / file)
         assert together.keys() == single.keys()
         for key, tensor in single.items():
             assert (together[key] - tensor).abs().max() < 0.02 * tensor.abs().max(), (name, key)
         # Each saw its own half of the rows.
-        mine, yours = (found[name]["steps"][0]["tokens"] for found in (one, other))
+        mine, yours = (actual[name]["steps"][0]["tokens"] for actual in (one, other))
         assert mine != yours
-    for found in (one, other):
-        for step, told in enumerate(found["turns"]["steps"]):
+    for actual in (one, other):
+        for step, told in enumerate(actual["turns"]["steps"]):
             language = step % 2 == 1
             adapters = {key for key in told["still"] if "lora_" in key}
             inactive = {key for key in adapters if is_language_in_a(key) != language}
@@ -95,8 +95,8 @@ def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRe
 def test_torchrun_runs_the_command(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(rows=echo_rows(32), training={"batch_size": 4}).model_dump(mode="json")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    done = launch("-m", "adapterswap", "train", tmp_path / "recipe.yaml", "-o", tmp_path / "expert", "--json")
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    assert (told["steps"], told["processes"], told["rows"]["train"]) == (4, 2, 32)
+    process = launch("-m", "adapterswap", "train", tmp_path / "recipe.yaml", "-o", tmp_path / "expert", "--json")
+    assert process.returncode == 0, process.stderr
+    output: dict[str, Any] = json.loads(process.stdout)
+    assert (output["steps"], output["processes"], output["rows"]["train"]) == (4, 2, 32)
     assert len(open_adapter(tmp_path / "expert").modules) == 6 * 7

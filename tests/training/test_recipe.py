@@ -69,7 +69,7 @@ validation: {rows: 1, fraction: 0.5}
 """
     with pytest.raises(AdapterswapError) as caught:
         read_train_recipe(_recipe(tmp_path, text))
-    told = str(caught.value)
+    message = str(caught.value)
     for expected in (
         "adapter.r is 0",
         "the range 5-2 runs backwards",
@@ -80,7 +80,7 @@ validation: {rows: 1, fraction: 0.5}
         "training.max_grad_norm is inf",
         "exactly one of `fraction`, `rows` and `datasets`",
     ):
-        assert expected in told
+        assert expected in message
     assert len(caught.value.problems) == 8
 
 

@@ -17,17 +17,17 @@ def rates(options: TrainingOptions, steps: int) -> list[float]:
     name, warmup, further = choose_schedule(options, steps)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=further)
-    found = []
+    result = []
     for _ in range(steps):
-        found.append(schedule.get_last_lr()[0])
+        result.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-    return found
+    return result
 
 
 def test_warmup_stable_decay() -> None:
-    found = rates(TrainingOptions(schedule="warmup_stable_decay", warmup=0.1, decay=0.4), 10)
-    assert found == pytest.approx([0, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+    result = rates(TrainingOptions(schedule="warmup_stable_decay", warmup=0.1, decay=0.4), 10)
+    assert result == pytest.approx([0, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
 def test_linear_constant_and_cosine() -> None:

@@ -117,10 +117,10 @@ def test_the_best_checkpoint_is_written_with_the_table_of_why(tmp_path: Path, se
     scores = {row.step: row.score for row in found.table}
     assert len(set(scores.values())) > 1
     assert list(found.kept) == sorted(scores, key=lambda step: (-scores[step], step))[:2]
-    told = described(report.path)["selection"]
-    assert told["kept"] == list(found.kept)
-    assert [row["step"] for row in told["table"]] == [2, 4, 6, 8, 10]
-    assert all(row["eval_loss"] is not None for row in told["table"])
+    result = described(report.path)["selection"]
+    assert result["kept"] == list(found.kept)
+    assert [row["step"] for row in result["table"]] == [2, 4, 6, 8, 10]
+    assert all(row["eval_loss"] is not None for row in result["table"])
     assert [step for step, _ in report.eval_losses] == [2, 4, 6, 8, 10]
     card = (report.path / "README.md").read_text()
     assert f"These are the weights after step {found.kept[0]}, the best of the checkpoints by pico_last:" in card
@@ -187,12 +187,12 @@ def test_a_whole_model_is_chosen_too(tmp_path: Path, selecting: MakeRecipe) -> N
 def test_resuming_measures_nothing_twice(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
     recipe = selecting(validation={"rows": 8}, keep_best=2)
     unbroken = train(recipe, out_path=tmp_path / "unbroken", progress=False)
-    asked: list[int] = []
+    requested: list[int] = []
     real = judging.evaluate
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        asked.append(1)
-        if len(asked) == 3:
+        requested.append(1)
+        if len(requested) == 3:
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
@@ -201,7 +201,7 @@ def test_resuming_measures_nothing_twice(tmp_path: Path, selecting: MakeRecipe, 
         train(recipe, out_path=tmp_path / "expert", progress=False)
     resumed = train(recipe, out_path=tmp_path / "expert", resume=True, progress=False)
     assert resumed.resumed_from == 6
-    assert len(asked) == 6  # at 2, 4, broken off at 6; again at 6, at 8 and 10
+    assert len(requested) == 6  # at 2, 4, broken off at 6; again at 6, at 8 and 10
     assert resumed.selection == unbroken.selection
     for name in ("adapter_model.safetensors", "training.json", "README.md"):
         assert (tmp_path / "expert" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
@@ -350,9 +350,9 @@ def test_the_command_line_tells_of_it(tmp_path: Path, selecting: MakeRecipe, run
     assert shown.exit_code == 0, shown.stderr
     assert "selection   2 checkpoints to evaluate, 290 documents in " in shown.stdout
     assert "selection by mgsm_direct_sw: the second paper found maths in the target language a weaker" in shown.stderr
-    told = run("train", path, "-o", tmp_path / "expert")
-    assert told.exit_code == 0, told.stderr
-    rows = [line for line in told.stdout.splitlines() if line.startswith("checkpoint  ")]
+    result = run("train", path, "-o", tmp_path / "expert")
+    assert result.exit_code == 0, result.stderr
+    rows = [line for line in result.stdout.splitlines() if line.startswith("checkpoint  ")]
     assert len(rows) == 2
     assert sorted(row.rpartition(", ")[2] for row in rows) == ["kept", "written"]
     assert all("(pico_last 0." in row for row in rows)
@@ -427,9 +427,9 @@ def test_code_of_a_task_needs_trust(
     file, command = tmp_path / "coded.recipe.yaml", ("-o", tmp_path / "out", "--device", "cpu")
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
     for call in (lambda: estimate(recipe), lambda: train(recipe, out_path=tmp_path / "out")):
-        with pytest.raises(AdapterswapError) as found:
+        with pytest.raises(AdapterswapError) as result:
             call()
-        assert all("trust_task_code" in problem.remedy for problem in found.value.problems)
+        assert all("trust_task_code" in problem.remedy for problem in result.value.problems)
     for options in (["--dry-run"], []):
         refused = run("train", file, *command, *options)
         assert refused.exit_code == 1

@@ -84,8 +84,8 @@ def test_an_expert_is_learned_and_peft_loads_it(tmp_path: Path, make_recipe: Mak
     inputs = word_tokenizer()([row["question"] for row in rows], return_tensors="pt")
     inputs.pop("token_type_ids", None)
     answers = model.generate(**inputs, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=1)[:, -2:]
-    told = word_tokenizer().batch_decode(answers, skip_special_tokens=True)
-    assert sum(answer.split()[:1] == [row["answer"]] for answer, row in zip(told, rows, strict=True)) >= 8
+    result = word_tokenizer().batch_decode(answers, skip_special_tokens=True)
+    assert sum(answer.split()[:1] == [row["answer"]] for answer, row in zip(result, rows, strict=True)) >= 8
 
 
 def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
@@ -191,10 +191,10 @@ def test_dropped_rows_are_counted_and_written_down(tmp_path: Path, make_recipe: 
     report = train(make_recipe(rows=rows, training={"max_steps": 1}), out_path=tmp_path / "expert")
     assert (report.rows.train, report.rows.cut_off, report.rows.empty, report.rows.longest) == (16, 3, 1, 43)
     assert len(report.rows.notes()) == 2
-    told = described(report.path)
-    assert told["rows"]["cut_off"] == 3
-    assert told["rows"]["sources"][0]["read"] == 20
-    assert told["recipe"]["datasets"][0]["path"] == "rows.jsonl"
+    result = described(report.path)
+    assert result["rows"]["cut_off"] == 3
+    assert result["rows"]["sources"][0]["read"] == 20
+    assert result["recipe"]["datasets"][0]["path"] == "rows.jsonl"
 
 
 def test_packing_computes_the_same_loss(tmp_path: Path, make_recipe: MakeRecipe) -> None:
@@ -319,10 +319,10 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(make_recipe: Ma
         model.base_model.model.model(input_ids=torch.zeros(4, 64, dtype=torch.long), use_cache=False)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     recipe = make_recipe(training={"batch_size": 4, "gradient_checkpointing": checkpointing})
-    told = memory(config, recipe, 0, 0, dtype="float32", longest=64)["activations"]
+    result = memory(config, recipe, 0, 0, dtype="float32", longest=64)["activations"]
     # With checkpointing the estimate holds one layer recomputed in the backward pass, which the hook does not see.
     layer = 4 * 64 * 4 * (8 * 256 + 4 * 688) if checkpointing else 0
-    assert told == pytest.approx(measured + layer, rel=0.15)
+    assert result == pytest.approx(measured + layer, rel=0.15)
 
 
 def test_a_run_leaves_the_process_as_it_was(tmp_path: Path, make_recipe: MakeRecipe, capfd: Any) -> None:

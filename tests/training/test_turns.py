@@ -165,7 +165,7 @@ def test_packed_sequences_hold_rows_of_one_side(tmp_path: Path, make_recipe: Mak
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"one": True}, "both task and language"),
         ({"without": True}, "set `side` for each"),
@@ -176,14 +176,14 @@ def test_packed_sequences_hold_rows_of_one_side(tmp_path: Path, make_recipe: Mak
     ],
 )
 def test_what_does_not_fit_is_refused(
-    tmp_path: Path, make_recipe: MakeRecipe, changes: dict[str, Any], told: str
+    tmp_path: Path, make_recipe: MakeRecipe, changes: dict[str, Any], message: str
 ) -> None:
     sources = two_sides(tmp_path)
     if changes.pop("one", False):
         sources = sources[:1]
     if changes.pop("without", False):
         del sources[1]["side"]
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         make_recipe(**({"datasets": sources, "simultaneous": {"partition": "A"}} | changes))
 
 
