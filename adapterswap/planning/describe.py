@@ -207,8 +207,8 @@ def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
 def unknown_keys(experts: Mapping[str, Adapter]) -> list[str]:
     """A line for each expert whose config has keys that PEFT does not know."""
     return [
-        f"Warning: {name}: adapter_config.json has {', '.join(adapter.config.unknown)}, which PEFT does not know; "
-        "PEFT ignores it, and so does the result"
+        f"Warning: {name}: adapter_config.json has {printable(', '.join(adapter.config.unknown))}, which PEFT does "
+        "not know; PEFT ignores it, and so does the result"
         for name, adapter in experts.items()
         if adapter.config.unknown
     ]
