@@ -108,17 +108,9 @@ def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds
 
 @pytest.mark.slow
 def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callable[..., Result]) -> None:
-    requested = [
-        *EVALUATE,
-        "--base-model",
-        folder / "model",
-        "--tasks",
-        "mgsm_direct_sw,xcopa_val_sw",
-        "--batch-size",
-        2,
-    ]
-    alone = run(*requested, "-o", folder / "alone", "--json")
-    process = launch("-m", "adapterswap", *requested, "-o", folder / "together", "--json")
+    command = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw,xcopa_val_sw", "--batch-size", 2]
+    alone = run(*command, "-o", folder / "alone", "--json")
+    process = launch("-m", "adapterswap", *command, "-o", folder / "together", "--json")
     assert process.returncode == 0, process.stderr
     output = json.loads(process.stdout)
     assert output == json.loads(alone.stdout) | {"out_path": str(folder / "together")}
