@@ -1,4 +1,4 @@
-"""What is read of an adapter, against PEFT's own resolution and safetensors' own loader; and what reading may cost."""
+"""Reading adapters, against PEFT's resolution of patterns and safetensors' loader; and the cost of reading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"q_proj": 3, r".*\.(0|1)\.mlp\..*": 5},
         "alpha_pattern": {r"^model\.layers\.\d+\.mlp.*": 7},
     },
-    # Keys that overlap: PEFT sorts them when it saves, so only the file's order counts.
+    # Overlapping keys: PEFT sorts them when it saves, so the order in the file decides.
     "overlap": {"alpha_pattern": {"layers.1.*": 1, ".*v_proj": 2, "model.layers.2.self_attn.k_proj": 3, "k_proj": 4}},
     "some layers": {"layers_to_transform": [0, 5], "target_modules": ["v_proj"]},
     "head": {"target_modules": ["embed_tokens", "lm_head", "o_proj"], "alpha_pattern": {"lm_head": 2.5}},
@@ -44,7 +44,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", EXPERTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_modules_are_those_of_peft(
+def test_modules_match_peft(
     options: str, dtype: torch.dtype, base: Callable[[str], Path], expert: Callable[..., Path]
 ) -> None:
     folder = expert(seed=1, dtype=dtype, **EXPERTS[options])
@@ -73,7 +73,7 @@ def test_modules_are_those_of_peft(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "neox"])
-def test_byte_ranges_are_those_of_safetensors(architecture: str, expert: Callable[..., Path]) -> None:
+def test_byte_ranges_match_safetensors(architecture: str, expert: Callable[..., Path]) -> None:
     folder = expert(architecture, seed=1, dtype=torch.bfloat16)
     raw = (folder / WEIGHTS).read_bytes()
     header = read_header(folder / WEIGHTS)
@@ -85,7 +85,7 @@ def test_byte_ranges_are_those_of_safetensors(architecture: str, expert: Callabl
             assert raw[place.start : place.stop] == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_a_header_that_is_written_is_read_alike(tmp_path: Path) -> None:
+def test_a_written_header_is_read_back(tmp_path: Path) -> None:
     specs = [("b", "F16", (3, 5)), ("ä", "F32", (2, 0)), ("a", "BF16", ()), ("c", "F32", (7,)), ("d", "I8", (3,))]
     header, places = header_bytes(specs)
     size = max(place.stop for place in places.values())
@@ -98,7 +98,7 @@ def test_a_header_that_is_written_is_read_alike(tmp_path: Path) -> None:
         }
 
 
-def test_odd_but_sound_files(tmp_path: Path) -> None:
+def test_unusual_but_valid_files(tmp_path: Path) -> None:
     """Tensors in any order, other metadata or none, spaces after the header, mixed dtypes."""
     first, second = tensors(), tensors(seed=1, dtype="F16")
     name = next(iter(first))
@@ -117,8 +117,8 @@ def test_odd_but_sound_files(tmp_path: Path) -> None:
         assert opened.modules["model.layers.0.self_attn.q_proj"].dtype == "F32"
 
 
-def test_defaults_are_those_of_peft(tmp_path: Path) -> None:
-    """A config may hold little; null is a value only where PEFT takes it (see test_peft_defaults)."""
+def test_defaults_match_peft(tmp_path: Path) -> None:
+    """A config may omit most keys; null is valid only where PEFT accepts it (see test_peft_defaults)."""
     for content in ({"peft_type": "LORA"}, {"peft_type": "LORA", **dict.fromkeys(["use_rslora", "fan_in_fan_out"])}):
         (tmp_path / CONFIG).write_text(json.dumps(content))
         read = read_adapter_config(tmp_path / CONFIG)
@@ -127,12 +127,12 @@ def test_defaults_are_those_of_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_inits_that_leave_the_base_alone(init: Any, tmp_path: Path) -> None:
+def test_inits_that_do_not_change_the_base(init: Any, tmp_path: Path) -> None:
     adapter(tmp_path, None, config(init_lora_weights=init, eva_config={"rho": 2}, unknown_but_off=None))
     assert len(open_adapter(tmp_path).modules) == 8
 
 
-def test_a_file_that_is_written_to_while_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     folder = adapter(tmp_path)
     header = read_header(folder / WEIGHTS)
     with open_tensors(header) as file:
@@ -184,7 +184,7 @@ REAL_PATTERNS = [
 
 
 def test_patterns_of_real_adapters_are_not_refused() -> None:
-    """For 126 layers of an 405B model, and for 48 layers of 128 experts; resolved in a time nobody notices."""
+    """For 126 layers of a 405B model, and for 48 layers of 128 experts; resolved quickly."""
     dense = [
         f"model.layers.{layer}.{part}"
         for layer in range(126)
@@ -207,7 +207,7 @@ def test_patterns_of_real_adapters_are_not_refused() -> None:
     [r"(a+)+$x", r"(.*)*x", r"(.*a){20}x", r"(\w+\s?)*x", ".*" * 9 + "x", "(a?){60}x", "a?" * 60 + "x", r"(?=(a+)+x)",
      r"(?>(a|a)*)x", r"((a{0,8}){0,8}){0,8}x"],
 )  # fmt: skip
-def test_patterns_on_which_re_would_never_end_are_resolved(key: str) -> None:
+def test_patterns_that_are_too_slow_for_re_are_resolved(key: str) -> None:
     start = time.process_time()
     patterns = Patterns({key: 1})
     patterns.check(["a" * 60 + str(number) for number in range(100)])
@@ -216,7 +216,7 @@ def test_patterns_on_which_re_would_never_end_are_resolved(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [r"(a|aa)+x", "(?:.|..)+[xyz]", "(" * 50 + "a*" + ")*" * 50])
-def test_patterns_that_never_end_are_refused_in_time(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_that_take_too_long_are_refused_in_time(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapterswap.experts.patterns._SECONDS", 0.5)
     start = time.process_time()
     with pytest.raises(ValueError, match="takes too long"):
@@ -224,9 +224,9 @@ def test_patterns_that_never_end_are_refused_in_time(key: str, monkeypatch: pyte
     assert time.process_time() - start < 5
 
 
-def test_time_is_counted_over_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_covers_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapterswap.experts.patterns._SECONDS", 0)
-    Patterns({"a.b": 1}).check(["a.b"])  # a plain name is not tried as a regex
+    Patterns({"a.b": 1}).check(["a.b"])  # a plain name is not matched as a regex
     with pytest.raises(ValueError, match="takes too long"):
         Patterns({"a.*": 1}).check(["a.b"])
 
@@ -264,8 +264,8 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_memory_grows_with_the_file_alone(bomb: str, tmp_path: Path) -> None:
-    """A quarter of a megabyte that unfolds in memory, as header and as config; at most 60 bytes for each of theirs."""
+def test_memory_grows_only_with_the_file(bomb: str, tmp_path: Path) -> None:
+    """A quarter of a megabyte that expands in memory as header and as config; at most 60 bytes per byte of the file."""
     raw = BOMBS[bomb]
     adapter(tmp_path)
     for damage in ((tmp_path / CONFIG, raw), (tmp_path / WEIGHTS, file_bytes(raw, b""))):
@@ -281,15 +281,15 @@ def test_memory_grows_with_the_file_alone(bomb: str, tmp_path: Path) -> None:
         damage[0].write_bytes(kept)
 
 
-def test_a_header_larger_than_any_adapter_needs(tmp_path: Path) -> None:
+def test_an_oversized_header_is_refused(tmp_path: Path) -> None:
     adapter(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(file_bytes(b" " * (32 * 2**20 + 8), b""))
     with refused(ExpertError, match="its header claims 33554440 bytes"):
         open_adapter(tmp_path)
 
 
-def test_names_of_many_parts_take_no_time(tmp_path: Path) -> None:
-    """A careless regex for the layers would try every way to split them."""
+def test_names_of_many_parts_are_read_quickly(tmp_path: Path) -> None:
+    """A careless regex for layers would try every way to split such a name."""
     name = ".".join(["abcdefgh"] * 40)
     content = {key.replace("model.layers.0", name): tensor for key, tensor in tensors().items()}
     start = time.process_time()

@@ -1,4 +1,4 @@
-"""What an adapter can hold: other families, towers, experts inside layers, tied embeddings; and hot swaps."""
+"""Adapters of other families, with towers, experts inside layers and tied embeddings; and hot swaps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def random_expert(base: Path, out: Path, *, seed: int, **options: Any) -> Path:
         if "lora_" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`")  # PEFT tells of what it does
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`")  # PEFT reports what it saves
         model.save_pretrained(out)
     return out
 
@@ -96,7 +96,7 @@ def test_more_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_as_peft_saves_them(tied: bool, tmp_path: Path) -> None:
-    """PEFT writes a copy of the base's embedding beside its LoRA; the composition carries it along."""
+    """PEFT saves a copy of the base's embedding with its LoRA; the composition keeps it."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
@@ -126,7 +126,7 @@ def test_embeddings_as_peft_saves_them(tied: bool, tmp_path: Path) -> None:
 
 
 def test_a_multimodal_models_language_layers(tmp_path: Path) -> None:
-    """A vision tower has layers of its own: they are no layers here, and are averaged like embeddings."""
+    """The layers of a vision tower do not count as layers here; they are averaged like embeddings."""
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(
             hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
@@ -197,7 +197,7 @@ def test_experts_inside_layers_are_of_that_layer(tmp_path: Path) -> None:
         ("model.embed_tokens", None, "other"),
     ],
 )
-def test_names_tell_layer_and_kind(name: str, layer: int | None, kind: str) -> None:
+def test_layer_and_kind_follow_from_the_name(name: str, layer: int | None, kind: str) -> None:
     container = layer_container([name])
     assert (layer_of(name, container), kind_of(name)) == (layer, kind)
 

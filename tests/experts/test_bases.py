@@ -1,4 +1,4 @@
-"""The base that experts name: its depth and its revision are checked, and what cannot be checked is reported."""
+"""The base that experts name: its depth and revision are checked, or a note says that they could not be."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG, RECORD = "adapter_config.json", "adapterswap.json"
 
 @pytest.fixture
 def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], None]:
-    """`hub_base(6, "main")` puts a config of 6 layers into an otherwise empty cache of the Hub, as `org/base`."""
+    """`hub_base(6, "main")` puts a config of 6 layers into an otherwise empty Hub cache, as `org/base`."""
     cache = tmp_path / "cache"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
@@ -62,7 +62,7 @@ def commands(math: Path, swahili: Path, out: Path) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("name", ["compose", "merge", "slice", "suggest", "evaluate"])
-def test_a_depth_that_is_not_the_bases_is_refused(
+def test_a_depth_other_than_the_bases_is_refused(
     name: str, run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
     result = run(*commands(math, swahili, tmp_path / "out")[name])
@@ -72,7 +72,7 @@ def test_a_depth_that_is_not_the_bases_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_depth_that_is_not_the_bases_is_refused_in_python(
+def test_a_depth_other_than_the_bases_is_refused_in_python(
     math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with refused(CompositionError, "num_layers", match="num_layers is 32"):
@@ -90,7 +90,7 @@ def test_a_depth_that_is_not_the_bases_is_refused_in_python(
         verify(out, dict(zip(record["experts"], (math, swahili), strict=True)))
 
 
-def test_the_declared_base_has_the_last_word(
+def test_the_declared_base_decides_the_depth(
     math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     away = [deep(expert, tmp_path / expert.name, "org/base") for expert in (math, swahili)]
@@ -101,10 +101,10 @@ def test_the_declared_base_has_the_last_word(
 
 
 @pytest.mark.parametrize("revision", [None, "v2"])
-def test_a_base_in_the_hubs_cache_is_looked_at_without_network(
+def test_a_base_in_the_hub_cache_is_read_offline(
     revision: str | None, hub_base: Callable[[int, str], None], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    """At the revision that the experts name."""
+    """The config is read at the revision that the experts name."""
     hub_base(9, "v2" if revision is None else "main")
     away = [deep(expert, tmp_path / expert.name, "org/base", revision=revision) for expert in (math, swahili)]
     assert len(adapterswap.layer_swap(*away, num_layers=8).notes) == 1
@@ -138,13 +138,13 @@ def test_two_revisions_of_the_base_are_an_error(math: Path, swahili: Path, tmp_p
     for pair in ((one, other), (one, default)):
         with refused(ExpertError, match="revision"):
             adapterswap.layer_swap(*pair, num_layers=6)
-    adapterswap.layer_swap(main, default, num_layers=6)  # the default revision, said or not
+    adapterswap.layer_swap(main, default, num_layers=6)  # the default revision, named or not
 
 
 @pytest.mark.parametrize(
     ("declared", "written"), [("org/base", None), ("org/base@b2", "b2"), ("org/base@refs/pr/3", "refs/pr/3")]
 )
-def test_a_declared_revision_is_written_and_the_experts_own_are_recorded(
+def test_a_declared_revision_is_written_and_the_experts_revisions_are_recorded(
     declared: str, written: str | None, math: Path, swahili: Path, tmp_path: Path
 ) -> None:
     experts = {
@@ -161,7 +161,7 @@ def test_a_declared_revision_is_written_and_the_experts_own_are_recorded(
     assert verify(out, experts).equal
 
 
-def test_experts_of_two_bases_are_recorded_and_warned_of(
+def test_experts_of_two_bases_are_recorded_with_a_warning(
     run: Callable[..., Result], math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     experts = {
@@ -197,7 +197,7 @@ def test_a_merge_opens_the_base_at_the_experts_revision(
     assert plan.base_reference == "org/base@v2"
 
 
-def test_one_folder_under_two_names_is_one_base(
+def test_one_base_folder_under_two_names_is_one_base(
     math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     other = tmp_path / "link"
@@ -223,7 +223,7 @@ def test_full_checkpoints_without_a_depth_in_their_config(base: Callable[[str], 
 def test_evaluate_compares_the_depth_with_the_base_that_it_loads(
     math: Path, swahili: Path, base: Callable[[str], Path]
 ) -> None:
-    """A base that was not on this machine when the composition was planned."""
+    """The base was not available locally when the composition was planned."""
     source = Source(base("llama"), "llama")
     opened = Base("org/base", source, transformers.AutoConfig.from_pretrained(base("llama")), None)
     plan = adapterswap.layer_swap(math, swahili)

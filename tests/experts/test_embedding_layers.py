@@ -1,4 +1,4 @@
-"""Embeddings and heads as PEFT saves them beside a LoRA (`save_embedding_layers`): what opens, that remedies work."""
+"""Embeddings and heads that PEFT saves with a LoRA (`save_embedding_layers`): what opens, and that remedies work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Save = Callable[..., Path]
 
 @pytest.fixture
 def save(base: Callable[[str], Path], tmp_path: Path) -> Save:
-    """`save(False, target_modules=…)`: a random LoRA that PEFT saves; trained embeddings and heads where asked for."""
+    """`save(False, target_modules=…)`: a random LoRA saved by PEFT, optionally with trained embeddings and heads."""
 
     def make(save_embedding_layers: bool | str, *, trained: bool = False, **options: Any) -> Path:
         model = get_peft_model(load_base(base("llama")), LoraConfig(r=2, task_type="CAUSAL_LM", **options))
@@ -35,7 +35,7 @@ def save(base: Callable[[str], Path], tmp_path: Path) -> Save:
             if "lora_" in name or "modules_to_save" in name or (trained and whole):
                 parameter.data += torch.randn_like(parameter) * 0.05
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT tells of what it does
+            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT reports what it saves
             model.save_pretrained(tmp_path / "adapter", save_embedding_layers=save_embedding_layers)
         return tmp_path / "adapter"
 
@@ -58,7 +58,7 @@ def answers(base: Path, adapter: Path) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_what_peft_saves_by_itself_opens(targets: Any, how: Any, copies: list[str], save: Save) -> None:
+def test_adapters_as_peft_saves_them_open(targets: Any, how: Any, copies: list[str], save: Save) -> None:
     opened = adapterswap.open_adapter(save(how, target_modules=targets))
     assert [module.name for module in opened.modules.values() if module.base is not None] == copies
     assert not opened.saved
@@ -77,7 +77,7 @@ def test_what_peft_saves_by_itself_opens(targets: Any, how: Any, copies: list[st
 def test_whole_weights_count_as_modules_held_in_full(
     options: dict[str, Any], whole: list[str], trained: bool, save: Save, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """PEFT puts them over the base's own weights; as modules_to_save they give the same answers and leave it alone."""
+    """PEFT overwrites the base's weights with them; as modules_to_save they answer alike and leave the base alone."""
     folder = save(True, trained=trained, **options)
     opened = adapterswap.open_adapter(folder)
     assert list(opened.saved) == whole
@@ -89,7 +89,7 @@ def test_whole_weights_count_as_modules_held_in_full(
 
 
 def test_other_whole_weights_are_refused(save: Save) -> None:
-    """Which of the weights of the base PEFT would put it over, nothing in the adapter says."""
+    """The adapter does not say which of the base's weights PEFT would overwrite."""
     folder = save(False, target_modules=["q_proj"])
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors["base_model.model.model.norm.weight"] = torch.ones(32)

@@ -1,4 +1,4 @@
-"""Uploading through huggingface_hub, to a Hub that is a small server on this machine."""
+"""Uploading through huggingface_hub to a small local server in place of the Hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adapterswap.experts.publishing import check_repository
 
 
 class Hub(ThreadingHTTPServer):
-    """Takes new repositories, branches and commits as the Hub's API describes them, and remembers them."""
+    """Accepts repositories, branches and commits as the Hub's API does, and records them."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -94,7 +94,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def online(hub: Hub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`online("compose", …)` runs the command line in a process of its own, whose Hub is `hub`."""
+    """`online("compose", …)` runs the command line in a separate process, whose Hub is `hub`."""
 
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_test"}
@@ -112,7 +112,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_upload_holds_what_was_written(hub: Hub, online: Online, math: Path, swahili: Path, tmp_path: Path) -> None:
+def test_an_upload_contains_the_written_files(
+    hub: Hub, online: Online, math: Path, swahili: Path, tmp_path: Path
+) -> None:
     result = online("compose", "-t", math, "-l", swahili, "--bottom", "1", "-o", tmp_path / "out")
     assert result.returncode == 0, result.stderr
     assert "uploaded: http://127.0.0.1" in result.stderr
@@ -156,7 +158,7 @@ def test_nothing_private_goes_to_a_public_repository(hub: Hub, online: Online, m
     assert (tmp_path / "out" / "README.md").exists()
 
 
-def test_an_upload_is_checked_before_the_work(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+def test_an_upload_is_checked_before_composing(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
     without = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private")
     assert without.exit_code == 2
     odd = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--push-to-hub", "a/b/c")
@@ -168,7 +170,7 @@ def test_an_upload_is_checked_before_the_work(run: Callable[..., Result], math: 
     assert caught.value.parameter == "push_to_hub"
 
 
-def test_offline_is_not_a_matter_of_logging_in(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+def test_offline_errors_do_not_suggest_logging_in(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
     """The whole suite runs with HF_HUB_OFFLINE=1."""
     pushed = run("compose", "-t", math, "-l", "base", "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
     opened = run("inspect", "org/absent")

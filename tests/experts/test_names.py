@@ -97,7 +97,7 @@ OTHER_NAMES: dict[str, tuple[dict[str, Any], Callable[[str], str]]] = {
 def test_two_names_of_one_module_are_one_module(
     case: str, method: str, expert: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The base says what its modules are called; the result is that of experts under those names, byte for byte."""
+    """The base decides the names; the result equals, byte for byte, that of experts with those names."""
     options, rename = OTHER_NAMES[case]
     keep = lambda key: ".base_layer." not in key  # noqa: E731
     one, two = (rewritten(expert(seed=seed, **options), tmp_path / f"{seed}", keep=keep) for seed in (1, 2))
@@ -117,7 +117,7 @@ def test_two_names_of_one_module_are_one_module(
 def test_two_names_of_one_module_are_refused_without_the_base(
     case: str, expert: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Otherwise the result would hold half of either expert, under names of which PEFT loads one."""
+    """Otherwise the result would hold half of each expert, and PEFT would load only one of the two names."""
     options, rename = OTHER_NAMES[case]
     keep = lambda key: ".base_layer." not in key  # noqa: E731
     source = expert(seed=1, **options)
@@ -148,7 +148,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", TARGETS)
-def test_targets_are_those_of_peft(case: str, math: Path) -> None:
+def test_targets_match_peft(case: str, math: Path) -> None:
     config = json.loads((math / CONFIG).read_text()) | TARGETS[case]
     names = sorted(adapterswap.open_adapter(math).modules)
     by_peft = LoraConfig(**{key: config.get(key) for key in ("target_modules", *TARGETS[case])})
@@ -159,7 +159,7 @@ def test_targets_are_those_of_peft(case: str, math: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["layers", "names", "a regex", "excluded names"])
-def test_what_the_config_excludes_is_not_composed(
+def test_excluded_modules_are_not_composed(
     case: str, base: Callable[[str], Path], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
     narrowed = rewritten(math, tmp_path / "narrowed", **TARGETS[case])
@@ -238,7 +238,7 @@ def deltas(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
 def test_blocks_of_a_vision_tower_are_not_layers(
     llava: Path, llava_expert: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """One expert with LoRA in the tower only, one in the language model only: in either order the tower is averaged."""
+    """One expert has LoRA only in the tower, the other only in the language model; either way the tower is averaged."""
     seeing = llava_expert(1, r".*vision_tower.*\.(q|v)_proj")
     reading = llava_expert(2, r".*language_model.*\.(q|v)_proj")
     assert adapterswap.open_adapter(seeing).container is None
@@ -288,7 +288,7 @@ def test_the_language_models_list_of_layers(names: list[str], container: str | N
         ("model.layers.0.mlp_block.gate_proj", "mlp"),
     ],
 )
-def test_blocks_of_several_kinds_are_told_apart_by_their_projections(name: str, kind: str) -> None:
+def test_blocks_of_several_kinds_are_distinguished_by_their_projections(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
@@ -393,8 +393,8 @@ def fused(base: Path, experts: Mapping[str, tuple[Path, float]], weights: Mappin
 
 @pytest.mark.parametrize("layout", ["exact", "portable"])
 @pytest.mark.parametrize("case", ["ranks", "alphas", "rslora", "reset"])
-def test_fused_experts_get_every_experts_own_change(case: str, layout: Any, moe: Path, tmp_path: Path) -> None:
-    """PEFT gives fused experts one rank and one alpha; the result must hold with different ones too."""
+def test_fused_experts_get_the_change_of_each_expert(case: str, layout: Any, moe: Path, tmp_path: Path) -> None:
+    """PEFT gives fused experts one rank and one alpha; the result must also be right with different ones."""
     options = {"ranks": ((2, 3), (4, 6), False), "alphas": ((2, 2), (4, 10), False), "rslora": ((2, 3), (4, 5), True)}
     ranks, alphas, rslora = options.get(case, ((2, 2), (4, 4), False))
     scales = [alpha / (rank**0.5 if rslora else rank) for rank, alpha in zip(ranks, alphas, strict=True)]
@@ -438,8 +438,8 @@ def test_what_peft_cannot_fuse_is_refused(case: str, moe: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "name", ["a|b", "*bold*", "[x](javascript:y)", "<b>x</b>", "__x__", "`x`", "a\\b", "~~x~~", "&amp;", "snake_case"]
 )
-def test_names_in_a_model_card_are_no_markup(name: str, math: Path, swahili: Path, tmp_path: Path) -> None:
-    """Read as CommonMark with tables, the heading and the table hold the names as they are."""
+def test_names_in_a_model_card_are_escaped(name: str, math: Path, swahili: Path, tmp_path: Path) -> None:
+    """Rendered as CommonMark with tables, the heading and the table show the names unchanged."""
     markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
     experts = {name: adapterswap.open_adapter(math), "swahili": adapterswap.open_adapter(swahili)}
     composition = adapterswap.Composition.model_validate({"allocation": [{"blend": {name: 1, "swahili": 1}}]})

@@ -1,8 +1,8 @@
-"""Forty ways to name the modules of eight architectures: each is exact, or refused by name; none is guessed.
+"""Forty ways to name the modules of eight architectures: each is exact or refused by name, and none is guessed.
 
-An expert is renamed as another tool, class of model or version of transformers would have named it, or as nothing
-would, and averaged with one under the base's own names. The result has to be that of the expert before it was renamed,
-byte for byte; tests/matrix compares such results with PEFT and plain torch.
+An expert is renamed as another tool, model class or version of transformers would name it, or to an invalid name, and
+averaged with one under the base's names. The result must equal that of the expert before renaming, byte for byte;
+tests/matrix compares such results with PEFT and plain torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "b
 
 NAMES = ("llama", "gpt2", "mixtral", "qwen3_moe", "nemotron_h", "gemma3", "qwen2_vl", "smolvlm")
 
-# What is before the language model's layers in each, in memory.
+# The prefix of the language model's layers in memory.
 ROOTS = {
     "llama": "model", "gpt2": "transformer", "mixtral": "model", "qwen3_moe": "model", "nemotron_h": "model",
     "gemma3": "model.language_model", "qwen2_vl": "model.language_model", "smolvlm": "model.text_model",
@@ -39,7 +39,7 @@ Rename = Callable[[str], str]
 
 
 def at_root(new: str) -> Callable[[str], Rename]:
-    """The language model under another prefix; what is beside it keeps its name."""
+    """Rename the prefix of the language model; other modules keep their names."""
 
     def variant(architecture: str) -> Rename:
         root = f"{ROOTS[architecture]}."
@@ -50,7 +50,7 @@ def at_root(new: str) -> Callable[[str], Rename]:
 
 
 def older(architecture: str) -> Rename:
-    """As transformers 4 named it, by the matrix's own table."""
+    """The name in transformers 4, from the matrix's table."""
     rules = ARCHITECTURES[architecture].v4
     if architecture == "mixtral":
         rules = ((r"\.mlp\.", ".block_sparse_moe."),)
@@ -143,7 +143,7 @@ def random_factors(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str
 
 
 def write(folder: Path, tensors: Mapping[str, np.ndarray], base: Path) -> Path:
-    """An adapter; the ends of the names are its targets, as most are saved."""
+    """An adapter; its targets are the last parts of the names, as in most saved adapters."""
     folder.mkdir(parents=True)
     save_file(dict(tensors), folder / WEIGHTS)
     modules = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
@@ -154,7 +154,7 @@ def write(folder: Path, tensors: Mapping[str, np.ndarray], base: Path) -> Path:
 
 
 class World:
-    """A base that is a config alone, and two experts under its own names."""
+    """A base that is only a config, and two experts under its names."""
 
     def __init__(self, name: str, folder: Path) -> None:
         architecture = ARCHITECTURES[name]
@@ -201,7 +201,7 @@ def renamed(world: World, rename: Rename, folder: Path) -> Path:
 
 
 def refusal(task: Path, language: Path, out: Path) -> str | None:
-    """Write the average of two experts to `out`; the message, where it is refused."""
+    """Write the average of two experts to `out`; returns the error message if it is refused."""
     try:
         adapterswap.soup(task, language).write(out)
     except AdapterswapError as error:
@@ -226,14 +226,14 @@ def test_every_name_is_exact_or_refused(architecture: str, worlds: Callable[[str
         assert (out / CONFIG).read_text() == (world.expected / CONFIG).read_text(), variant
         exact.add(variant)
     assert WRAPPERS.keys() | OLDER.keys() <= exact
-    if architecture != "gpt2":  # no other class holds its decoder
+    if architecture != "gpt2":  # no other class contains its decoder
         assert {"under model", "under nothing", "under model.language_model", "under language_model.model"} <= exact
     assert not exact & (STRANGE.keys() - {"projections with another end"} if architecture == "gpt2" else STRANGE.keys())
 
 
 @pytest.mark.parametrize("architecture", NAMES)
 def test_names_of_transformers_4_and_back(architecture: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
-    """The names that the matrix's own table gives; what is written under them composes as before."""
+    """Names from the matrix's table; adapters written under them compose as before."""
     world = worlds(architecture)
     plan = adapterswap.soup(world.task, world.language)
     out = plan.write(tmp_path / "old", names="transformers4")
@@ -261,7 +261,7 @@ def test_whose_names_are_written(worlds: Callable[[str], World], tmp_path: Path)
         return set(adapterswap.open_adapter(plan.write(tmp_path / folder, **options)).modules)
 
     assert modules(seeing, "first") == modules(seeing, "task", names="task") == world.shapes.keys()
-    assert modules(reading, "all") == world.shapes.keys()  # the tower has no name in the text-only model
+    assert modules(reading, "all") == world.shapes.keys()  # the text-only model lacks the tower
     with pytest.raises(adapterswap.errors.UnsupportedError, match="vision_tower") as caught:
         reading.write(tmp_path / "no", names="task")
     assert caught.value.parameter == "names"
@@ -272,7 +272,7 @@ def test_whose_names_are_written(worlds: Callable[[str], World], tmp_path: Path)
     assert modules(adapterswap.soup(one, blind), "today", names="transformers5") == text.keys()
 
 
-def test_two_names_are_compared_as_one(worlds: Callable[[str], World], tmp_path: Path) -> None:
+def test_two_names_of_a_module_are_compared_as_one(worlds: Callable[[str], World], tmp_path: Path) -> None:
     world = worlds("gemma3")
     other = renamed(world, older("gemma3"), tmp_path / "older")
     found, plain = adapterswap.diff(world.task, other), adapterswap.diff(world.task, world.language)
@@ -291,8 +291,8 @@ MEASURED = (
 
 
 @pytest.mark.parametrize("architecture", ["llama", "nemotron_h", "gemma3"])
-def test_the_same_numbers_under_any_name(architecture: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
-    """diff, analyze and suggest reconcile names as a composition does: of a pair, and of one expert beside itself."""
+def test_measurements_do_not_depend_on_names(architecture: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
+    """diff, analyze and suggest match names as a composition does, for a pair and for one expert with itself."""
     world = worlds(architecture)
     plain = adapterswap.analyze({"task": world.task, "language": world.language}).as_json()
     differences = adapterswap.diff(world.task, world.language).as_json()
@@ -312,7 +312,7 @@ def test_the_same_numbers_under_any_name(architecture: str, worlds: Callable[[st
 
 
 def test_names_of_the_bases_file(worlds: Callable[[str], World], tmp_path: Path) -> None:
-    """The base stores names of transformers 4: norms relative to it, and an adapter beside full weights made of it."""
+    """The base stores names of transformers 4: relative norms, and an adapter with full weights made from that base."""
     world = worlds("gemma3")
     torch.manual_seed(0)
     model = ARCHITECTURES["gemma3"].model_class.from_config(ARCHITECTURES["gemma3"].config())
@@ -327,13 +327,13 @@ def test_names_of_the_bases_file(worlds: Callable[[str], World], tmp_path: Path)
     assert pair["modules"]
     assert all(module["cosine"] > 0.9999 for module in pair["modules"].values())
     for name, module in result["experts"]["task"]["modules"].items():
-        assert module["base_norm"] is not None or name.endswith("lm_head")  # which is tied, and stored nowhere
+        assert module["base_norm"] is not None or name.endswith("lm_head")  # which is tied and not stored
     with refused(BaseModelError, "base_model"):
         adapterswap.analyze({"task": world.task}, base_model=worlds("llama").base)
 
 
 def test_modules_that_predict_further_tokens(worlds: Callable[[str], World], tmp_path: Path) -> None:
-    """They are outside the layers, although they have numbers of layers: in plans, diff, analyze and suggest."""
+    """They count as outside the layers in plans, diff, analyze and suggest, although their names have layer numbers."""
     world = worlds("llama")
     ahead = {
         name.replace("model.layers.0.", "mtp.layers.0."): shape
@@ -364,7 +364,7 @@ def test_one_module_under_two_names_of_one_expert(worlds: Callable[[str], World]
         adapterswap.soup(world.task, expert)
 
 
-def test_a_square_of_another_shape_is_not_taken(worlds: Callable[[str], World], tmp_path: Path) -> None:
+def test_a_square_module_of_another_shape_is_refused(worlds: Callable[[str], World], tmp_path: Path) -> None:
     world = worlds("llama")
     odd = {"model.language_model.layers.0.self_attn.k_proj": (48, 32)}
     expert = write(tmp_path / "odd", random_factors(odd, 6), world.base)

@@ -1,4 +1,4 @@
-"""What null, absent and unusual values in adapter_config.json mean: PEFT itself is asked, value by value."""
+"""Null, absent and unusual values in adapter_config.json, compared with PEFT value by value."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def configured(folder: Path, copy: Path, **changes: Any) -> Path:
 
 
 def by_peft(base: Path, folder: Path) -> torch.Tensor | None:
-    """The logits with the adapter as PEFT loads it; None where PEFT raises."""
+    """The logits with the adapter as PEFT loads it; None if PEFT raises."""
     try:
         return logits(PeftModel.from_pretrained(load_base(base), folder))
     except Exception:
@@ -78,7 +78,9 @@ def test_null_and_absent_mean_what_they_mean_to_peft(
 
 
 @pytest.mark.parametrize("init", INITS, ids=repr)
-def test_inits_that_leave_the_base_alone(init: Any, math: Path, base: Callable[[str], Path], tmp_path: Path) -> None:
+def test_inits_that_do_not_change_the_base_compose(
+    init: Any, math: Path, base: Callable[[str], Path], tmp_path: Path
+) -> None:
     own = {"eva_config": {}} if init == "eva" else {}
     agree(base("llama"), configured(math, tmp_path / "x", init_lora_weights=init, **own), tmp_path / "out")
 
@@ -95,7 +97,7 @@ def test_every_init_that_peft_lists_is_tried_here() -> None:
 
 
 def test_the_largest_rank_leaves_copies_of_the_base_out(run: Run, base: Callable[[str], Path], tmp_path: Path) -> None:
-    """PEFT saves the embedding's own 96 rows beside its LoRA."""
+    """PEFT saves the embedding's 96 rows with its LoRA."""
     folders = []
     for seed, name in enumerate(("math", "swahili")):
         config = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
@@ -109,7 +111,7 @@ def test_the_largest_rank_leaves_copies_of_the_base_out(run: Run, base: Callable
     assert json.loads(run("compose", *pair, "-o", tmp_path / "json", "--json").stdout)["rank"]["largest"] == 8
 
 
-def test_a_null_task_type_keeps_the_classes_that_peft_needs(base: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_null_task_type_keeps_the_class_keys_that_peft_needs(base: Callable[[str], Path], tmp_path: Path) -> None:
     folders = {}
     for seed, name in enumerate(("math", "swahili")):
         model = get_peft_model(load_base(base("llama")), LoraConfig(r=4, target_modules=["q_proj"]))
@@ -124,7 +126,7 @@ def test_a_null_task_type_keeps_the_classes_that_peft_needs(base: Callable[[str]
     close(logits(loaded), by_peft(base("llama"), out), depth=LAYERS)
 
 
-def test_null_against_causal_lm_is_no_difference(
+def test_a_null_task_type_equals_causal_lm(
     math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     mapping = {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama"}
@@ -147,7 +149,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("task_type", HEADS)
-def test_a_head_that_peft_always_loads_is_not_given_to_the_base(
+def test_a_head_that_peft_always_loads_cannot_be_reset(
     task_type: str, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model_class, head = HEADS[task_type]

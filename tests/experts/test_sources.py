@@ -1,4 +1,4 @@
-"""Local folders, and Hub ids in a cache made by hand: real snapshots, refs and blobs, and links that lead astray."""
+"""Local folders, and Hub ids in a handmade cache with snapshots, refs, blobs, and links that point out of it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ OLDER = "89abcdef0123456789abcdef0123456789abcdef"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hub cache; the network is out of reach."""
+    """An empty Hub cache, without network access."""
     folder = tmp_path / "home" / "hub"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))  # read from HF_HOME when the library was imported
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))  # the library read this from HF_HOME at import
     assert constants.HF_HUB_OFFLINE
     return folder
 
@@ -89,7 +89,7 @@ def test_a_hub_id_that_is_not_in_the_cache(reference: str, math: Path) -> None:
 
 
 @pytest.mark.parametrize("reference", ["org/math@../refs/main", "org/math@/v1", "org/../math", "../math", "org/math@"])
-def test_ids_that_step_out_of_the_cache(reference: str, math: Path) -> None:
+def test_ids_that_leave_the_cache_are_refused(reference: str, math: Path) -> None:
     with refused(NotFoundError):
         find_source(reference, [WEIGHTS], what="adapter")
 
@@ -136,7 +136,7 @@ def test_composing_and_verifying_experts_of_one_repository(
     record = json.loads((tmp_path / "out" / "adapterswap.json").read_text())
     assert record["experts"]["bengali"]["source"] == "org/languages/bengali"
     assert record["experts"]["swahili"]["revision"] == COMMIT
-    assert run("verify", tmp_path / "out").exit_code == 0  # finds both again by themselves
+    assert run("verify", tmp_path / "out").exit_code == 0  # verify resolves both sources from the record
 
 
 def test_a_folder_of_adapters_is_not_an_adapter(languages: Path, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_folder_of_adapters_is_not_an_adapter(languages: Path, tmp_path: Path)
     "reference",
     ["./org/languages/swahili", "../org/math", "/org/math", "~/org/math", "local/math", "local/experts/math@v1"],
 )
-def test_what_looks_like_a_path_is_not_sought_on_the_hub(
+def test_paths_are_not_looked_up_on_the_hub(
     reference: str, languages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here" / "local").mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_a_link_out_of_the_cache_in_a_subfolder(languages: Path, tmp_path: Path)
 
 
 def test_composing_from_the_cache(math: Path, cache: Path, run: Callable[..., Result], tmp_path: Path) -> None:
-    """The base's layers come from the cache too, and the output tells Hub ids and commits, never a path."""
+    """The base's layers come from the cache too, and the output names Hub ids and commits, never a path."""
     repository(cache, "org/base", {"config.json": json.dumps(BASE_CONFIG).encode()})
     swahili = adapter(tmp_path / "swahili", tensors(seed=1))
     zones = ("--bottom", 1, "--top", 1)
@@ -188,8 +188,8 @@ def test_composing_from_the_cache(math: Path, cache: Path, run: Callable[..., Re
 
 
 @pytest.mark.parametrize("kind", ["adapter", "checkpoint"])
-def test_an_expert_is_found_once(kind: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter in one question to the Hub; a checkpoint's weights in a second one, for the commit of the first."""
+def test_an_expert_is_looked_up_once(kind: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter takes one request to the Hub; a checkpoint's weights take a second one, for the same commit."""
     if kind == "adapter":
         content = files_of(adapter(tmp_path / "expert"))
     else:
@@ -214,7 +214,7 @@ def test_an_expert_is_found_once(kind: str, cache: Path, tmp_path: Path, monkeyp
 def test_links_out_of_the_cache_are_not_followed(
     file: str, math: Path, run: Callable[..., Result], tmp_path: Path
 ) -> None:
-    """A cache filled by others cannot make us read, and publish, another file of this machine."""
+    """A cache filled by others must not make us read and publish another local file."""
     secret = tmp_path / "newer" / file
     (math / file).unlink()
     (math / file).symlink_to(secret)
@@ -235,15 +235,15 @@ def test_a_snapshot_that_is_a_link_out_of_the_cache(math: Path, tmp_path: Path) 
         find_source("org/math", [WEIGHTS], what="adapter")
 
 
-def test_a_ref_that_leads_out_of_the_cache(math: Path, tmp_path: Path) -> None:
+def test_a_ref_that_points_out_of_the_cache(math: Path, tmp_path: Path) -> None:
     adapter(tmp_path / "elsewhere")
     (math.parents[1] / "refs" / "main").write_text("../../../../elsewhere")
     with refused(ExpertError):
         find_source("org/math", [WEIGHTS], what="adapter")
 
 
-def test_a_cache_that_lies_elsewhere(math: Path, cache: Path, tmp_path: Path) -> None:
-    """People move caches, or single repositories, to larger disks and leave a link."""
+def test_a_cache_behind_a_link(math: Path, cache: Path, tmp_path: Path) -> None:
+    """Users move caches or single repositories to larger disks and leave a link."""
     home = math.parents[1]
     home.rename(tmp_path / "large-disk")
     home.symlink_to(tmp_path / "large-disk")
@@ -254,7 +254,7 @@ def test_a_cache_that_lies_elsewhere(math: Path, cache: Path, tmp_path: Path) ->
 
 
 def test_links_in_local_folders_are_followed(tmp_path: Path) -> None:
-    """As by every program: a snapshot of the cache may be given as a path, too."""
+    """As in every program; a snapshot of the cache may also be passed as a path."""
     adapter(tmp_path / "real")
     (tmp_path / "linked").mkdir()
     for path in (tmp_path / "real").iterdir():
@@ -262,8 +262,8 @@ def test_links_in_local_folders_are_followed(tmp_path: Path) -> None:
     assert find_source(tmp_path / "linked", [], what="adapter").name == "linked"
 
 
-def test_names_fit_to_be_told(tmp_path: Path) -> None:
-    """A folder's name may hold anything; what goes into outputs and messages is text."""
+def test_names_are_made_printable(tmp_path: Path) -> None:
+    """A folder's name may contain any bytes; outputs and messages contain valid text."""
     for name, message in (("plain", "plain"), ("two\nlines \x1b[31m", r"two\nlines \x1b[31m"), ("\udcff", r"\udcff")):
         (tmp_path / name).mkdir()
         assert str(find_source(tmp_path / name, [], what="adapter")) == message
@@ -285,8 +285,8 @@ def test_the_same_base_by_two_paths(tmp_path: Path) -> None:
     assert not same_base("x" * 5000, "y" * 5000)
 
 
-def test_a_note_of_the_base_leads_to_its_config_alone(tmp_path: Path, run: Callable[..., Result]) -> None:
-    """A stranger's adapter may name any path as its base: only config.json is read there, and none of it is printed."""
+def test_only_the_config_of_a_named_base_is_read(tmp_path: Path, run: Callable[..., Result]) -> None:
+    """An untrusted adapter may name any path as its base: only its config.json is read, and not printed."""
     secret = tmp_path / "secrets"
     secret.mkdir()
     (secret / "config.json").write_text("password: hunter2")

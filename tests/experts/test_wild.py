@@ -1,7 +1,7 @@
-"""Configs as other tools and older versions of PEFT wrote them: opened where PEFT opens them, and with the same result.
+"""Configs by other tools and older versions of PEFT: opened if PEFT opens them, with the same result.
 
-The keys are those of adapters on the Hub. What PEFT says that it ignores, `AdapterConfig.unknown` names too, where
-it is set.
+The keys are those of adapters on the Hub. `AdapterConfig.unknown` lists the keys that PEFT says it ignores, if they
+are set.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ WILD: dict[str, dict[str, Any]] = {
 
 
 def by_peft(base: Path, folder: Path) -> tuple[Any, set[str]] | None:
-    """The model as PEFT loads it, and the keys that it ignores; None where it does not."""
+    """The model as PEFT loads it, and the keys that it ignores; None if PEFT does not load it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -90,7 +90,7 @@ def by_peft(base: Path, folder: Path) -> tuple[Any, set[str]] | None:
 
 
 @pytest.mark.parametrize("case", WILD)
-def test_what_peft_opens_is_opened(case: str, base: Callable[[str], Path], math: Path, tmp_path: Path) -> None:
+def test_configs_that_peft_opens_are_opened(case: str, base: Callable[[str], Path], math: Path, tmp_path: Path) -> None:
     folder = tmp_path / "wild"
     shutil.copytree(math, folder)
     content = {**WILD[case], "base_model_name_or_path": str(base("llama"))}
