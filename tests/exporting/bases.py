@@ -1,7 +1,7 @@
 """Pico bases of every architecture that is exported, as transformers saves them and as GGUF.
 
-The GGUF writer is for these tests only: names from gguf's tables, and what llama.cpp expects of each architecture
-written out as plainly as possible. That it is right, `test_engine` shows without any adapter.
+The GGUF writer is only for these tests: names from gguf's tables, and llama.cpp's requirements for each architecture
+written out. `test_engine` checks the writer without an adapter.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PICOS = {
 
 
 def save_base(name: str, folder: Path, **options: Any) -> Path:
-    """A random pico model, with numbers large enough for each module to matter."""
+    """A random pico model whose numbers are large enough for each module to matter."""
     pico = PICOS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(pico.config(vocab_size=VOCABULARY, **(pico.options | options)))
@@ -182,8 +182,8 @@ def _hyperparameters(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
 
 
 def _tokenizer(writer: gguf.GGUFWriter) -> None:
-    """Three special tokens, 128 bytes, and words: with no tokenizer, or tokens that are half a character, the server
-    gives no log-probabilities."""
+    """Three special tokens, 128 bytes, and words. Without a tokenizer, or with tokens that are half a character, the
+    server returns no log-probabilities."""
     kinds = gguf.TokenType
     tokens = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
     tokens += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(128)]
@@ -201,7 +201,7 @@ def _tokenizer(writer: gguf.GGUFWriter) -> None:
 
 
 def _reordered(key: str, values: Array, config: Any, name: str) -> list[tuple[str, Array]]:
-    """What becomes of a tensor of transformers: its names with llama.cpp's values."""
+    """Convert a tensor of transformers: its llama.cpp names with their values."""
     heads = config.num_attention_heads
     if name in ("llama", "mistral", "mixtral") and key.endswith(("q_proj.weight", "k_proj.weight")):
         count = heads if "q_proj" in key else config.num_key_value_heads

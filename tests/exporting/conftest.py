@@ -33,7 +33,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
 
 @pytest.fixture(scope="session")
 def experts(bases: Bases, tmp_path_factory: pytest.TempPathFactory) -> Experts:
-    """`experts("llama", "math", seed=1, r=4)` is the folder of a random rsLoRA that PEFT saved."""
+    """`experts("llama", "math", seed=1, r=4)` is the folder of a random rsLoRA saved by PEFT."""
     from exporting.bases import PICOS, load
 
     made: dict[str, Path] = {}

@@ -1,4 +1,4 @@
-"""llama.cpp itself, in this process (the package xllamacpp): greedy tokens, and all log-probabilities of each step."""
+"""llama.cpp in this process (the package xllamacpp): greedy tokens and all log-probabilities of each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """A base in GGUF with adapters, each a path or a path and its scale."""
+    """A base in GGUF with adapters; an adapter is a path, or a path and its scale."""
 
     def __init__(self, base: Path, adapters: Sequence[Path | tuple[Path, float]] = ()) -> None:
         params = xllamacpp.CommonParams()
@@ -61,7 +61,7 @@ class Engine:
 
 
 def reference(model: torch.nn.Module, prompt: Sequence[int], steps: int = 6) -> Answer:
-    """The same by transformers and PEFT."""
+    """The same answer from transformers and PEFT."""
     tokens: list[int] = []
     rows = []
     with torch.no_grad():

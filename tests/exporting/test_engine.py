@@ -23,7 +23,7 @@ PROMPTS = ([1, 140, 150, 5, 160, 170, 180, 40], [1, 33, 34, 35, 36, 180])
 
 NAMES = ("math", "swahili")
 
-# ggml's CPU kernels look GELU up in a table of half-precision numbers, with and without adapters; SiLU they compute.
+# ggml's CPU kernels look up GELU in a half-precision table, with and without adapters; they compute SiLU.
 GELU = ("gemma2", "gemma3", "falcon-7b", "falcon-40b", "gpt2", "neox")
 
 
@@ -40,7 +40,7 @@ def apart(actual: Answer, expected: Answer) -> float:
 
 
 def differ(actual: Answer, expected: Answer) -> float:
-    """By how much the log-probabilities of the first token differ: the prompts are the same there."""
+    """The difference of the first token's log-probabilities, where the prompts are still the same."""
     return float(np.abs(actual.logprobs[0] - expected.logprobs[0]).max())
 
 
@@ -53,7 +53,7 @@ def test_an_expert_of_each_architecture(name: str, bases: Bases, experts: Expert
     engine, plain, model = Engine(gguf, [exported.path]), Engine(gguf), adapted(base, expert)
     for prompt in PROMPTS:
         expected = reference(model, prompt)
-        same(plain.answer(prompt), reference(load(base), prompt), name)  # the test's own base is right
+        same(plain.answer(prompt), reference(load(base), prompt), name)  # the base alone is right
         same(engine.answer(prompt), expected, name)
         assert differ(plain.answer(prompt), expected) > 0.1
 
@@ -66,8 +66,10 @@ class TableGelu(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", GELU)
-def test_what_is_left_with_gelu_is_ggmls_table(name: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
-    """With the same GELU in transformers, most of the difference is gone."""
+def test_the_remaining_difference_with_gelu_is_ggmls_table(
+    name: str, bases: Bases, experts: Experts, tmp_path: Path
+) -> None:
+    """With the same GELU in transformers, most of the difference disappears."""
     base, gguf = bases(name)
     expert = experts(name)
     exported = asw.export(expert, tmp_path / "math.gguf", base_model=base)
@@ -77,7 +79,7 @@ def test_what_is_left_with_gelu_is_ggmls_table(name: str, bases: Bases, experts:
         for called in [name for name, _ in module.named_children()]:
             if called in ("act", "act_fn"):
                 setattr(module, called, TableGelu())
-    # What is left: numbers at a rounding boundary, which the last bits of what comes before send to either side.
+    # The rest is numbers at a rounding boundary, which the last bits of earlier results push to either side.
     assert apart(found, reference(model, PROMPTS[0])) < 0.5 * exact
 
 
@@ -86,7 +88,7 @@ def composed(plan: asw.Plan, base: Path, folder: Path, **form: Any) -> torch.nn.
     return adapted(base, plan.write(folder, **form))
 
 
-# rsLoRA beside plain LoRA, other ranks, other scales, patterns that differ from module to module.
+# rsLoRA with plain LoRA, other ranks, other scales, patterns that differ between modules.
 MIXED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rsLoRA": ({}, {"seed": 2}),
     "ranks": ({"r": 4}, {"seed": 2, "r": 16, "lora_alpha": 8}),
@@ -150,8 +152,8 @@ def test_pieces_are_any_layer_swap_or_blend_at_request_time(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-7b"])
-def test_attention_and_mlp_are_pieces_of_their_own(name: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
-    """A partition: attention of one expert, the MLPs of the middle of the other."""
+def test_attention_and_mlp_are_separate_pieces(name: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    """A partition: attention from one expert, the middle layers' MLPs from the other."""
     base, gguf = bases(name)
     math, swahili = experts(name), experts(name, "swahili", seed=2, r=4)
     exported = [asw.export(expert, tmp_path / expert.name, pieces="kind") for expert in (math, swahili)]
@@ -167,7 +169,7 @@ def test_attention_and_mlp_are_pieces_of_their_own(name: str, bases: Bases, expe
 
 
 def test_zones_of_a_composition_are_files(bases: Bases, experts: Experts, tmp_path: Path) -> None:
-    """All at scale 1 are the composition; without one zone, that zone is the base's."""
+    """All files at scale 1 give the composition; if one zone is left out, its layers equal the base."""
     base, gguf = bases("llama")
     math, swahili = experts("llama"), experts("llama", "swahili", seed=2, r=4)
     plan = asw.layer_swap(math, swahili, bottom=1, top=2, bottom_transition=2)
@@ -228,7 +230,7 @@ def test_experts_of_a_mixture(name: str, bases: Bases, experts: Experts, tmp_pat
     exported = asw.export(math, tmp_path / "math.gguf")
     expected = reference(adapted(base, math), PROMPTS[0])
     same(Engine(gguf, [exported.path]).answer(PROMPTS[0]), expected, name)
-    attention = experts(name, r=4)  # the same numbers without the experts': these matter
+    attention = experts(name, r=4)  # the same without the experts' modules, to show that these matter
     assert differ(Engine(gguf, [asw.export(attention, tmp_path / "a.gguf").path]).answer(PROMPTS[0]), expected) > 0.05
     plan = asw.layer_swap(math, swahili, bottom=2, top=1, bottom_transition=1, language_weight=2)
     model = composed(plan, base, tmp_path / "swap", layout="portable")  # PEFT warns of patterns for parameters
@@ -248,7 +250,7 @@ def test_experts_of_a_mixture(name: str, bases: Bases, experts: Experts, tmp_pat
 
 @pytest.mark.parametrize("outtype", ["f16", "bf16", "q8_0"])
 def test_shorter_numbers(outtype: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
-    """One rounding of the factors: the answers move by about as much as the rounding is coarse."""
+    """The factors are rounded once: the answers move by about the size of that rounding."""
     base, gguf = bases("llama")
     expert = experts("llama", r=32)
     exported = asw.export(expert, tmp_path / "math.gguf", outtype=outtype)
@@ -260,7 +262,7 @@ def test_shorter_numbers(outtype: str, bases: Bases, experts: Experts, tmp_path:
     assert 0 < np.abs(found.logprobs - expected.logprobs).max() < largest
 
 
-def test_the_stock_rule_is_a_root_of_the_rank_off(bases: Bases, experts: Experts, tmp_path: Path) -> None:
+def test_the_stock_converter_is_off_by_the_root_of_the_rank(bases: Bases, experts: Experts, tmp_path: Path) -> None:
     """llama.cpp's own converter writes lora_alpha, which its engine divides by r; rsLoRA divides by √r."""
     base, gguf = bases("llama")
     expert = experts("llama", r=16)

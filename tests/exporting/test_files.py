@@ -1,4 +1,4 @@
-"""What an exported file holds, without running it; and what is refused."""
+"""The content of exported files, without running them; and refusals."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return values, tensors
 
 
-def test_the_tensors_are_the_experts_own_under_llama_cpps_names(math: Path, base: Path, tmp_path: Path) -> None:
-    """Bit for bit in f32, but for the order of the queries' rows: alpha holds the scale."""
+def test_the_tensors_are_the_experts_under_llama_cpps_names(math: Path, base: Path, tmp_path: Path) -> None:
+    """Bit for bit in f32, except for the order of the query rows; alpha holds the scale."""
     exported = asw.export(math, tmp_path / "math.gguf", base_model=base)
     values, tensors = read(exported.path)
     stored = load_file(math / crafting.WEIGHTS)
@@ -152,7 +152,7 @@ def test_numbers_are_rounded_once(outtype: str, tmp_path: Path) -> None:
             assert np.array_equal(rounded[name], values.astype(kind).astype(np.float32))
 
 
-def test_pieces_hold_what_the_whole_file_does(math: Path, base: Path, tmp_path: Path) -> None:
+def test_pieces_together_equal_the_whole_file(math: Path, base: Path, tmp_path: Path) -> None:
     whole, pieces = (
         asw.export(math, tmp_path / name, base_model=base, pieces=name == "pieces") for name in ("m.gguf", "pieces")
     )
@@ -177,7 +177,7 @@ def test_pieces_hold_what_the_whole_file_does(math: Path, base: Path, tmp_path: 
 
 
 def test_zones_where_layers_are_divided(math: Path, base: Path, tmp_path: Path) -> None:
-    """Attention of one expert beside MLPs of the other, blends by two weights, and a name that cannot be a file's."""
+    """Attention of one expert with MLPs of the other, blends with two weights, and an unusable file name."""
     swahili = crafting.adapter(tmp_path / "swahili", crafting.tensors(seed=1))
     rules = [
         {"layers": "0-1", "modules": "q_proj", "expert": "a/b"}, {"layers": "0-1", "expert": "math"},
@@ -235,7 +235,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_a_base_that_is_not_exported(case: str, math: Path, tmp_path: Path) -> None:
+def test_an_unsupported_base_is_refused(case: str, math: Path, tmp_path: Path) -> None:
     changes, parameter = UNSUPPORTED[case]
     with pytest.raises(UnsupportedError) as caught:
         asw.export(math, tmp_path / "math.gguf", base_model=base_folder(tmp_path / "base", **changes))
@@ -285,7 +285,7 @@ def test_a_tied_head(config: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_copy_of_another_embedding(bases: Bases, experts: Experts, tmp_path: Path) -> None:
-    """PEFT would put the copy in the base's place; a GGUF file leaves it out."""
+    """PEFT would replace the base's weight with the copy; a GGUF file omits it."""
     pytest.importorskip("xllamacpp")
     folder = experts("llama", target_modules=["q_proj", "embed_tokens"], r=4)
     content = load_file(folder / crafting.WEIGHTS)
@@ -298,7 +298,7 @@ def test_a_copy_of_another_embedding(bases: Bases, experts: Experts, tmp_path: P
     with pytest.raises(AdapterswapError, match="copy"):
         asw.export(other, tmp_path / "other.gguf")
     headless = base_folder(tmp_path / "headless", **json.loads((bases("llama")[0] / "config.json").read_text()))
-    with pytest.raises(BaseModelError) as caught:  # its weights are not there to be compared with
+    with pytest.raises(BaseModelError) as caught:  # its weights are missing, so that nothing can be compared
         asw.export(folder, tmp_path / "other.gguf", base_model=headless)
     assert caught.value.parameter == "base_model"
 
@@ -415,7 +415,7 @@ def exported_swap(math: Path, base: Path, folder: Path, **options: Any) -> tuple
 
 
 @pytest.mark.parametrize("pieces", [False, "layer", "kind", "zone"])
-def test_what_is_inspected(pieces: Any, math: Path, base: Path, tmp_path: Path, run: Callable[..., Result]) -> None:
+def test_inspecting_a_file(pieces: Any, math: Path, base: Path, tmp_path: Path, run: Callable[..., Result]) -> None:
     path, _ = exported_swap(math, base, tmp_path, pieces=pieces, outtype="f16")
     result = asw.inspect(path)
     outcome = result.as_json()
@@ -438,7 +438,7 @@ def test_what_is_inspected(pieces: Any, math: Path, base: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("pieces", [False, "kind", "zone"])
-def test_what_is_verified(pieces: Any, math: Path, base: Path, tmp_path: Path, run: Callable[..., Result]) -> None:
+def test_verifying_a_file(pieces: Any, math: Path, base: Path, tmp_path: Path, run: Callable[..., Result]) -> None:
     path, sources = exported_swap(math, base, tmp_path, pieces=pieces, outtype="bf16")
     assert asw.verify(path, sources, base_model=base).equal
     file = next(iter(sorted(path.iterdir()))) if pieces else path

@@ -78,7 +78,7 @@ class Client:
 
 @contextmanager
 def served(base: Path, gguf: Path, experts: Path, folder: Path, *options: str) -> Iterator[tuple[Client, Any]]:
-    """A server in a process of its own, which has said that it is ready. It always ends."""
+    """A server in a separate process, once it is ready. It is always stopped."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -235,7 +235,7 @@ def test_a_base_file_that_does_not_fit(
     assert str(other) in result.stderr
 
 
-def test_options_of_the_other_engine_and_of_ours(
+def test_options_of_the_other_engine_and_of_adapterswap(
     run: Callable[..., Result], world: dict[str, Path], bases: Bases, tmp_path: Path
 ) -> None:
     base, gguf = bases("llama")
@@ -250,7 +250,7 @@ def test_options_of_the_other_engine_and_of_ours(
     assert "gone" in missing.stderr
 
 
-def test_what_scales_cannot_express(
+def test_compositions_that_scales_cannot_express(
     run: Callable[..., Result], world: dict[str, Path], bases: Bases, tmp_path: Path
 ) -> None:
     """TIES is not linear, and rows are no modules. In `allow` they stop the start."""
