@@ -1,4 +1,4 @@
-"""Full fine-tunes of pico models, and what their checkpoints say, read without the library."""
+"""Full fine-tunes of pico models, and their checkpoints read without the library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
-# Beside those of all tests: tied embeddings with norms around 1, and a mixture of experts.
+# In addition to those of all tests: tied embeddings with norms around 1, and a mixture of experts.
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     **{name: (kind, options) for name, (kind, options, _) in CONFIGS.items()},
     "gemma": (transformers.GemmaConfig, {**SMALL, "num_hidden_layers": 6, "head_dim": 8}),

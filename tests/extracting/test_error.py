@@ -1,4 +1,4 @@
-"""How near an extracted adapter comes, against numpy's SVD: exact where ΔW has the rank, else the best of its rank."""
+"""The error of an extracted adapter, against numpy's SVD: zero at sufficient rank, else the smallest possible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def change(full: Path, base: Path, module: str) -> np.ndarray:
 def test_a_change_of_low_rank_comes_back(
     base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """base + s·B·A, saved as a full model: the adapter cut out of it has the ΔW that went in, and the rank."""
+    """base + s·B·A, saved as a full model: the extracted adapter has the same ΔW and rank."""
     adapter = expert("llama", seed=3, r=5, lora_alpha=7)
     model = load_base(base("llama"))
     model.load_state_dict(merged_weights(base("llama"), adapter))
@@ -50,13 +50,13 @@ def test_a_change_of_low_rank_comes_back(
         result = deltas(tmp_path / folder)
         assert result.keys() == expected.keys()
         for name, delta in expected.items():
-            # Adding ΔW to W in float32 rounds off what is small beside W.
+            # Adding ΔW to W in float32 rounds away what is small compared with W.
             close(result[name], delta, scale=float(full[f"{name}.weight"].abs().max()), name=name)
     assert max(module.error for module in by_rank.modules) < 1e-5
 
 
 @pytest.mark.parametrize("rank", [1, 5, 17, 31, 32, 99])
-def test_the_error_is_the_smallest_that_there_is(rank: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_the_error_is_the_smallest_possible(rank: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, base = checkpoint("llama", 1), checkpoint("llama")
     result = extract(full, base, tmp_path / "out", rank=rank)
     written = deltas(tmp_path / "out")
@@ -84,7 +84,7 @@ def test_an_error_gives_each_module_the_smallest_rank(error: float, checkpoint: 
 
 
 def test_large_matrices_are_sampled_and_nearly_as_good(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Matrices of 288×288 and 400×288 at rank 9: randomized SVD. Noise is its worst case, since nothing stands out."""
+    """Matrices of 288×288 and 400×288 at rank 9: randomized SVD. Noise has a flat spectrum, the worst case."""
     full, base = checkpoint("wide", 1), checkpoint("wide")
     result = extract(full, base, tmp_path / "out", rank=9)
     large = [module for module in result.modules if min(module.out_features, module.in_features) > 256]
@@ -94,7 +94,7 @@ def test_large_matrices_are_sampled_and_nearly_as_good(checkpoint: Checkpoint, t
         assert best <= module.error <= 1.005 * best
 
 
-def test_half_precision_factors_tell_their_rounding(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_the_error_includes_rounding_to_half_precision(checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, base = checkpoint("llama", 1), checkpoint("llama")
     exact = extract(full, base, tmp_path / "float32", rank=32)
     rounded = extract(full, base, tmp_path / "bfloat16", rank=32, dtype="bfloat16")

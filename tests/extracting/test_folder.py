@@ -1,4 +1,4 @@
-"""The folder that is written: its files, the same bytes every time, and whole or absent however the writer ends."""
+"""The written folder: its files, the same bytes every time, and complete or absent even if the writer is killed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from adapterswap.records.record import read_record
 from .conftest import Checkpoint
 
 
-def test_for_mps_the_cpu_computes(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPS has no float64. Where there is no MPS, torch refuses to put anything there, so that nothing may be."""
+def test_mps_falls_back_to_the_cpu(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPS has no float64. Without MPS, torch refuses to place tensors there, so the test fails if any is."""
     full, base = checkpoint("wide", 1), checkpoint("wide")
-    monkeypatch.setattr(bases, "choose_device", torch.device)  # which does not look whether there is one
+    monkeypatch.setattr(bases, "choose_device", torch.device)  # which does not check whether the device exists
     for device in ("cpu", "mps"):
         extract(full, base, tmp_path / device, rank=4, device=device)
     assert snapshot(tmp_path / "mps") == snapshot(tmp_path / "cpu")
@@ -67,7 +67,7 @@ def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     errors = {name: entry["relative_error"] for name, entry in record["extracted"].items()}
     assert errors == {module.name: module.error for module in result.modules}
     assert {entry["reason"] for entry in record["left_out"].values()} == {"norms", "embeddings and heads"}
-    assert read_record(tmp_path / "out" / "adapterswap.json") is None  # it is no composition's
+    assert read_record(tmp_path / "out" / "adapterswap.json") is None  # not a composition
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"relative error is {result.error:.4f}" in card
     assert "13 norms" in card

@@ -1,4 +1,4 @@
-"""An extracted adapter holds only what PEFT loads and computes with; everything else is named, with the true error."""
+"""An extracted adapter holds only what PEFT loads and uses; everything else is reported with the true error."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[transformers.PretrainedConfig, set[str]]] = {
         ),
         {"embed_positions"},
     ),
-    # A Linear and an embedding with a forward of their own, which PEFT adapts rightly.
+    # A Linear and an embedding with a custom forward, which PEFT adapts correctly.
     "falcon": (transformers.FalconConfig(**SMALL, num_attention_heads=4), set()),
     "gemma3": (transformers.Gemma3TextConfig(**DENSE, head_dim=8), set()),
 }  # fmt: skip
@@ -83,7 +83,7 @@ EMBEDDINGS = {"opt", "gemma3", "qwen3_moe"}
 
 @pytest.fixture(scope="module", params=MODELS)
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Extraction]:
-    """The model's name, the folder with `base`, `full` and the adapter `out`, and what was cut, at full rank."""
+    """The model's name, the folder with `base`, `full` and the adapter `out`, and the report at full rank."""
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(MODELS[request.param][0]).save_pretrained(folder / "base")
@@ -102,7 +102,7 @@ def answers(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=tokens, use_cache=False).logits
 
 
-def test_peft_computes_with_all_of_it(cut: tuple[str, Path, Extraction]) -> None:
+def test_peft_uses_the_whole_adapter(cut: tuple[str, Path, Extraction]) -> None:
     """Without a warning, it answers as the base with the fine-tune's weights in the adapter's modules."""
     _, folder, found = cut
     reference, full = load_base(folder / "base"), load_base(folder / "full").state_dict()
@@ -112,10 +112,10 @@ def test_peft_computes_with_all_of_it(cut: tuple[str, Path, Extraction]) -> None
         adapted = PeftModel.from_pretrained(load_base(folder / "base"), folder / "out")
     expected = answers(reference)
     assert float((expected - answers(load_base(folder / "base"))).abs().max()) > 0.01
-    close(answers(adapted), expected, depth=4 * LAYERS)  # a factorisation of each weight beside the layer's own work
+    close(answers(adapted), expected, depth=4 * LAYERS)  # also the factorisation of each weight
 
 
-def test_what_peft_cannot_adapt_is_named(cut: tuple[str, Path, Extraction]) -> None:
+def test_modules_that_peft_cannot_adapt_are_named(cut: tuple[str, Path, Extraction]) -> None:
     name, folder, found = cut
     named = {each.name for each in found.lost if each.reason == "modules that PEFT cannot adapt"}
     wanted = MODELS[name][1]
@@ -146,7 +146,7 @@ def test_it_verifies(cut: tuple[str, Path, Extraction]) -> None:
     assert verify(folder / "out", {"full": folder / "full"}, base_model=str(folder / "base")).equal
 
 
-def test_nothing_that_peft_can_adapt_is_selected(tmp_path: Path) -> None:
+def test_selecting_only_modules_that_peft_cannot_adapt_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(MODELS["mamba"][0]).save_pretrained(tmp_path / "base")
     changed(load_base(tmp_path / "base"), 1).save_pretrained(tmp_path / "full")

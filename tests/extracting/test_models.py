@@ -1,4 +1,4 @@
-"""Extracted adapters in PEFT: every architecture comes back, and extracted experts compose like any other."""
+"""Extracted adapters in PEFT: they restore the fine-tune on every architecture, and compose like other experts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LOST = {
 
 
 @pytest.mark.parametrize("architecture", CUT)
-def test_peft_gives_the_fine_tunes_weights_back(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """At full rank: what was cut is the fine-tune's, everything else the base's, and the difference is reported."""
+def test_peft_restores_the_fine_tunes_weights(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """At full rank: extracted modules equal the fine-tune's, others the base's, and the difference is reported."""
     full, base = checkpoint(architecture, 1), checkpoint(architecture)
     result = extract(full, base, tmp_path / "out", rank=48)
     assert len(result.modules) == CUT[architecture]
@@ -50,7 +50,7 @@ def test_peft_gives_the_fine_tunes_weights_back(architecture: str, checkpoint: C
 
 
 @pytest.mark.parametrize("architecture", CUT)
-def test_what_is_left_out_is_measured(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_omitted_modules_are_measured(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The shares add up to the change of all stored tensors."""
     full, base = checkpoint(architecture, 1), checkpoint(architecture)
     result = extract(full, base, tmp_path / "out", rank=1)
@@ -129,8 +129,8 @@ def test_extracted_experts_compose(checkpoint: Checkpoint, tmp_path: Path) -> No
             close(tensor, experts[owner][name], depth=2, name=name)
 
 
-def test_some_layers_and_modules_only(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """The rest is reported as not selected, and the adapter is a slice: composing asks it for nothing else."""
+def test_selected_layers_and_modules(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The rest is reported as not selected, and the adapter is a slice: composing needs only its layers."""
     full, base = checkpoint("llama", 1), checkpoint("llama")
     result = extract(full, base, tmp_path / "out", rank=2, layers="0-1,5", modules=["attention", "down_proj"])
     assert {module.layer for module in result.modules} == {0, 1, 5}
@@ -158,7 +158,7 @@ def test_modules_that_did_not_change_are_left_out(checkpoint: Checkpoint, tmp_pa
     assert set(deltas(tmp_path / "out")) == {module.name for module in result.modules}
 
 
-def test_a_larger_vocabulary_is_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_larger_vocabulary_is_reported(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = changed(random_model("llama"), 1)
     model.resize_token_embeddings(100, mean_resizing=False)
     model.save_pretrained(tmp_path / "full")

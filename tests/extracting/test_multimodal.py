@@ -34,7 +34,7 @@ VISION = {
 }  # fmt: skip
 SEEING = transformers.Gemma3ForConditionalGeneration
 READING = transformers.Gemma3ForCausalLM
-INSIDE, OUTSIDE = "model.language_model.", "model."  # where the two classes keep the language model
+INSIDE, OUTSIDE = "model.language_model.", "model."  # the prefix of the language model in the two classes
 
 
 def seeing(seed: int = 0) -> Any:
@@ -98,10 +98,10 @@ def answers(model: Any) -> torch.Tensor:
         ("seeing-full", "reading", READING),
     ],
 )
-def test_peft_gives_the_language_models_weights_back(
+def test_peft_restores_the_language_models_weights(
     full: str, base: str, model_class: Any, embeddings: bool, folders: Path, tmp_path: Path
 ) -> None:
-    """At full rank: the base with the fine-tune's matrices put in by hand, for all weights and for a text's logits."""
+    """At full rank: equals the base with the fine-tune's matrices, in all weights and in the logits of a text."""
     result = extract(folders / full, folders / base, tmp_path / "out", rank=48, embeddings=embeddings)
     names = {module.name for module in result.modules}
     assert len(names) == LAYERS * 7 + embeddings
@@ -124,7 +124,7 @@ def test_peft_gives_the_language_models_weights_back(
 
 
 def test_either_class_gives_the_same_factors(folders: Path, tmp_path: Path) -> None:
-    """What was cut does not depend on the class of the fine-tune, only its names on that of the base."""
+    """The factors do not depend on the class of the fine-tune; the names follow the base."""
     found = {}
     for full in ("reading-full", "seeing-full"):
         for base in ("reading", "seeing"):
@@ -139,7 +139,7 @@ def test_either_class_gives_the_same_factors(folders: Path, tmp_path: Path) -> N
 
 
 def test_a_mixtures_experts_are_matched_one_by_one(tmp_path: Path) -> None:
-    """Files hold each expert, memory all in one parameter; the base's own class for text is the text-only one."""
+    """Files hold each expert, memory holds all in one parameter; the base's text class is the text-only one."""
     text = {
         **TEXT, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4,
         "num_experts_per_tok": 2, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
@@ -173,7 +173,7 @@ def test_a_mixtures_experts_are_matched_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_tower_that_the_base_lacks_is_reported(folders: Path, tmp_path: Path) -> None:
-    """Each of its tensors counts in full; a tower that only the base has did not change."""
+    """Each of its tensors counts in full; a tower that only the base has counts as unchanged."""
     result = extract(folders / "seeing-full", folders / "reading", tmp_path / "out", rank=4)
     tower = {each.name: each.norm for each in result.lost if each.reason == "not in the base"}
     own = loaded(SEEING, folders / "seeing-full").state_dict()
@@ -236,7 +236,7 @@ def test_a_deeper_fine_tune_is_refused(folders: Path, tmp_path: Path) -> None:
 
 
 def test_another_language_model_is_refused(folders: Path, tmp_path: Path) -> None:
-    """Alike in names and shapes, but of another type."""
+    """The same names and shapes, but another model type."""
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(tmp_path / "full")
     with refused(BaseModelError, "base_model", match=r"llama.* gemma3"):
         extract(tmp_path / "full", folders / "seeing", tmp_path / "out", rank=2)

@@ -1,4 +1,4 @@
-"""What is not a fine-tune and its base, or cannot be extracted, is refused by name, and nothing is written."""
+"""Models that do not belong together or cannot be extracted are refused by name, and nothing is written."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def truncated(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-# What was done to the fine-tune; the class, the parameter and a value that the refusal names.
+# The damage to the fine-tune; the error's class and parameter, and a value that the message names.
 MISFITS: dict[str, tuple[Callable[[Path], None], type[AdapterswapError], str, str]] = {
     "shape": (put(Q, lambda t: t[:16]), BaseModelError, "base_model", f"{Q} .*16×32.* 32×32"),
     "dtype": (put(Q, lambda t: t.to(torch.int8)), UnsupportedError, "full", f"{Q} .*I8"),
@@ -139,7 +139,7 @@ def test_an_unknown_device(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_base_that_no_adapter_could_name(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_base_path_that_no_adapter_config_can_hold(checkpoint: Checkpoint, tmp_path: Path) -> None:
     base, out, link = tmp_path / "base\udcff", tmp_path / "out", tmp_path / "link"
     shutil.copytree(checkpoint("llama"), base)
     with pytest.raises(AdapterswapError, match=r"adapter_config\.json cannot hold"):
@@ -150,12 +150,12 @@ def test_a_base_that_no_adapter_could_name(checkpoint: Checkpoint, tmp_path: Pat
     assert json.loads((out / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"] == str(link)
 
 
-def test_a_model_beside_itself(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_model_as_its_own_fine_tune(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with refused(ExpertError, "full"):
         extract(checkpoint("llama"), checkpoint("llama"), tmp_path / "out", rank=2)
 
 
-def test_a_fine_tune_of_what_no_adapter_holds(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_fine_tune_without_adaptable_changes(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = changed(random_model("llama"), 1, only=lambda name: "norm" in name or "embed" in name)
     model.save_pretrained(tmp_path / "full")
     with refused(ExpertError, "full", match="embeddings and heads, norms"):
@@ -180,7 +180,7 @@ def test_every_mistake_is_reported_at_once(checkpoint: Checkpoint, tmp_path: Pat
     assert {problem.kind for problem in raised.value.problems} == {BaseModelError, UnsupportedError}
 
 
-def test_outputs_that_would_harm(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_outputs_that_exist_or_are_inside_an_input(checkpoint: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(checkpoint("llama", 1), tmp_path / "full")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "thesis.txt").touch()

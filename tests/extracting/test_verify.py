@@ -1,4 +1,4 @@
-"""Extracted adapters, checked against their records and what they were cut out of."""
+"""Extracted adapters, checked against their records and sources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Q0, UP3 = "model.layers.0.self_attn.q_proj", "model.layers.3.mlp.up_proj"
 
 @pytest.fixture
 def cut(checkpoint: Checkpoint, tmp_path: Path) -> tuple[Path, Path, Path]:
-    """An adapter, and copies of the fine-tune and the base that it was cut out of."""
+    """An adapter, with copies of the fine-tune and the base that it was extracted from."""
     folders = [shutil.copytree(checkpoint("llama", seed), tmp_path / name) for seed, name in ((1, "tuned"), (0, "own"))]
     extract(*folders, tmp_path / "out", rank=4)
     return tmp_path / "out", *folders  # type: ignore[return-value]
@@ -53,11 +53,11 @@ def edit(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     ],
     ids=str,
 )
-def test_what_was_extracted_is_as_recorded(
+def test_an_extracted_adapter_matches_its_record(
     architecture: str, options: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     full, base = checkpoint(architecture, 1), checkpoint(architecture)
-    if architecture == "gemma":  # a head that is tied is held as a second pair of factors
+    if architecture == "gemma":  # a tied head is stored as a second pair of factors
         full = tmp_path / "full"
         changed(random_model("gemma"), 1, only=lambda name: "norm" not in name).save_pretrained(full)
     extract(full, base, tmp_path / "out", **options)
@@ -67,7 +67,7 @@ def test_what_was_extracted_is_as_recorded(
 
 
 def test_files_alone(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -> None:
-    """Without what it was cut out of, and with the base alone; what is not compared is reported."""
+    """Without its sources, and with only the base; the report says what was not compared."""
     out, _, base = cut
     for options, missing, message in (
         ([], ["full", "base"], "Pass --expert full=PATH and --base-model."),
@@ -85,7 +85,7 @@ def test_files_alone(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -
     assert verify(out, base_model=str(base)).changed_sources == {"base": "model.safetensors"}
 
 
-def test_all_of_it_on_the_command_line(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -> None:
+def test_verify_on_the_command_line(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -> None:
     out, full, base = cut
     sources = ["--expert", f"full={full}", "--base-model", base]
     result = run("verify", out, *sources)
@@ -117,7 +117,7 @@ def test_a_tied_heads_factors_are_the_embeddings(checkpoint: Checkpoint, tmp_pat
     assert result.differing == (WEIGHTS, "model.embed_tokens")
 
 
-def test_sources_on_the_hub_are_found_by_themselves(
+def test_sources_on_the_hub_are_resolved_from_the_record(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "hub"
@@ -157,8 +157,8 @@ def test_other_sources(cut: tuple[Path, Path, Path], checkpoint: Checkpoint) -> 
     assert dict(wide.changed_sources) == {"full": "model.safetensors", "base": "model.safetensors"}
 
 
-def test_modules_that_come_and_go(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """What did not change is left out, and must not have changed since; every module is in the file and the record."""
+def test_modules_that_appear_or_disappear(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Omitted modules must still be unchanged; every other module is in the file and in the record."""
     tuned = changed(random_model("llama"), 1, only=lambda name: ".layers.2." in name)
     tuned.save_pretrained(tmp_path / "full")
     extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
@@ -246,7 +246,7 @@ def test_sources_that_are_named_wrongly_or_are_not_there(cut: tuple[Path, Path, 
         ("award", lambda record: record.update(award="best paper")),
     ],
 )
-def test_what_contradicts_the_adapter_in_the_record_is_named(
+def test_contradictions_between_record_and_adapter_are_named(
     key: str, lie: Callable[[dict[str, Any]], object], cut: tuple[Path, Path, Path]
 ) -> None:
     out, full, base = cut
