@@ -1,4 +1,4 @@
-"""Output folders that are whole or absent: where they may be, full and closed disks, two writers at the same time."""
+"""Output folders are complete or absent: where they may be, full and read-only disks, two writers at once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write(target: Path, meanwhile: Callable[[], object] = lambda: None, **option
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
 def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
-    """Not even the parents that were made; but those that hold something of others stay."""
+    """Parents that were created are removed too, unless they hold other files."""
     raised = OutputError if error is OSError else error
 
     def fail() -> None:
@@ -128,7 +128,7 @@ def test_a_second_writer_is_kept_out(overwrite: bool, tmp_path: Path) -> None:
     def second() -> None:
         with refused(OutputError, "out_path", match="is being written by another process"):
             write(tmp_path / "out", overwrite=overwrite)
-        write(tmp_path / "other")  # another target beside it is no matter
+        write(tmp_path / "other")  # another target next to it does not matter
 
     write(tmp_path / "out", second)
     assert names(tmp_path) == ["other", "out"]
@@ -140,7 +140,7 @@ def test_a_folder_where_no_file_can_be_made_is_not_busy() -> None:
         write(Path("/proc/out"))
 
 
-def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
+def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
     """Names of targets are not patterns, and the remains of `out.b` are not those of `out`."""
     mine = [".o[u]t.0123456789ab.tmp", ".o[u]t.0123456789ab.old.tmp"]
     others = [".out.0123456789ab.tmp", ".o[u]t.b.0123456789ab.tmp", ".o[u]t.tmp", ".o[u]t.0123456789ab.tmp.txt"]
@@ -149,7 +149,7 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
         fill(tmp_path / name, name)
     with refused(OutputError, "out_path"), atomic_folder(tmp_path / "o[u]t"):
         pass
-    assert (tmp_path / "o[u]t" / "file").read_text() == mine[1]  # the only copy of what had been there
+    assert (tmp_path / "o[u]t" / "file").read_text() == mine[1]  # the only copy of the old output
     with atomic_folder(tmp_path / "o[u]t", kind=KIND, overwrite=True) as folder:
         fill(folder)
     assert names(tmp_path) == sorted(["o[u]t", *others])
@@ -177,7 +177,7 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
         ("/dev/null", "is a file"),
     ],
 )
-def test_places_where_no_output_may_be(
+def test_invalid_output_paths_are_refused(
     target: str, message: str, experts: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -193,7 +193,7 @@ def test_places_where_no_output_may_be(
     for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
         result = run(*arguments(experts, out, *options))
         if "--dry-run" in options and result.exit_code == 0:
-            continue  # what only writing can find out
+            continue  # what only writing can show
         assert result.exit_code == 1
         assert message in result.stderr
         assert result.stdout == ""
@@ -219,7 +219,7 @@ def test_an_output_that_exists(experts: tuple[Path, Path], run: Callable[..., Re
 
 @pytest.fixture
 def another_user(experts: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path) -> Iterator[Path]:
-    """A folder that everyone may read and nobody but its owner may write to; the test goes on as somebody else."""
+    """A folder that everyone may read but only its owner may write to; the test continues as another user."""
     assert run(*arguments(experts, tmp_path / "out")).exit_code == 0  # imports what that other user may not even read
     folder = Path(tempfile.mkdtemp())
     user = os.geteuid()
@@ -348,7 +348,7 @@ def test_a_mount_point_is_not_replaced(
     assert "cannot be written: device or resource busy. Choose a folder inside it." in err
 
 
-def test_a_dry_run_refuses_what_writing_would(tmp_path: Path) -> None:
+def test_a_dry_run_refuses_what_writing_refuses(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     check_target(tmp_path / "out")
     fill(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""JSON as it is written: the bytes on the disk, on every machine."""
+"""JSON files have the same bytes on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adapterswap.files.smallfiles import read_json, write_json
 CONTENT = {"sources": ["de", "日本語"], "r": 8, "layers": {"b": None, "a": True}, "none": [], "loss": 0.1}
 
 
-def test_in_the_contents_own_order(tmp_path: Path) -> None:
+def test_keys_keep_their_order(tmp_path: Path) -> None:
     write_json(tmp_path / "out.json", CONTENT)
     assert (tmp_path / "out.json").read_bytes() == (
         b'{\n  "sources": [\n    "de",\n    "\xe6\x97\xa5\xe6\x9c\xac\xe8\xaa\x9e"\n  ],\n  "r": 8,\n'
@@ -24,7 +24,7 @@ def test_in_the_contents_own_order(tmp_path: Path) -> None:
 
 
 def test_with_sorted_keys(tmp_path: Path) -> None:
-    """At every depth; lists stay in order. What was there is replaced."""
+    """At every depth; lists keep their order. An existing file is replaced."""
     (tmp_path / "out.json").write_text("x" * 1000)
     write_json(tmp_path / "out.json", CONTENT, sort_keys=True)
     assert (tmp_path / "out.json").read_bytes() == (
@@ -34,8 +34,8 @@ def test_with_sorted_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_json_cannot_say(value: float, tmp_path: Path) -> None:
-    """Refused before the file is touched, or written as Python writes and reads it."""
+def test_values_that_json_cannot_represent(value: float, tmp_path: Path) -> None:
+    """Refused before the file is touched, or written as Python itself writes and reads it."""
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "out.json", {"losses": [value]})
     assert not (tmp_path / "out.json").exists()
@@ -53,7 +53,7 @@ contents = st.dictionaries(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents, st.booleans())
-def test_it_is_read_again_as_it_was(tmp_path: Path, content: dict[str, Any], sort_keys: bool) -> None:
+def test_written_json_is_read_back(tmp_path: Path, content: dict[str, Any], sort_keys: bool) -> None:
     path = tmp_path / "out.json"
     write_json(path, content, sort_keys=sort_keys)
     assert read_json(path) == content
@@ -61,7 +61,7 @@ def test_it_is_read_again_as_it_was(tmp_path: Path, content: dict[str, Any], sor
     assert keys == (sorted(content) if sort_keys else list(content))
 
 
-def test_half_of_a_surrogate_pair_is_read_again_as_it_was(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_read_back(tmp_path: Path) -> None:
     content = {"a\ud800": ["\udfff\ud83d", "\U0001f600"]}
     write_json(tmp_path / "out.json", content)
     assert read_json(tmp_path / "out.json") == content

@@ -24,7 +24,7 @@ class Part(StrictModel):
 
 
 class Recipe(StrictModel):
-    """A little of everything that recipes are made of."""
+    """A model with every kind of field that recipes have."""
 
     name: str
     steps: int = Field(default=1, ge=1)
@@ -39,13 +39,13 @@ def recipe(tmp_path: Path, text: str | bytes) -> Path:
     return path
 
 
-def told(path: Path) -> str:
+def error_of(path: Path) -> str:
     with pytest.raises(FieldError) as caught:
         read_recipe(path, Recipe)
     return str(caught.value).replace(f"{path}", "R")
 
 
-def test_what_yaml_can_say(tmp_path: Path) -> None:
+def test_yaml_features(tmp_path: Path) -> None:
     text = """
     name: "Swahili na हिन्दी\\n"      # line ends and any script are text
     parts: [{path: a}, {path: b, weight: 0.5}]
@@ -71,11 +71,11 @@ def test_what_yaml_can_say(tmp_path: Path) -> None:
         ("{no: 1, 5: 2, 'on': 3}", {False: 1, 5: 2, "on": 3}),
     ],
 )
-def test_what_plain_values_are(text: str, value: Any) -> None:
+def test_types_of_plain_values(text: str, value: Any) -> None:
     """YAML 1.2, with the booleans of 1.1."""
     read = parse_yaml(text)
     assert read == value
-    assert repr(read) == repr(value)  # True is no 1
+    assert repr(read) == repr(value)  # True is not 1
     assert parse_yaml(dump_yaml(value)) == value
 
 
@@ -88,13 +88,13 @@ def test_what_plain_values_are(text: str, value: Any) -> None:
         max_leaves=8,
     )
 )  # fmt: skip
-def test_what_is_written_is_read_again(value: Any) -> None:
+def test_written_yaml_is_read_back(value: Any) -> None:
     assert parse_yaml(dump_yaml({"key": value})) == {"key": value}
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     text = "nmae: x\nsteps: 0\nparts: [{path: 1, wieght: 2}, {}]\nlamda: 2"
-    assert told(recipe(tmp_path, text)).splitlines() == [
+    assert error_of(recipe(tmp_path, text)).splitlines() == [
         "R: name is missing. Add `name:`.",
         "R: steps is 0: input should be greater than or equal to 1. Correct it.",
         "R: parts.0.path is 1: input should be a valid string. Correct it.",
@@ -149,8 +149,8 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         ("name: " + "x" * 2**18, "is larger than 262,144 bytes"),
     ],
 )
-def test_yaml_that_is_not_sound(text: str | bytes, reason: str, tmp_path: Path) -> None:
-    output = told(recipe(tmp_path, text))
+def test_invalid_yaml(text: str | bytes, reason: str, tmp_path: Path) -> None:
+    output = error_of(recipe(tmp_path, text))
     assert reason in output
     assert len(output.splitlines()) == 1
     assert output.isprintable()
@@ -176,13 +176,13 @@ def aliases(each: str, levels: int, opening: str, closing: str) -> str:
     ],
     ids=["aliases", "merged lists", "merged mappings", "many values", "many keys"],
 )
-def test_recipes_that_unfold(text: str, tmp_path: Path) -> None:
+def test_recipes_whose_aliases_explode(text: str, tmp_path: Path) -> None:
     start = time.process_time()
-    assert len(told(recipe(tmp_path, text))) < 25_000
+    assert len(error_of(recipe(tmp_path, text))) < 25_000
     assert time.process_time() - start < 5
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_that_are_not_recipes(tmp_path: Path) -> None:
     (tmp_path / "recipe-folder").mkdir()
     with refused(NotFoundError, "recipe"):
         load_yaml(tmp_path / "none.yaml")
@@ -212,7 +212,7 @@ def test_overrides(override: str, content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("override", ["a", "=1", "a.b.2=1", "a.b.x=1", "a.b.²=1", "a.b.0.c=1", "a.b.-1=1"])
-def test_overrides_that_lead_nowhere(override: str) -> None:
+def test_overrides_without_a_target(override: str) -> None:
     with refused(ArgumentError, "overrides", match="`overrides`"):
         apply_overrides({"a": {"b": [1, {"c": 2}]}}, [override])
 
