@@ -1,4 +1,4 @@
-"""One real run of the lab, small enough for a test: a shipped base, short training, all compositions."""
+"""One real lab run, small enough for a test: a shipped base, short training, all compositions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bases: pretraining repeats itself, and the shipped ones are what they should be."""
+"""Bases: pretraining is reproducible, and the shipped bases are as documented."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_tokenizer_splits_words() -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)
 
 
-def test_pretraining_repeats_itself_and_leaves_the_generator_alone() -> None:
+def test_pretraining_is_reproducible_and_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
     reports: list[tuple[int, int]] = []
     one = pretrain(TINY, 0, progress=lambda done, steps: reports.append((done, steps))).state_dict()
@@ -55,7 +55,7 @@ def test_the_heads_have_a_size_that_servers_support() -> None:
     assert config.head_dim in (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32's attention on a CPU
 
 
-def test_a_rebuilt_base_equals_itself_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rebuilt_base_equals_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "bases" / "tiny-0.safetensors"
     monkeypatch.setattr("adapterswap.lab.bases.shipped_file", lambda scene, seed: place)
     with isolated():

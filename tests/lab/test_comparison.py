@@ -1,4 +1,4 @@
-"""The comparison of all methods: what each may choose from, one small seed, the numbers over seeds, the folder."""
+"""The comparison of all methods: their search spaces, one small seed, statistics over seeds, the folder."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_source_expert_sees_no_xx() -> None:
 
 @pytest.fixture(scope="module")
 def seed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with one small seed, and what it says; base and experts are those of the demonstration's test."""
+    """A folder with one small seed, and its results; base and experts come from the demonstration's test."""
     folder = tmp_path_factory.mktemp("comparison")
     shutil.copytree(run.folder / "seed-0", folder / "seed-0")
     shutil.rmtree(folder / "seed-0" / "math+language")
@@ -75,7 +75,7 @@ def seed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparing, "_TRAININGS", ({"learning_rate": 1e-3, "max_steps": 2},))
         result = compare_seed(scene, METHODS, folder, False, SIZES, 0)
-        patch.setattr(comparing, "_experts", None)  # what is finished is read
+        patch.setattr(comparing, "_experts", None)  # finished results are read
         assert compare_seed(scene, METHODS, folder, False, SIZES, 0) == result
     return folder, result
 
@@ -184,7 +184,7 @@ def test_numbers_over_seeds() -> None:
     assert minus["mean"] == pytest.approx(np.mean(right("soup")) - np.mean(right("layer_swap")))
     assert minus["low"] < minus["mean"] < minus["high"]
     line = results["training"]["10"]
-    on_ten = {name: np.mean(right(name, 1)) for name in ("soup", "layer_swap")}  # chosen on 10, the place is 1
+    on_ten = {name: np.mean(right(name, 1)) for name in ("soup", "layer_swap")}  # chosen on 10; the place is 1
     best = max(on_ten, key=lambda name: on_ten[name])
     assert line["best"] == best
     assert line["minus"][best]["mean"] == pytest.approx(on_ten[best] - np.mean(right("trained on 10")))
@@ -197,11 +197,11 @@ def test_numbers_over_seeds() -> None:
         assert f"{soup['xx']['mean']:.3f} ± {soup['xx']['spread']:.3f}" in text
         assert f"{minus['mean']:+.3f} [{minus['low']:+.3f}, {minus['high']:+.3f}]" in text
     assert "| [soup](#soup) |" in page
-    one = compared(*made_up(1))  # no interval over one seed's seeds, and no error
+    one = compared(*made_up(1))  # no interval from a single seed, and no error
     assert one["rows"]["soup"]["xx"]["spread"] is None
 
 
-def test_a_folder_is_continued_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_resumed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene, out = SCENES["gap"], tmp_path / "out"
     requested: list[list[int]] = []
 
@@ -214,7 +214,7 @@ def test_a_folder_is_continued_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(comparison, "run_seeds", work)
     run_comparison(plan_comparison(scene, "soup", 2, out))
-    result = run_comparison(plan_comparison(scene, "soup", 3, out))  # a seed more
+    result = run_comparison(plan_comparison(scene, "soup", 3, out))  # one more seed
     assert requested == [[5, 6], [5, 6, 7]]
     assert json.loads((out / "results.json").read_text()) == result
     assert result["methods"] == ["soup"]

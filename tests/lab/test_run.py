@@ -1,4 +1,4 @@
-"""The lab end to end, once, small: experts, compositions, scores, and everything that is written."""
+"""One small lab run end to end: experts, compositions, scores, and all output files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_scoring_equals_greedy_generation(run: Run) -> None:
             answer = tokenizer.decode(ids[prompt["input_ids"].shape[1] :])
             assert mark == (answer == f"{problem.answer} </s>")
         marks += list(fast)
-    assert 0 < sum(marks) < len(marks)  # both kinds were seen
+    assert 0 < sum(marks) < len(marks)  # both kinds occur
 
 
 def test_every_method_is_scored_on_every_problem(run: Run) -> None:
@@ -62,7 +62,7 @@ def test_every_method_is_scored_on_every_problem(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("name", "method"), [("math", "math expert"), ("math+language", "layer swap")])
-def test_what_is_written_scores_what_was_scored_live(run: Run, name: str, method: str) -> None:
+def test_written_adapters_score_as_the_live_ones(run: Run, name: str, method: str) -> None:
     problems = draw_problems(SCENES["gap"], "test", 120)
     with (run.folder / "answers.jsonl").open() as file:
         told = {(row["method"], row["language"]): row["right"] for row in map(json.loads, file)}
@@ -95,8 +95,8 @@ def test_the_folder(run: Run) -> None:
     assert adapter == "base"
 
 
-def test_what_may_be_replaced(run: Run, tmp_path: Path) -> None:
-    """Its own folder, also one of the first edition, which has no list; not what others put there."""
+def test_which_folders_may_be_replaced(run: Run, tmp_path: Path) -> None:
+    """Its own folder may be replaced, also one of the first edition, which has no file list; other files may not."""
     shutil.copytree(run.folder, tmp_path / "lab-run")
     record = tmp_path / "lab-run" / "results.json"
     assert strangers(record.parent, LAB) == []
@@ -116,7 +116,7 @@ def test_what_may_be_replaced(run: Run, tmp_path: Path) -> None:
                 path.parent.rmdir()
 
 
-def test_progress_is_told_in_order(run: Run) -> None:
+def test_progress_is_reported_in_order(run: Run) -> None:
     shares = [share for _, _, share in run.told]
     assert shares == sorted(shares)
     assert [what for _, what, _ in run.told] == [
@@ -125,7 +125,7 @@ def test_progress_is_told_in_order(run: Run) -> None:
 
 
 def made_up(seeds: int) -> Study:
-    """A study of made-up answers, to see how many seeds are reported."""
+    """A study of made-up answers, to check how several seeds are reported."""
     rng = np.random.default_rng(0)
     reports = []
     for number in range(seeds):
@@ -137,7 +137,7 @@ def made_up(seeds: int) -> Study:
     return Study(SCENES["gap"], tuple(reports))
 
 
-def test_tables_tell_means_spreads_and_paired_differences() -> None:
+def test_tables_show_means_spreads_and_paired_differences() -> None:
     from rich.console import Console
 
     study = made_up(3)
@@ -150,7 +150,7 @@ def test_tables_tell_means_spreads_and_paired_differences() -> None:
     assert f"{np.mean(swap):.3f} ± {np.std(swap, ddof=1):.3f}" in text
     assert f"{np.mean(swap) - np.mean(reset):+.3f}" in text
     assert "0 : 3 of 3" in text  # the made-up reset is better, and the table says so
-    for method in ("tuned sum", "inverse swap"):  # neighbours: some seeds may be unclear, and are neither
+    for method in ("tuned sum", "inverse swap"):  # neighbours: some seeds may be unclear and count for neither
         result = study.against(method)
         assert f"{result.won} : {result.lost} of 3" in text
     groups = study.by_unfamiliar("soup")

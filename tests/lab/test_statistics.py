@@ -21,7 +21,7 @@ def test_summary() -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 3])
-def test_the_interval_of_few_seeds_covers_as_often_as_it_says(seeds: int) -> None:
+def test_the_interval_of_few_seeds_has_its_nominal_coverage(seeds: int) -> None:
     drawn = np.random.default_rng(seeds).normal(0.3, 0.1, (400, seeds))
     found = [summarize(values) for values in drawn]
     hits = sum(abs(each.mean - 0.3) <= (each.interval or 0) for each in found)

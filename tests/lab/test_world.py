@@ -1,4 +1,4 @@
-"""The world's grammar, its problems, and the walls between what is trained on and what is asked."""
+"""The world's grammar, its problems, and the separation of training rows and test problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adapterswap.lab.scenes import draw_problems, language_rows, math_rows, pret
 from adapterswap.lab.tasks import LabRow, code_switched_question, more_or_fewer, translation
 from adapterswap.lab.world import Fact, WordProblem, draw_problem
 
-# A fifth of the rows tells as much.
+# A fifth of the rows is enough.
 SMALL = {name: replace(scene, pretraining_rows=20_000, language_rows=4_000) for name, scene in SCENES.items()}
 GAP = SMALL["gap"]
 
@@ -40,7 +40,7 @@ def test_a_token_is_one_word_of_one_language() -> None:
         (Fact("who has", object="eggs"), "who has eggs ?", "ketun ka leles taras qo ?"),
     ],
 )
-def test_facts_are_told_in_both_languages(fact: Fact, english: str, xx: str) -> None:
+def test_facts_occur_in_both_languages(fact: Fact, english: str, xx: str) -> None:
     assert (fact.tell("en"), fact.tell("xx")) == (english, xx)
 
 
@@ -63,7 +63,7 @@ def test_answers_follow_from_the_text(scene: object) -> None:
         assert problem.answer == solve(problem.prompt("en"))
 
 
-def test_nobody_has_less_than_nothing() -> None:
+def test_nobody_has_a_negative_number() -> None:
     rng = Random(1)
     for _ in range(500):
         problem = draw_problem(rng, part="train", two_steps=0.5)
@@ -73,7 +73,7 @@ def test_nobody_has_less_than_nothing() -> None:
             assert left >= 0
 
 
-def test_both_languages_tell_the_same_problem() -> None:
+def test_a_problem_is_the_same_in_both_languages() -> None:
     back = {xx: en for en, xx in WORDS.items()}
     for problem in draw_problems(GAP, "test", 100):
         english, xx = Counter(problem.prompt("en").split()), Counter(problem.prompt("xx").split())
@@ -105,7 +105,7 @@ def draw_any(rng: Random) -> WordProblem:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_no_asked_problem_is_trained_on(name: str) -> None:
+def test_test_problems_are_not_trained_on(name: str) -> None:
     scene = SMALL[name]
     requested = [problem for part in ("test", "development") for problem in draw_problems(scene, part, 1500)]
     known = {
@@ -134,14 +134,14 @@ def test_the_language_experts_rows_hold_no_maths() -> None:
     used = frozenset[str]().union(*(row.words for row in rows))
     assert not used & {"<calc>", "+", "-", "<xx>"}
     assert {word(meaning, "xx") for meaning in GAP.unfamiliar} <= used
-    # English stands only where a translation into English is asked for.
+    # English occurs only in translations into English.
     english = set(WORDS)
     for row in rows:
         assert not frozenset(row.prompt.split()) & english
         assert row.prompt.endswith("<en>") or not row.words & english
 
 
-def test_the_base_hardly_meets_the_unfamiliar_words() -> None:
+def test_the_base_rarely_sees_the_unfamiliar_words() -> None:
     rows = pretraining_rows(GAP, 0)
     withheld = {word(meaning, "xx") for meaning in GAP.unfamiliar}
     met = sum(bool(row.words & withheld) for row in rows)
