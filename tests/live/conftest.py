@@ -23,7 +23,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folders(expert: Callable[..., Path]) -> Callable[..., dict[str, Path]]:
-    """`folders("qwen2")` are the experts of that architecture; options are LoraConfig's, for all of them."""
+    """`folders("qwen2")` are the experts of that architecture; options are LoraConfig's and apply to all."""
 
     def make(architecture: str = "llama", **options: Any) -> dict[str, Path]:
         return {name: expert(architecture, **(own | options)) for name, own in EXPERTS.items()}
@@ -42,7 +42,7 @@ def composer(base: Callable[[str], Path], folders: Callable[..., dict[str, Path]
 
 
 def state_of(model: Any) -> dict[str, Any]:
-    """Everything that a composition could have left behind in a PeftModel."""
+    """Everything that a composition could leave behind in a PeftModel."""
     found: dict[str, Any] = {"active": model.active_adapter, "methods": []}
     for owner in (model, model.base_model):
         found["methods"] += sorted(vars(owner).keys() & dir(type(owner)))
@@ -68,7 +68,7 @@ def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
 
 
 def written_files(folder: Path) -> dict[str, object]:
-    """The bytes of a folder's files. The record is without the base: that of a model in memory is not looked up."""
+    """The bytes of a folder's files. The record is without the base, which is not looked up for a model in memory."""
     files: dict[str, object] = {path.name: path.read_bytes() for path in folder.iterdir()}
     record = json.loads((folder / "adapterswap.json").read_text())
     record.pop("base", None)

@@ -1,4 +1,4 @@
-"""Compositions on a loaded PeftModel: the numbers are right, everything is put back, what cannot be is refused."""
+"""Compositions on a loaded PeftModel: results are exact, the model is restored, and unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_embeddings_and_partial_experts(modules: list[str], composer: Composers,
 def test_a_name_computes_what_the_written_adapter_computes(
     name: str, composer: Composers, folders: Folders, base: Bases, tmp_path: Path
 ) -> None:
-    """Magnitude weights and SLERP need tensors: here they come from the model, since PEFT alone loaded the experts."""
+    """Magnitude weights and SLERP need tensors: these come from the model here, since PEFT loaded the experts."""
     plan = adapterswap.compose(adapterswap.parse_composition(name), folders())
     written = PeftModel.from_pretrained(load_base(base("llama")), adapterswap.write_adapter(plan, tmp_path / "out"))
     model = PeftModel.from_pretrained(load_base(base("llama")), folders()["math"], adapter_name="math")
@@ -88,9 +88,7 @@ def test_a_name_computes_what_the_written_adapter_computes(
             close(logits(composing.model), logits(written), depth=LAYERS)
 
 
-def test_compositions_plans_experts_and_the_base_can_be_used(
-    composer: Composers, folders: Folders, base: Bases
-) -> None:
+def test_use_accepts_names_plans_experts_and_the_base(composer: Composers, folders: Folders, base: Bases) -> None:
     composing = composer()
     original = logits(load_base(base("llama")))
     composition = Composition(task="math", language="telugu", bottom=2, top=1)
@@ -111,12 +109,12 @@ def test_compositions_plans_experts_and_the_base_can_be_used(
         close(logits(composing.model), logits(alone), depth=LAYERS)
 
 
-def test_everything_is_put_back(composer: Composers) -> None:
+def test_everything_is_restored(composer: Composers) -> None:
     composing = composer()
     model = composing.model
     model.set_adapter("swahili")  # trainable, as PEFT leaves it
     layer = model.get_base_model().model.layers[0].self_attn.q_proj
-    layer.set_adapter(["math", "telugu"])  # a layer of its own mind
+    layer.set_adapter(["math", "telugu"])  # one layer differs from the others
     layer.set_scale("math", 0.25)
     before, tensors, output = state_of(model), tensors_of(model), logits(model)
     name = "math+telugu@bottom=2,bottom_transition=1,task_weight=3"
@@ -231,7 +229,7 @@ def test_merge_and_unload_keeps_the_merged_weights(composer: Composers) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}])
-def test_generation_is_that_of_the_written_adapter(
+def test_generation_equals_the_written_adapter(
     options: dict[str, Any], composer: Composers, folders: Folders, base: Bases, tmp_path: Path
 ) -> None:
     plan = adapterswap.layer_swap(folders()["math"], folders()["swahili"], bottom=2, top=1, bottom_transition=1)
@@ -250,7 +248,7 @@ def test_generation_is_that_of_the_written_adapter(
 
 
 def test_modules_of_the_adapter_that_was_active_are_switched_off(base: Bases, folders: Folders, expert: Any) -> None:
-    """The head that another adapter trained in full is not part of a composition, and is back afterwards."""
+    """A head that another adapter trained in full is not part of a composition, and is restored afterwards."""
     chat = expert(seed=8, modules_to_save=["lm_head"])
     model = PeftModel.from_pretrained(load_base(base("llama")), chat, adapter_name="chat")
     model.get_base_model().lm_head.modules_to_save["chat"].weight.data.mul_(2)
@@ -267,7 +265,7 @@ def test_modules_of_the_adapter_that_was_active_are_switched_off(base: Bases, fo
         assert torch.equal(logits(model), output)
 
 
-def test_what_cannot_be_composed_live_is_refused(composer: Composers, folders: Folders, base: Bases) -> None:
+def test_compositions_that_cannot_run_live_are_refused(composer: Composers, folders: Folders, base: Bases) -> None:
     composing = composer()
     with refused(UnsupportedError, "composition", match="ties"):
         composing.set("math+swahili@method=ties,density=0.5")

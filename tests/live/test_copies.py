@@ -36,7 +36,7 @@ def carrying(expert: Make, tmp_path: Path) -> Make:
     def make(model: PreTrainedModel, name: str = "math", targets: list[str] = TARGETS) -> Path:
         folder = expert(seed=len(name), target_modules=targets)
         with quiet_peft(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT tells of what it does
+            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT reports what it saves
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
             PeftModel.from_pretrained(model, folder).save_pretrained(tmp_path / name)
         carried = [key for key in load_file(tmp_path / name / "adapter_model.safetensors") if ".base_layer." in key]
@@ -54,7 +54,7 @@ def other_base(folder: Path) -> PreTrainedModel:
 
 
 def own_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Those of the base, whether LoRA layers stand around its modules or not."""
+    """The base's weights, with or without LoRA layers around its modules."""
     return {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -85,11 +85,11 @@ def test_an_expert_of_another_embedding_is_refused(
 
 @pytest.mark.parametrize("layers", [None, "0-5"])
 @pytest.mark.parametrize(("trained", "running"), list(itertools.product(DTYPES, DTYPES)), ids=str)
-def test_the_base_stays_as_it_is_bit_for_bit(
+def test_the_base_is_unchanged_bit_for_bit(
     trained: torch.dtype, running: torch.dtype, layers: str | None, base: Make, carrying: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Whatever the dtypes in which it was stored, trained over and loaded; the factors have what PEFT gives them."""
+    """For any dtypes of storing, training and loading; the factors have the dtype that PEFT gives them."""
     monkeypatch.setattr(copies, "_ELEMENTS", 1000)
     for stored in {trained, running}:
         folder = carrying(load_base(base("llama")).to(stored).to(trained))
@@ -105,8 +105,8 @@ def test_the_base_stays_as_it_is_bit_for_bit(
                 assert torch.equal(tensor, file[key.replace(".math", "")].to(running).float())
 
 
-def test_a_copy_computes_nothing(base: Make, carrying: Make, expert: Make) -> None:
-    """With it, without it, and as PEFT loads it, an expert of this base is one and the same."""
+def test_a_copy_does_not_change_the_result(base: Make, carrying: Make, expert: Make) -> None:
+    """An expert of this base computes the same with the copy, without it, and as PEFT loads it."""
     folder = carrying(load_base(base("llama")))
     ours = logits(load_expert(load_base(base("llama")), folder, "math"))
     without = load_expert(load_base(base("llama")), expert(seed=4, target_modules=TARGETS), "math")
@@ -115,7 +115,7 @@ def test_a_copy_computes_nothing(base: Make, carrying: Make, expert: Make) -> No
 
 
 def test_a_tied_head_stays_tied(base: Make, carrying: Make) -> None:
-    """PEFT alone takes the embedding apart from the head that shares its numbers."""
+    """PEFT by itself separates the embedding from the head that shares its numbers."""
 
     def tied() -> Any:
         source = load_base(base("llama"))
@@ -141,7 +141,7 @@ def test_merged_adapters_hide_the_bases_weights(base: Make, carrying: Make) -> N
 
 
 @pytest.mark.parametrize("how", [{"dtype": torch.float8_e4m3fn}, {"device": "meta"}], ids=str)
-def test_what_cannot_be_compared_is_refused(how: dict[str, Any], base: Make, carrying: Make) -> None:
+def test_weights_that_cannot_be_compared_are_refused(how: dict[str, Any], base: Make, carrying: Make) -> None:
     model = load_base(base("llama"))
     model.lm_head.to(**how)
     with refused(UnsupportedError, "model", match="lm_head.weight") as caught:
@@ -149,7 +149,7 @@ def test_what_cannot_be_compared_is_refused(how: dict[str, Any], base: Make, car
     assert "embed_tokens" not in str(caught.value)
 
 
-def test_compositions_saved_live_carry_the_copies(base: Make, carrying: Make, tmp_path: Path) -> None:
+def test_compositions_saved_live_contain_the_copies(base: Make, carrying: Make, tmp_path: Path) -> None:
     experts = {name: carrying(load_base(base("llama")), name) for name in ("math", "swahili")}
     composing = LiveComposer.from_experts(load_base(base("llama")), experts)
     name = "math+swahili@bottom=2,top=1"

@@ -1,4 +1,4 @@
-"""Experts loaded into a running model, whole or a few layers of them; and compositions written from it."""
+"""Experts loaded into a running model, completely or a few layers of them; and compositions written from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bytes_of(model: torch.nn.Module, name: str) -> int:
     return sum(p.nbytes for key, p in model.named_parameters() if f".{name}." in key)
 
 
-def test_a_shell_takes_its_share_of_the_memory(base: Bases, folders: Folders) -> None:
+def test_a_slice_takes_its_share_of_the_memory(base: Bases, folders: Folders) -> None:
     whole = LiveComposer.from_experts(load_base(base("llama")), folders())
     part = LiveComposer.from_experts(load_base(base("llama")), {"math": folders()["math"]})
     with part.use("math"):  # also inside a composition
@@ -52,7 +52,7 @@ def test_a_shell_takes_its_share_of_the_memory(base: Bases, folders: Folders) ->
         part.set("swahili")
 
 
-def test_only_the_layers_that_compositions_take(base: Bases, folders: Folders) -> None:
+def test_loading_only_the_layers_that_compositions_need(base: Bases, folders: Folders) -> None:
     composing = LiveComposer.from_experts(load_base(base("llama")), {"math": folders()["math"]})
     compositions = [
         "math+telugu@bottom=1,top=1",
@@ -70,7 +70,7 @@ def test_only_the_layers_that_compositions_take(base: Bases, folders: Folders) -
         composing.load_expert(folders()["swahili"], "swahili", layers="0", compositions=compositions)
 
 
-def test_an_expert_is_loaded_as_it_is(base: Bases, folders: Folders) -> None:
+def test_an_expert_is_loaded_unchanged(base: Bases, folders: Folders) -> None:
     model = load_expert(load_base(base("llama")), folders()["swahili"], "swahili")
     peft = PeftModel.from_pretrained(load_base(base("llama")), folders()["swahili"], adapter_name="swahili")
     assert_same_tensors(tensors_of(model), tensors_of(peft))
@@ -84,7 +84,7 @@ def test_names_that_peft_would_confuse_are_refused(name: str, composer: Composer
         load_expert(composing.model, folders()["telugu"], name)
 
 
-def test_an_expert_of_another_base_leaves_the_model_as_it_was(composer: Composers, expert: Any) -> None:
+def test_an_expert_of_another_base_leaves_the_model_unchanged(composer: Composers, expert: Any) -> None:
     composing = composer()
     before, tensors = state_of(composing.model), tensors_of(composing.model)
     with pytest.raises(ExpertError, match="transformer"):
@@ -108,7 +108,7 @@ def test_an_expert_of_another_width_is_refused(tmp_path: Path, base: Bases, fold
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_only_what_the_config_targets_is_loaded(tmp_path: Path, base: Bases, folders: Folders) -> None:
+def test_only_targeted_modules_are_loaded(tmp_path: Path, base: Bases, folders: Folders) -> None:
     config = json.loads((folders()["math"] / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
     (tmp_path / "adapter_model.safetensors").write_bytes((folders()["math"] / "adapter_model.safetensors").read_bytes())
@@ -119,7 +119,7 @@ def test_only_what_the_config_targets_is_loaded(tmp_path: Path, base: Bases, fol
 
 
 def test_a_file_that_its_config_does_not_describe_is_refused(tmp_path: Path, base: Bases, folders: Folders) -> None:
-    """PEFT would make up the factors that the file lacks."""
+    """PEFT would initialise the missing factors at random."""
     from safetensors.torch import save_file
 
     (tmp_path / "adapter_config.json").write_text((folders()["math"] / "adapter_config.json").read_text())
@@ -164,8 +164,8 @@ def test_saving_from_a_slice_and_in_other_forms(base: Bases, folders: Folders, t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saving_what_peft_loaded(dtype: torch.dtype, base: Bases, expert: Any, tmp_path: Path) -> None:
-    """Without a file that is known the tensors come from the model; PEFT holds bfloat16 experts in float32."""
+def test_saving_experts_loaded_by_peft(dtype: torch.dtype, base: Bases, expert: Any, tmp_path: Path) -> None:
+    """Without a known file the tensors come from the model; PEFT holds bfloat16 experts in float32."""
     folders = {name: expert(**EXPERTS[name], dtype=dtype) for name in ("math", "swahili")}
     model = PeftModel.from_pretrained(load_base(base("llama")), folders["math"], adapter_name="math")
     model.load_adapter(folders["swahili"], adapter_name="swahili")
@@ -186,7 +186,7 @@ def test_saving_what_peft_loaded(dtype: torch.dtype, base: Bases, expert: Any, t
     close(logits(reloaded), output, depth=LAYERS)
 
 
-def test_saving_what_was_trained_since(composer: Composers, tmp_path: Path, base: Bases) -> None:
+def test_saving_experts_trained_since_loading(composer: Composers, tmp_path: Path, base: Bases) -> None:
     composing = composer()
     for name, parameter in composing.model.named_parameters():
         if "lora_B.math" in name:
@@ -199,7 +199,7 @@ def test_saving_what_was_trained_since(composer: Composers, tmp_path: Path, base
 
 
 def test_saving_never_replaces_a_loaded_expert(base: Bases, folders: Folders, tmp_path: Path) -> None:
-    """Not one that adapterswap wrote, and not where the model's tensors are written instead of the file's either."""
+    """Not even one that adapterswap wrote, and not if the model's tensors are written instead of the file's."""
     shutil.copytree(folders()["math"], tmp_path / "math")
     (tmp_path / "math" / "README.md").touch()
     (tmp_path / "math" / "adapterswap.json").write_text('{"format": 1, "adapterswap_version": "0.1.0"}')

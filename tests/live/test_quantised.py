@@ -22,7 +22,7 @@ NAMES = ["math+swahili@bottom=2,top=1,bottom_transition=1", "base", "math+telugu
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A base, as wide as 4-bit blocks want it, and experts."""
+    """A base as wide as 4-bit blocks require, and experts."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("base", *EXPERTS)}
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("bits", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}])
 def test_quantised_bases(bits: dict[str, Any], folders: dict[str, Path]) -> None:
-    """The layers add the experts to the quantised base; together, alone and put back."""
+    """The layers add the experts to the quantised base: together, alone, and restored."""
     quantised = BitsAndBytesConfig(**bits)
     model = AutoModelForCausalLM.from_pretrained(folders["base"], quantization_config=quantised).eval()
     composing = LiveComposer.from_experts(model, {name: folders[name] for name in EXPERTS})
@@ -56,7 +56,7 @@ def test_quantised_bases(bits: dict[str, Any], folders: dict[str, Path]) -> None
     for row, name in enumerate(NAMES):
         with composing.use(name), torch.no_grad():
             alone = composing.model(tokens).logits[row]
-        # Not float32's rounding: in 8 bits an activation may come to lie one of its 127 steps further.
+        # More than float32 rounding: in 8 bits an activation may move by one of its 127 steps.
         torch.testing.assert_close(together[row], alone, rtol=0, atol=2e-3)  # noqa: TID251
     with composing.use("base"):
         close(logits(composing.model), original, depth=LAYERS)

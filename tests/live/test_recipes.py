@@ -1,4 +1,4 @@
-"""The recipes for PEFT and transformers in docs/engines.md, run as they stand there."""
+"""The code for PEFT and transformers in docs/engines.md, run unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECIPES = dict(
 def place(
     base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A folder with what the recipes name: the base with a tokenizer, and two compositions of it."""
+    """A folder with what the page names: the base with a tokenizer, and two compositions."""
     shutil.copytree(base("llama"), tmp_path / "org" / "base")
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -38,7 +38,7 @@ def one_by_one(composing: LiveComposer, names: list[Any], rows: list[torch.Tenso
 
 
 def prompts(count: int) -> list[torch.Tensor]:
-    """Prompts of different lengths."""
+    """Prompts of different lengths, padded."""
     return [(torch.arange(5 + row) * (row + 3) + row) % 95 + 1 for row in range(count)]
 
 
@@ -134,7 +134,7 @@ def test_generation(options: dict[str, Any], side: str, composer: Composers) -> 
 
 
 def test_sampling(composer: Composers) -> None:
-    """Rows drawn together have the logits of each drawn text alone; rows all alike draw what one composition draws."""
+    """Rows sampled together have the logits of each text alone; equal rows sample the same as one composition."""
     composing, rows = composer(), prompts(len(NAMES))
     options = {"max_new_tokens": 6, "pad_token_id": 0, "do_sample": True}
     batch = padded(rows, "left")
@@ -151,7 +151,7 @@ def test_sampling(composer: Composers) -> None:
     assert torch.equal(*outputs)
 
 
-def test_generation_settings_of_the_model_count(composer: Composers) -> None:
+def test_generation_settings_of_the_model_apply(composer: Composers) -> None:
     composing, rows = composer(), [row[:5] for row in prompts(2)]
     composing.model.generation_config.num_beams = 3
     tokens = torch.stack(rows)

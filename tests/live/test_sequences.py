@@ -1,4 +1,4 @@
-"""Random sequences of everything one can do with a composer and PEFT leave the experts and the base as they were.
+"""Random sequences of operations on a composer and PEFT leave the experts and the base unchanged.
 
 All weights are small multiples of powers of two, so that sums are exact in float32: merging and unmerging gives back
 the base bit for bit, and one wrong scale would show. `SEQUENCES` in the environment sets how many are tried.
@@ -141,8 +141,8 @@ class Session(RuleBasedStateMachine):
         model.load_adapter(self.folders["two"], adapter_name="two")
         self.model: Any = model
         self.composer = LiveComposer(model)
-        self.blocks: list[tuple[Any, Any]] = []  # what is open, and what was computed before it
-        self.now: Any = "one"  # what the model computes: a name, or one for each row
+        self.blocks: list[tuple[Any, Any]] = []  # open blocks, and what was computed before each
+        self.now: Any = "one"  # what the model computes: a name, or one name per row
         self.composing = False
         self.disabled = 0
         self.before = state_of(model)
@@ -161,7 +161,7 @@ class Session(RuleBasedStateMachine):
         return "three" in self.model.peft_config or "three" not in str(names)
 
     def enter(self, block: Any, now: Any) -> None:
-        """Open a composition's block, if that is possible now."""
+        """Open a composition's block, if possible."""
         if self.merged or not self.all_known(now):
             with pytest.raises(AdapterswapError), block:
                 pass
@@ -255,7 +255,7 @@ class Session(RuleBasedStateMachine):
     @rule()
     def unmerge(self) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Already unmerged")  # PEFT tells it of every layer that was not merged
+            warnings.filterwarnings("ignore", "Already unmerged")  # PEFT warns about every layer that was not merged
             self.model.unmerge_adapter()
 
     def active(self) -> str:
@@ -309,7 +309,7 @@ def test_random_sequences(experts: dict[str, Path]) -> None:
             max_examples=count,
             stateful_step_count=25,
             deadline=None,
-            phases=[Phase.explicit, Phase.generate],  # a failure of 25 steps says enough, and shrinking takes minutes
+            phases=[Phase.explicit, Phase.generate],  # 25 steps are short enough; shrinking takes minutes
             report_multiple_bugs=False,
             derandomize=True,
             suppress_health_check=list(HealthCheck),

@@ -33,7 +33,7 @@ TASK, LANGUAGE = ("math", "telugu"), ("swahili", "math")
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_sides_live_are_the_sides_that_are_written(
+def test_sides_live_equal_the_written_sides(
     options: dict[str, Any], composer: Callable[..., LiveComposer], folders: Callable[..., dict[str, Path]],
     base: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip

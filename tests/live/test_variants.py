@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def made(base: Bases, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`made("llama", "DoRA", seed)` is an expert with random numbers in everything that PEFT trains."""
+    """`made("llama", "DoRA", seed)` is an expert with random numbers in all parameters that PEFT trains."""
     folders: dict[str, Path] = {}
 
     def make(architecture: str, variant: str, seed: int, **options: Any) -> Path:
@@ -56,7 +56,7 @@ def made(base: Bases, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
                     parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
             folders[key] = tmp_path_factory.mktemp("expert")
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PEFT takes the biases of `lora_bias` for empty factors
+                warnings.simplefilter("ignore")  # PEFT mistakes the biases of `lora_bias` for empty factors
                 model.save_pretrained(folders[key], save_embedding_layers=False)
         return folders[key]
 
@@ -68,7 +68,7 @@ BIASED = {"gpt2": ["c_attn", "c_fc"], "qwen2": ["q_proj", "v_proj"]}  # PEFT has
 
 def loaded(base: Path, adapter: Path) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT says that it may not merge lora_bias
+        warnings.simplefilter("ignore")  # PEFT warns that it may not merge lora_bias
         return logits(PeftModel.from_pretrained(load_base(base), adapter).eval())
 
 
@@ -87,7 +87,7 @@ def loaded(base: Path, adapter: Path) -> torch.Tensor:
 def test_a_switch_computes_what_the_written_adapter_computes(
     architecture: str, variant: str, name: str, made: Callable[..., Path], base: Bases, tmp_path: Path
 ) -> None:
-    """Loaded by the composer or by PEFT alone; everything is back afterwards; what is saved are the written bytes."""
+    """Loaded by the composer or by PEFT; everything is restored afterwards; saving gives the written bytes."""
     experts = {"math": made(architecture, variant, 1), "swahili": made(architecture, variant, 2)}
     plan = adapterswap.compose(adapterswap.parse_composition(name), experts)
     written = plan.write(tmp_path / "out")
@@ -116,8 +116,8 @@ def test_a_switch_computes_what_the_written_adapter_computes(
         close(loaded(base(architecture), saved), expected, depth=LAYERS)
 
 
-def test_kinds_that_no_adapter_holds_together_are_switched(made: Callable[..., Path], base: Bases) -> None:
-    """DoRA in some layers and plain LoRA in the others: PEFT's own merges of either, layer by layer."""
+def test_kinds_that_one_adapter_cannot_hold_are_switched(made: Callable[..., Path], base: Bases) -> None:
+    """DoRA in some layers and plain LoRA in the others, against PEFT's merges of both, layer by layer."""
     experts = {"math": made("llama", "DoRA", 1), "swahili": made("llama", "in full", 2, modules_to_save=None)}
     full = {}
     for name, folder in experts.items():
@@ -141,7 +141,7 @@ def test_kinds_that_no_adapter_holds_together_are_switched(made: Callable[..., P
 def test_a_head_that_one_expert_trained_is_averaged_with_the_base(
     made: Callable[..., Path], base: Bases, tmp_path: Path
 ) -> None:
-    """As `compose` averages it, which has to be given the base: here it is the running model's."""
+    """As `compose` averages it, which needs the base; here the running model provides it."""
     experts = {
         "math": made("llama", "in full", 1, modules_to_save=["lm_head"]),
         "swahili": made("llama", "in full", 2, modules_to_save=None),
@@ -163,7 +163,7 @@ def test_a_head_that_one_expert_trained_is_averaged_with_the_base(
 
 
 def test_rows_of_a_batch(made: Callable[..., Path], base: Bases) -> None:
-    """Biases of B are added row by row; weights trained in full must be the same for all rows, and DoRA has none."""
+    """Biases of B are added row by row; weights trained in full must be the same for all rows, and DoRA is refused."""
     experts = {name: made("gpt2", "lora_bias", seed) for name, seed in (("math", 1), ("swahili", 2))}
     composing = LiveComposer.from_experts(load_base(base("gpt2")), experts)
     names = [SWAP, "swahili", "base", "swahili+math@bottom=1,top=1,top_transition=1", "math", BLEND]
@@ -224,8 +224,8 @@ def test_layers_of_an_expert(made: Callable[..., Path], base: Bases) -> None:
             part.set("math+swahili@bottom=3,top=1")
 
 
-def test_what_peft_cannot_hold_side_by_side_is_refused(made: Callable[..., Path], base: Bases) -> None:
-    """A module in full in one expert and adapted in another, or inside it; and trained biases of the base."""
+def test_experts_that_peft_cannot_hold_together_are_refused(made: Callable[..., Path], base: Bases) -> None:
+    """A module trained in full in one expert and adapted in or inside another; and trained biases of the base."""
     head = made("llama", "in full", 1, modules_to_save=["lm_head"])
     adapted = made("llama", "in full", 2, modules_to_save=None, target_modules=["q_proj", "lm_head"])
     block = made("llama", "in full", 1, modules_to_save=["mlp"], target_modules=["q_proj"])
