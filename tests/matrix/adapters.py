@@ -1,7 +1,7 @@
-"""Pairs of experts that PEFT itself makes and saves, of every kind in the matrix.
+"""Pairs of experts created and saved by PEFT, of every kind in the matrix.
 
-Some kinds then rename the saved tensors, as another tool or an older transformers would have written them. What PEFT
-saved in the first place stays beside the renamed copy: the reference is read from that.
+Some kinds then rename the saved tensors, as another tool or an older transformers would write them. The adapter that
+PEFT saved is kept next to the renamed copy, and the reference is read from it.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a pair of experts is made, and for which architectures."""
+    """How a pair of experts is created, and for which architectures."""
 
     make: Callable[[Architecture, PreTrainedModel, Path], Pair]
     applies: Callable[[Architecture], bool] = lambda architecture: True
 
 
 def _leaves(model: PreTrainedModel, wanted: Callable[[str], bool]) -> list[str]:
-    """The last parts of the names of the linear layers that are wanted, as a user would list them for PEFT."""
+    """The last parts of the names of the wanted linear layers, as a user would list them for PEFT."""
     linear = ("Linear", "FalconLinear", "Conv1D")
     names = [name for name, module in model.named_modules() if type(module).__name__ in linear and wanted(name)]
     return sorted({name.rpartition(".")[2] for name in names})
@@ -88,12 +88,12 @@ def _in_layers(architecture: Architecture, model: PreTrainedModel) -> list[str]:
 
 
 def _has_fused_experts(architecture: Architecture) -> bool:
-    """Their projections are parameters and no linear layers, and PEFT takes all that are called so for them."""
+    """Their projections are parameters, not linear layers, and PEFT adapts all parameters of these names."""
     return architecture.v4_experts is not None
 
 
 def _plain_linear(architecture: Architecture, model: PreTrainedModel) -> list[str]:
-    """All linear layers of the language model's layers; of mixtures of experts the attention."""
+    """All linear layers of the language model's layers; for mixtures of experts only the attention."""
     return (_attention if _has_fused_experts(architecture) else _in_layers)(architecture, model)
 
 
@@ -123,14 +123,14 @@ def _final_norm(architecture: Architecture, model: PreTrainedModel) -> list[str]
 
 
 def _save(model: PreTrainedModel, folder: Path, *, seed: int, **options: Any) -> Expert:
-    """An expert with random factors, trained by nobody and saved by PEFT."""
+    """An untrained expert with random factors, saved by PEFT."""
     options = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "use_rslora": True, **options}
     return _save_any(model, folder, LoraConfig(**options), seed=seed)
 
 
 def _save_any(model: PreTrainedModel, folder: Path, config: PeftConfig, *, seed: int) -> Expert:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT explains its own defaults; what it says while loading is recorded later
+        warnings.simplefilter("ignore")  # PEFT explains its defaults; messages while loading are recorded later
         peft_model = get_peft_model(copy.deepcopy(model), config)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in peft_model.named_parameters():
@@ -185,7 +185,7 @@ def _modules_to_save(architecture: Architecture, model: PreTrainedModel) -> tupl
 
 @_pair
 def _mixed(architecture: Architecture, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Other ranks, alphas and scalings, also from module to module and layer to layer; the language has fewer."""
+    """Ranks, alphas and scalings differ between experts, modules and layers; the language expert has fewer modules."""
     leaves = _plain_linear(architecture, model)
     layer = r"(layers|h|blocks)\.[13]\..*"
     task = {"r": 4, "lora_alpha": 6, "rank_pattern": {leaves[0]: 3}, "alpha_pattern": {leaves[-1]: 5.5}}
@@ -198,7 +198,7 @@ def _mixed(architecture: Architecture, model: PreTrainedModel) -> tuple[dict[str
 
 @_pair
 def _composite(architecture: Architecture, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A whole block with what is in it, beside LoRA on the head."""
+    """A whole block with its submodules, and LoRA on the head."""
     layered = (name for name, _ in model.named_modules() if architecture.layer_of(f"{name}.") is not None)
     blocks = [
         name
@@ -228,13 +228,13 @@ def _variant(**options: Any) -> Callable[[list[str], list[str]], PeftConfig]:
 
 
 def _has_linear(architecture: Architecture) -> bool:
-    """PEFT has these kinds for Linear layers alone."""
+    """PEFT supports these kinds only on Linear layers."""
     return architecture.family != "conv1d"
 
 
 @_pair
 def _vision(architecture: Architecture, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The task expert adapts all, the language expert the vision tower and the projector alone."""
+    """The task expert adapts everything, the language expert only the vision tower and the projector."""
     linear = ("Linear",)
     outside = [
         name for name, module in model.named_modules()
@@ -372,7 +372,7 @@ def _is_v4(architecture: Architecture) -> bool:
 
 _ANY = {"task_type": "CAUSAL_LM"}
 
-# Kinds whose modules are copied, and blended only where the base is at hand.
+# Kinds whose modules are copied, and blended only if the base is available.
 OPAQUE: dict[str, Kind] = {
     "dora": Kind(_of_kind(_variant(use_dora=True, use_rslora=True))),
     "lora_bias": Kind(_of_kind(_variant(lora_bias=True))),

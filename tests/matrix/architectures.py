@@ -76,7 +76,7 @@ def _moe(name: str, **changes: Any) -> Callable[[], Any]:
 
 
 def _own(name: str, **options: Any) -> Callable[[], Any]:
-    """For configs with names of their own."""
+    """For configs with field names of their own."""
     return lambda: getattr(transformers, f"{name}Config")(**options)
 
 
@@ -98,7 +98,7 @@ _V4_LLAVA = (*_V4_LANGUAGE, (r"^model\.vision_tower\.", "vision_tower.vision_mod
 _V4_MISTRAL3 = (*_V4_LANGUAGE, (r"^model\.", ""))
 _V4_QWEN_VL = ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual."))
 _TEXT_ONLY = (r"^model\.language_model\.", "model.")
-NOTHING = r"(?!)"  # a regex that matches nothing: state-space blocks are no attention
+NOTHING = r"(?!)"  # a regex that matches nothing: state-space blocks are not attention
 _JAMBA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "x_proj", "out_proj")
 _NEMOTRON = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "in_proj")
 
@@ -260,6 +260,6 @@ def build(architecture: Architecture) -> PreTrainedModel:
     model: PreTrainedModel = architecture.model_class.from_config(architecture.config())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # biases start at zero, where a mistake with them would not show
+            if name.endswith("bias"):  # biases start at zero, which would hide a mistake
                 parameter.normal_(std=0.1)
     return model.eval()

@@ -1,4 +1,4 @@
-"""A table of the matrix at the end of a run: how many cells are exact, refused and for which reason, or failed."""
+"""Print a table at the end of a run: how many cells are exact, refused for which reason, or failed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which cells of the matrix are refused, and why; every other cell has to be exact.
+"""Which cells of the matrix are refused, and why; every other cell must be exact.
 
-A refusal counts only if its message gives the reason that stands here for this cell. No cell may be wrong.
+A refusal counts only if its message gives the reason listed here for the cell. No cell may be wrong.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ REFUSALS = [
 
 
 def reason_of(cell: Cell, error: AdapterswapError) -> str | None:
-    """The expected reason that the error gives for this cell; None where it is not expected."""
+    """The expected reason that the error gives for this cell; None if it is unexpected."""
     for one in REFUSALS:
         fitting = (problem for problem in error.problems if issubclass(problem.kind, one.kind))
         if one.may_be(cell) and any(re.search(one.words, str(problem)) for problem in fitting):
@@ -97,7 +97,7 @@ CELLS = [
     for kind, made in KINDS.items()
     if made.applies(architecture)
     for operation in OPERATIONS
-    if operation != "live_copied" or kind in _LIVE_COPIES  # the others' blends say as much
+    if operation != "live_copied" or kind in _LIVE_COPIES  # the blends of the others give the same reason
 ]
 
 # All kinds for an architecture of each family; for the others linear layers, and one more kind in turn. GPT-2, whose

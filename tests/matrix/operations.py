@@ -1,4 +1,4 @@
-"""The operations of the matrix: what the library makes of a pair of experts, measured on what it made."""
+"""The operations of the matrix: the library composes a pair of experts, and the result is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = ",".join(f"{key}={value}" for key, value in SWAP.items())
 
 
 class Subject(NamedTuple):
-    """What an operation works on: a pair of experts, their base as a folder and as a model, a folder to write to."""
+    """The inputs of an operation: a pair of experts, their base as a folder and as a model, a folder to write to."""
 
     architecture: Architecture
     base: PreTrainedModel
@@ -34,7 +34,7 @@ class Subject(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The changes of the base's parameters and the logits; what was said while the result was loaded."""
+    """The changes of the base's parameters, the logits, and the warnings while the result was loaded."""
 
     changes: Changes
     logits: torch.Tensor
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Runs the library; `composition` is the entry of `reference.SHARES` that says what has to come out."""
+    """Runs the library; `composition` is the entry of `reference.SHARES` with the expected result."""
 
     composition: str
     run: Callable[[Subject], Result]

@@ -1,4 +1,4 @@
-"""What the result of every operation has to be, in plain torch: PEFT's own ΔW of each expert alone, added up.
+"""The expected result of every operation in plain torch: PEFT's ΔW of each expert alone, added up.
 
 Nothing of the library is used here. The rules for layers are the table in docs/compose.md, written out by hand.
 """
@@ -108,7 +108,7 @@ def expected(
 
 @contextmanager
 def recorded_warnings() -> Iterator[set[str]]:
-    """Everything that Python's warnings and transformers' and PEFT's loggers say inside the block."""
+    """Everything that Python's warnings and the loggers of transformers and PEFT report inside the block."""
     said: set[str] = set()
 
     class Recorder(logging.Handler):
@@ -129,10 +129,10 @@ def recorded_warnings() -> Iterator[set[str]]:
 
 
 def load_with_peft(base: PreTrainedModel, folder: Path) -> tuple[PeftModel, set[str]]:
-    """The adapter in a copy of the base as PEFT loads it, and all that PEFT said meanwhile."""
+    """The adapter in a copy of the base as PEFT loads it, and PEFT's warnings meanwhile."""
     with recorded_warnings() as said:
         model = PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
-        result = set_peft_model_state_dict(model, load_peft_weights(str(folder)))  # which returns what is left over
+        result = set_peft_model_state_dict(model, load_peft_weights(str(folder)))  # which returns unused keys
     if result.unexpected_keys:
         said.add(f"unexpected keys: {result.unexpected_keys}")
     return model, said
@@ -141,7 +141,7 @@ def load_with_peft(base: PreTrainedModel, folder: Path) -> tuple[PeftModel, set[
 def changes_in(model: PeftModel, base: PreTrainedModel | None = None) -> Changes:
     """ΔW of every parameter as PEFT computes it for the active adapters, with their present scalings.
 
-    Of kinds that are no sum of the base's weight and another, what PEFT's own merge makes of `base`.
+    For kinds that do not add a ΔW to the base's weight, the difference between PEFT's merge and `base`.
     """
     config = model.peft_config[model.active_adapters[0]]
     plain = config.peft_type == "LORA" and not config.use_dora and not config.lora_bias and config.bias == "none"
@@ -150,7 +150,7 @@ def changes_in(model: PeftModel, base: PreTrainedModel | None = None) -> Changes
     changes: Changes = {}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
-            # A layer around a parameter of a module, such as fused experts, may stand around another one.
+            # A layer that wraps a parameter, such as fused experts, may wrap another such layer.
             parameter = f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}"
             own = {*module.lora_A, *module.lora_embedding_A}
             for adapter in (adapter for adapter in module.active_adapters if adapter in own):
@@ -178,10 +178,10 @@ def _merged_changes(model: PeftModel, base: PreTrainedModel, *, with_biases: boo
 
 
 def expert_changes(base: PreTrainedModel, expert: Expert) -> tuple[Changes, set[str]]:
-    """An expert's ΔW, and what PEFT says when it loads the expert. First PEFT has to agree with the ΔW that it gives.
+    """An expert's ΔW, and PEFT's warnings when it loads the expert. PEFT's merge must first agree with its own ΔW.
 
-    Experts of v4 names also hold what PEFT did not make; that is added. What PEFT says of their names counts only if it
-    loads them.
+    Experts with v4 names also hold changes that PEFT did not create; these are added. PEFT's warnings about their names
+    count only if it loads them.
     """
     model, said = load_with_peft(base, expert.made)
     changes = changes_in(model, base)

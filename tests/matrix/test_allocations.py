@@ -1,7 +1,7 @@
 """Random allocations in YAML, against a small interpreter of docs/compose.md that works on dense ΔW.
 
-The interpreter shares no code with the library: it reads the same YAML, matches layers and modules by itself, and adds
-up what PEFT says is each expert's ΔW. What it calls a mistake, the library has to refuse.
+The interpreter shares no code with the library: it reads the same YAML, matches layers and modules itself, and adds up
+PEFT's ΔW of each expert. The library must refuse what the interpreter calls a mistake.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SELECTORS = {
 
 
 class Mistake(Exception):
-    """An allocation that cannot be meant."""
+    """An invalid allocation."""
 
 
 class Experts(NamedTuple):
@@ -80,7 +80,7 @@ def experts(name: str) -> Experts:
             task_type="CAUSAL_LM", target_modules=targets, fan_in_fan_out=name == "gpt2", **options[seed]
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT explains what tied embeddings mean
+            warnings.simplefilter("ignore")  # PEFT warns about tied embeddings
             model = get_peft_model(architecture.model_class.from_pretrained(folder / "base"), config)
         generator = torch.Generator().manual_seed(seed)
         for key, parameter in model.named_parameters():
@@ -188,7 +188,7 @@ weights = st.sampled_from([0, 0.5, 1, 1, 2, 3.25, -0.5])
 
 @st.composite
 def layers(draw: st.DrawFn) -> Any:
-    first = draw(st.integers(0, LAYERS))  # one more than there are, at times
+    first = draw(st.integers(0, LAYERS))  # sometimes one more than exists
     last = draw(st.integers(first, LAYERS - 1)) if first < LAYERS else first
     more = draw(st.integers(0, LAYERS - 1))
     return draw(
@@ -212,7 +212,7 @@ def rule(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
 
 @st.composite
 def given_to(draw: st.DrawFn) -> dict[str, Any]:
-    """To whom a rule gives its modules."""
+    """The expert or experts that get a rule's modules."""
     names = st.sampled_from([*NAMES, "base"])
     if draw(st.booleans()):
         return {"expert": draw(names)}
@@ -225,7 +225,7 @@ def given_to(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def allocation(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
     rules = draw(st.lists(rule(architecture), max_size=4))
-    if draw(st.integers(0, 9)):  # at times nothing covers the rest
+    if draw(st.integers(0, 9)):  # sometimes no rule covers the rest
         rules.append({**draw(given_to()), "optional": True})
     if not rules:
         rules = [{"expert": "math"}]
@@ -267,4 +267,4 @@ def test_any_allocation_is_exact_or_refused(architecture: str, run: Run, tmp_pat
             assert error <= tolerance(zero, scale=size), parameter
 
     check()
-    assert len(exact) >= 10  # that is, not all examples are mistakes
+    assert len(exact) >= 10  # not all examples are mistakes

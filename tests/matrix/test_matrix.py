@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
 
 
 class Workshop:
-    """Makes each base and each pair of experts once; the cells come sorted by them."""
+    """Creates each base and each pair of experts once; the cells are sorted by them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,12 +92,12 @@ def _outcome(cell: Cell, prepared: Prepared, out: Path) -> str:
     architecture, operation = ARCHITECTURES[cell.architecture], OPERATIONS[cell.operation]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the library's own; what loading the result says is in `result.said`
+            warnings.simplefilter("ignore")  # the library's own; those of loading are in `result.said`
             result = operation.run(Subject(architecture, prepared.base, prepared.pair, out))
     except AdapterswapError as error:
         reason = reason_of(cell, error)
         return f"failed: refused unexpectedly: {error}" if reason is None else f"refused: {reason}"
-    except Exception as error:  # of PEFT or transformers, which could not load the result, or of the library
+    except Exception as error:  # from PEFT or transformers, which could not load the result, or from the library
         return f"failed: {type(error).__name__}: {error}"
     changes = expected(architecture, operation.composition, prepared.task, prepared.language, prepared.base)
     wrong = _differences(prepared, changes, result)
@@ -106,7 +106,7 @@ def _outcome(cell: Cell, prepared: Prepared, out: Path) -> str:
 
 def _differences(prepared: Prepared, changes: Changes, result: Result) -> list[str]:
     """What is wrong with a result: warnings that its experts did not cause, a ΔW, the logits."""
-    # PEFT finds patterns for parameters, and says that it does not: that they count shows in ΔW.
+    # PEFT warns that it does not find patterns for parameters, although it uses them, as ΔW shows.
     said = {text for text in result.said - prepared.said if not _FALSE_ALARM.fullmatch(text)}
     found = [f"loading it says: {text}" for text in sorted(said)]
     weights = dict(untied(prepared.base).named_parameters())
@@ -127,7 +127,7 @@ def _differences(prepared: Prepared, changes: Changes, result: Result) -> list[s
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "nemotron_h", "gemma3"])
-def test_the_matrix_would_notice(name: str, workshop: Workshop) -> None:
+def test_the_matrix_would_notice_a_mistake(name: str, workshop: Workshop) -> None:
     """Experts, compositions and the base differ by thousands of tolerances: a mistake cannot hide in one."""
     prepared = workshop.prepare(name, "attention")
     compositions = {operation.composition for operation in OPERATIONS.values()}
