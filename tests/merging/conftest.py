@@ -106,7 +106,7 @@ def _save_base(architecture: str, folder: Path) -> None:
 
 
 def loaded(folder: Path) -> transformers.PreTrainedModel:
-    """The model as transformers loads it, in float32; weights that it misses are an error."""
+    """The model as transformers loads it, in float32; missing weights are an error."""
     result, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -142,7 +142,7 @@ def lora(model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
 
 
 def by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """The state dict of base + adapter, by PEFT's own merge."""
+    """The state dict of base + adapter, merged by PEFT."""
     with quiet_peft():
         merged = PeftModel.from_pretrained(loaded(base), adapter).merge_and_unload()
     return {name: tensor.clone() for name, tensor in merged.state_dict().items()}

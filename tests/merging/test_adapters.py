@@ -1,4 +1,4 @@
-"""Adapters merged into full weights, against PEFT's own merge and against the model with the adapters live in it."""
+"""Adapters merged into full weights, against PEFT's merge and against the model that runs the adapters live."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_one_adapter_as_peft_merges_it(
     ],
     ids=str,
 )
-def test_merged_is_what_runs_live(
+def test_merged_weights_equal_the_live_model(
     composition: dict[str, Any], architecture: str, model: Callable[..., Path], lora: Expert, tmp_path: Path
 ) -> None:
     experts = {"math": lora(architecture, seed=1), "swahili": lora(architecture, seed=2, r=3, use_rslora=False)}
@@ -71,7 +71,7 @@ def test_merged_is_what_runs_live(
 def test_nonlinear_methods_are_exact_in_full_weights(
     architecture: str, method: str, model: Callable[..., Path], lora: Expert, tmp_path: Path
 ) -> None:
-    """A full-rank adapter of the same plan, which an SVD of full rank makes, is the same up to that SVD's rounding."""
+    """The same plan as a full-rank adapter, made by a full-rank SVD, is equal up to the SVD's rounding."""
     experts = {"math": lora(architecture, seed=1), "swahili": lora(architecture, seed=2)}
     requested = adapterswap.Composition(task="math", language="swahili", method=method, density=0.4)
     plan = adapterswap.compose(requested, experts)
@@ -88,7 +88,7 @@ def test_nonlinear_methods_are_exact_in_full_weights(
 def test_embedding_and_head(
     architecture: str, kind: str, target: str, model: Callable[..., Path], lora: Expert, tmp_path: Path
 ) -> None:
-    """On a tied base PEFT changes the one and not the other, so the weights come apart."""
+    """On a tied base PEFT changes only one of the two, so they become separate weights."""
     options = {kind: [target, "q_proj"] if kind == "target_modules" else [target]}
     message = ".*tie_word_embeddings=True.*" if architecture == "gemma" else "nothing is to be ignored"
     adapter = _ignoring(message, lambda: lora(architecture, **options))
@@ -110,7 +110,7 @@ def _ignoring(message: str, make: Callable[[], Any]) -> Any:
 
 
 def test_gpt2_embedding_and_projections(model: Callable[..., Path], lora: Expert, tmp_path: Path) -> None:
-    """An embedding, which is tied to the head, beside Conv1D: both are stored the other way round than ΔW."""
+    """An embedding, tied to the head, and Conv1D: both are stored transposed compared with ΔW."""
     message = ".*tie_word_embeddings=True.*"
     adapter = _ignoring(message, lambda: lora("gpt2", target_modules=["wte", "c_attn", "c_proj"]))
     live = _ignoring(message, lambda: PeftModel.from_pretrained(loaded(model("gpt2")), adapter))
@@ -127,7 +127,7 @@ def test_ensured_tying_stays_tied(model: Callable[..., Path], lora: Expert, tmp_
     close(logits(loaded(merged)), logits(live), depth=LAYERS)
 
 
-def test_names_as_the_hub_has_them(model: Callable[..., Path], lora: Expert, tmp_path: Path) -> None:
+def test_names_as_stored_on_the_hub(model: Callable[..., Path], lora: Expert, tmp_path: Path) -> None:
     """GPT-2's own checkpoint stores `h.0.attn.c_attn.weight`, and adapters say `transformer.h.0.attn.c_attn`."""
     from merging.conftest import save_like
 
@@ -141,7 +141,7 @@ def test_names_as_the_hub_has_them(model: Callable[..., Path], lora: Expert, tmp
 
 
 def test_bf16_is_rounded_once(model: Callable[..., Path], lora: Expert, tmp_path: Path) -> None:
-    """Each number is the float64 truth rounded to bfloat16, but for ties that float32 sees otherwise."""
+    """Each number is the float64 result rounded to bfloat16, except for ties that float32 rounds differently."""
     base = model(dtype=torch.bfloat16)
     plan = adapterswap.soup(lora(seed=1), lora(seed=2), base_model=str(base))
     merged = weights(adapterswap.merge(plan, str(base), out_path=tmp_path / "out"))

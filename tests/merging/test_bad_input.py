@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, lie or do not belong together: an error with its remedy, and nothing written."""
+"""Checkpoints that are damaged, inconsistent or do not belong together: an error with a remedy, and nothing written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def pair(model: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
-    """Two full experts; the second one is this test's own, in three shards, to be damaged."""
+    """Two full experts; the second one, in three shards, belongs to the test and can be damaged."""
     return model(seed=1), save_like(tmp_path / "own", model(), weights(model(seed=2)), shards=3)
 
 
@@ -73,7 +73,7 @@ def test_a_truncated_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) ->
     assert "not fully covered" in stderr_of(run, pair, tmp_path)
 
 
-def test_an_index_that_lies(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_wrong_index(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     index = pair[1] / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
@@ -120,7 +120,9 @@ def test_a_tensor_that_only_one_has(run: Run, pair: tuple[Path, Path], tmp_path:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
-def test_numbers_that_are_none(name: str, value: float, run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_nan_and_infinity_are_refused(
+    name: str, value: float, run: Run, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     """In a tensor that is copied, and in one that is averaged."""
     tensor = weights(pair[1])[name]
     tensor.view(-1)[3] = value
@@ -173,7 +175,7 @@ def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: P
     ],
     ids=str,
 )
-def test_what_cannot_be_done(
+def test_unsupported_options(
     options: list[object], message: str, run: Run, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     before = snapshot(tmp_path)
@@ -203,7 +205,7 @@ def test_the_field_at_fault_is_named(
 
 
 @pytest.mark.parametrize("changes", [{"max_shard_size": "much"}, {"max_shard_size": "0GB"}, {"dtype": "int8"}], ids=str)
-def test_a_form_that_is_none(changes: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_unknown_form(changes: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
     plan = adapterswap.layer_swap(*pair, bottom=2, top=1)
     with refused(ArgumentError, *changes):
         adapterswap.merge(plan, out_path=tmp_path / "out", **changes)
@@ -254,7 +256,7 @@ def test_norms_change_nothing_for_adapters() -> None:
 
 
 def described(folder: Path, like: Path, **changes: object) -> Path:
-    """The checkpoint `like` under a config that says something else."""
+    """The checkpoint `like` with another config."""
     shutil.copytree(like, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -277,7 +279,7 @@ def test_a_config_of_other_weights(
     architecture: str, changes: dict[str, object], message: str, run: Run, model: Callable[..., Path],
     expert: Callable[..., Path], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """As the base of an adapter, as a full expert, and as what an adapter is cut out of."""
+    """As the base of an adapter, as a full expert, and as the source of an extracted adapter."""
     odd = described(tmp_path / "odd", model(architecture), **changes)
     adapter = expert(architecture, seed=1)
     for command in (
@@ -287,7 +289,7 @@ def test_a_config_of_other_weights(
     ):
         result = run(*command, "-o", tmp_path / "out")
         assert (result.exit_code, result.stdout) == (1, "")
-        # An adapter deeper than its base is refused before the base's weights are looked at.
+        # An adapter deeper than its base is refused before the base's weights are read.
         assert message in result.stderr or "the base has 5 layers" in result.stderr
         assert not (tmp_path / "out").exists()
 
@@ -302,9 +304,9 @@ def test_a_config_of_other_weights(
     ],
     ids=str,
 )
-def test_a_config_that_fits_in_another_way(
+def test_unusual_configs_that_fit_the_weights(
     changes: dict[str, object], model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A layer that predicts further tokens, a model that sees, a narrow embedding, layers that are run again."""
+    """A layer that predicts further tokens, a multimodal model, a narrow embedding, layers that run repeatedly."""
     odd = described(tmp_path / "odd", model(), **changes)
     assert adapterswap.open_checkpoint(odd).container == "model.layers"

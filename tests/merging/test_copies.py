@@ -1,4 +1,4 @@
-"""Copies of the base's embedding and head that PEFT saves beside their LoRA: merged with that base, and no other."""
+"""Copies of the base's embedding and head that PEFT saves with their LoRA: merged with that base, and no other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def carrying(lora: Make, tmp_path: Path) -> Make:
     def make(base: Path, dtype: torch.dtype = torch.float32) -> Path:
         folder = lora(target_modules=TARGETS)
         with quiet_peft(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT tells of what it does
+            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT reports what it saves
             model = PeftModel.from_pretrained(loaded(base).to(dtype), folder)
             model.save_pretrained(tmp_path / "carrying")
         opened = adapterswap.open_adapter(tmp_path / "carrying")
@@ -45,7 +45,7 @@ def carrying(lora: Make, tmp_path: Path) -> Make:
 def test_the_same_base_in_any_precision(
     trained: torch.dtype, stored: torch.dtype, model: Make, carrying: Make, tmp_path: Path
 ) -> None:
-    """A base may be stored as finely or as coarsely as one likes, as long as it is that one."""
+    """The base may be stored in any precision, as long as it is the same base."""
     source = model(dtype=stored) if trained != torch.float32 else model()
     adapter = carrying(source, trained)
     merged = adapterswap.merge(adapter, model(dtype=stored), out_path=tmp_path / "out")
@@ -58,10 +58,10 @@ def test_the_same_base_in_any_precision(
     assert not (tmp_path / "other").exists()
 
 
-def test_an_adapter_over_a_merged_one_needs_that(
+def test_an_adapter_over_a_merged_one_needs_the_merged_weights(
     run: Callable[..., Result], model: Make, lora: Make, carrying: Make, tmp_path: Path
 ) -> None:
-    """Trained over base + first adapter, and merged into the base alone, it would lose the first without a word."""
+    """It was trained over base + first adapter; merging it into the base alone would silently lose the first."""
     first = adapterswap.merge(lora(seed=2, target_modules=TARGETS), model(), out_path=tmp_path / "first")
     second = carrying(first)
     with quiet_peft():

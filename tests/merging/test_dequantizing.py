@@ -1,4 +1,4 @@
-"""Quantised bases: merged into the weights that they compute with where that is asked for, else refused."""
+"""Quantised bases: merged into their dequantised weights on request, else refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Base = Callable[[str], Path]
 
 @pytest.fixture
 def quantised(base: Base, tmp_path: Path) -> Path:
-    """A base in 8-bit floating point numbers, as DeepSeek stores it: transformers dequantises it on any machine."""
+    """A base in 8-bit floating point, as DeepSeek stores it: transformers can dequantise it on any machine."""
     folder = Path(shutil.copytree(base("llama"), tmp_path / "fp8"))
     tensors = {}
     for name, weight in load_file(folder / "model.safetensors").items():

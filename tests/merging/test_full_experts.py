@@ -1,4 +1,4 @@
-"""Full checkpoints, composed, against plain torch loops over whole state dicts."""
+"""Compositions of full checkpoints, against plain torch loops over whole state dicts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def algorithm_1(
     language_weight: float = 1.0,
     norms: str = "average",
 ) -> State:
-    """Algorithm 1 of Bandarkar et al. 2025, a parameter after the other, with line 5 read as "and"."""
+    """Algorithm 1 of Bandarkar et al. 2025, parameter by parameter, with line 5 read as "and"."""
     merged = {}
     total = task_weight + language_weight
     for name in task:

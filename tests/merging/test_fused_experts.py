@@ -1,4 +1,4 @@
-"""LoRA on the fused experts of mixtures (`target_parameters`): merged into full weights, and switched live.
+"""LoRA on the fused experts of mixtures (`target_parameters`), merged into full weights and switched live.
 
 Qwen3-MoE and Mixtral store each expert's matrices, GPT-OSS stores the parameters, in×out. The reference is PEFT's own
 merge_and_unload of each expert alone, module by module.
@@ -171,7 +171,7 @@ def test_one_expert_adapts_the_matrices_singly(mixture: Callable[[str], Path], t
     out = plan.merge(tmp_path / "out")
     wanted = expected(folder, dict.fromkeys(range(5), (0.5, 0.5)))
     close(load_base(out).state_dict(), wanted)
-    with refused(UnsupportedError):  # PEFT holds one or the other
+    with refused(UnsupportedError):  # PEFT cannot hold both
         plan.write(tmp_path / "adapter")
     with refused(UnsupportedError, "method"):
         adapterswap.ties(tmp_path / "single", folder / "swahili", density=0.5).merge(tmp_path / "ties")
@@ -233,7 +233,7 @@ def test_live_saves_what_it_computes(mixture: Callable[[str], Path], tmp_path: P
         warnings.simplefilter("ignore")
         model = PeftModel.from_pretrained(load_base(folder / "base"), folder / "math", adapter_name="math")
         model.load_adapter(folder / "swahili", adapter_name="swahili")
-    composer = LiveComposer(model)  # which did not load them itself
+    composer = LiveComposer(model)  # which the composer did not load
     with composer.use(Composition(allocation=RULES)):
         now = logits(composer.model)
         composer.save(tmp_path / "live")
@@ -256,11 +256,11 @@ def test_live_refuses(mixture: Callable[[str], Path], tmp_path: Path) -> None:
     with refused(UnsupportedError), composer.pinned():
         pass
     other = train(folder, "down", 4, target_parameters=["mlp.experts.down_proj"], rank_pattern={})
-    with refused(ExpertError, "expert"):  # PEFT's: all adapters of a model adapt the same parameters
+    with refused(ExpertError, "expert"):  # PEFT's rule: all adapters of a model adapt the same parameters
         composer.load_expert(other)
     with refused(ExpertError, "expert"):  # a slice adapts fewer
         composer.load_expert(folder / "swahili", "shell", layers="0")
-    with composer.use("math"):  # and the model is as it was
+    with composer.use("math"):  # and the model is unchanged
         pass
     wrong = mixture("mixtral")
     with refused(ExpertError, "expert"):

@@ -1,4 +1,4 @@
-"""Killed at any moment, a merge leaves nothing, the old folder or the whole new one."""
+"""A merge that is killed at any moment leaves nothing, the old folder, or the complete new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mergekit's YAML: its meaning written out tensor by tensor, copies byte for byte, and the rest refused by key.
+"""mergekit's YAML: computed tensor by tensor, copied byte for byte, and unsupported keys refused.
 
 `benchmarks/mergekit_yaml.py` runs mergekit itself on the same kinds of files.
 """
@@ -56,7 +56,7 @@ def expected(folder: Path, weight: Callable[[str, int | None], Mapping[str, floa
 def check(
     folder: Path, actual: Mapping[str, torch.Tensor], weight: Callable[[str, int | None], Mapping[str, float]]
 ) -> None:
-    """As `expected`; and where one model has all the weight, the bytes are its own."""
+    """As `expected`; and where one model has all the weight, its bytes are copied."""
     wanted = expected(folder, weight)
     assert actual.keys() == wanted.keys()
     states = {name: weights(folder / name) for name in MODELS}
@@ -175,7 +175,7 @@ def test_dtypes(run: Callable[..., Result], folder: Path) -> None:
         adapterswap.read_composition(folder / "recipe.yaml")
 
 
-def test_python_reads_it_too(run: Callable[..., Result], folder: Path, tmp_path: Path) -> None:
+def test_python_reads_mergekit_files(run: Callable[..., Result], folder: Path, tmp_path: Path) -> None:
     text = "merge_method: linear\nmodels:\n" + EVERY % ("[1, 0]", "[0, 1]")
     result = merged(run, folder, text)
     composition = adapterswap.read_composition(folder / "recipe.yaml")
@@ -226,7 +226,7 @@ SLICE = "merge_method: linear\nslices:\n- sources: [{model: math, layer_range: [
          "out_dtype"),
     ],
 )  # fmt: skip
-def test_the_rest_is_refused_by_key(folder: Path, text: str, kind: type[AdapterswapError], parameter: str) -> None:
+def test_unsupported_keys_are_refused(folder: Path, text: str, kind: type[AdapterswapError], parameter: str) -> None:
     (folder / "refused.yaml").write_text(text)
     with refused(kind, parameter):
         adapterswap.read_mergekit(folder / "refused.yaml")

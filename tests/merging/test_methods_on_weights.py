@@ -1,4 +1,4 @@
-"""Every method of `dense_methods` through `merge`: each stored tensor beside the method written out on full weights."""
+"""Every method of `dense_methods` through `merge`: each stored tensor against the method on full weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_two_full_checkpoints(case: str, model: Callable[..., Path], tmp_path: P
 def test_an_adapter_counts_as_its_full_weights(
     case: str, model: Callable[..., Path], expert: Callable[..., Path], base: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """With a full checkpoint, and with another adapter: what neither changes stays the base's, byte for byte."""
+    """With a full checkpoint, and with another adapter: what neither changes equals the base, byte for byte."""
     task, language = expert(seed=1), expert(seed=2)
     for other, full in ((language, by_peft(base("llama"), language)), (model(seed=2), weights(model(seed=2)))):
         composition = composition_of(case, base_model=str(base("llama")))
@@ -88,7 +88,7 @@ def test_whole_weights_need_no_base_where_all_experts_are_full(model: Callable[.
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "neox", "mixtral"])
 @pytest.mark.parametrize("method", ["tsv", "iso_cts", "knots_ties", "core_ties", "multislerp", "della"])
-def test_full_weights_are_those_of_the_adapter(
+def test_full_weights_equal_the_merged_adapter(
     method: str, architecture: str, model: Callable[..., Path], lora: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The composition written as an adapter and merged by PEFT, and written as full weights at once."""
@@ -119,7 +119,7 @@ def test_core_space_refuses_full_checkpoints(model: Callable[..., Path], lora: C
 
 @pytest.mark.parametrize("case", ["karcher", "arcee_fusion", "sce", "tsv"])
 def test_sides_are_averaged_first(case: str, model: Callable[..., Path], tmp_path: Path) -> None:
-    """An average of several counts as one expert, and the base in it as one without a change. The record verifies."""
+    """An average of several experts counts as one; the base in it is an expert without changes. The record verifies."""
     method, values = CASES[case]
     folders = {"a": model(seed=1), "b": model(seed=2), "c": model(seed=3)}
     averages = {"pair": ["a", "b"], "half": ["c", "base"]}

@@ -49,7 +49,7 @@ def test_an_adapter_and_a_full_checkpoint(
 def test_methods_on_both_kinds(
     options: dict[str, Any], architecture: str, model: Callable[..., Path], lora: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """An adapter gives what its full weights give. GPT-2's are stored the other way round than ΔW."""
+    """An adapter gives what its full weights give. GPT-2 stores its weights transposed compared with ΔW."""
     math, language = lora(architecture, seed=1), model(architecture, seed=2)
     full = save_like(tmp_path / "full", model(architecture), weights(adapterswap.merge(math, out_path=tmp_path / "m")))
     composition = adapterswap.Composition(
@@ -62,7 +62,7 @@ def test_methods_on_both_kinds(
         results.append(prepare_model(plan, ModelForm()))
         write_model(results[-1], tmp_path / name)
     if options["method"] == "soup":
-        # The full expert has rows that the adapter does not change, so its mean is the smaller one; both are recorded.
+        # The full expert has rows that the adapter does not change, so its mean is smaller; both are recorded.
         deltas = {
             name: weights(full)[name] - tensor
             for name, tensor in weights(model(architecture)).items()
@@ -81,7 +81,7 @@ def test_methods_on_both_kinds(
 
 
 def test_shards_that_differ(model: Callable[..., Path], tmp_path: Path) -> None:
-    """The first full expert's shards are kept; the numbers do not depend on anybody's."""
+    """The first full expert's shards are kept; the numbers do not depend on the shards."""
     one, two = model(seed=1), model(seed=2)
     three = save_like(tmp_path / "sharded", one, weights(one), shards=3)
     whole = adapterswap.merge(adapterswap.layer_swap(one, two, bottom=2, top=1), out_path=tmp_path / "whole")
@@ -154,7 +154,7 @@ def test_nonlinear_methods_on_task_vectors(method: str, model: Callable[..., Pat
         np.testing.assert_array_equal(merged[name].numpy(), wanted, err_msg=name)
 
 
-def test_slerp_turns_by_the_angle_of_the_task_vectors(model: Callable[..., Path], tmp_path: Path) -> None:
+def test_slerp_uses_the_angle_of_the_task_vectors(model: Callable[..., Path], tmp_path: Path) -> None:
     base, task, language = model(), model(seed=1), model(seed=2)
     composition = adapterswap.Composition(
         task="task", language="language", method="slerp", task_weight=2, base_model=str(base)

@@ -98,10 +98,10 @@ def test_the_strip_names_a_side_as_one(base: Callable[..., Path], model: Callabl
     [{"method": "slerp"}, {"method": "ties", "density": 1.0}, {"method": "soup", "weights": "magnitude"}],
     ids=lambda options: options["method"],
 )
-def test_an_adapter_in_an_average_is_what_its_full_weights_are(
+def test_an_adapter_in_an_average_equals_its_full_weights(
     options: dict[str, Any], model: Callable[..., Path], lora: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """GPT-2 stores its weights the other way round than ΔW."""
+    """GPT-2 stores its weights transposed compared with ΔW."""
     adapter = lora("gpt2", seed=1)
     full = adapterswap.merge(adapter, out_path=tmp_path / "full")
     others = {"code": model("gpt2", seed=2), "swahili": model("gpt2", seed=3)}

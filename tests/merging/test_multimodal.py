@@ -1,4 +1,4 @@
-"""Full weights of models whose files have other names than the model in memory: those that also see."""
+"""Full weights of multimodal models, whose files have other names than the model in memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[type, transformers.PretrainedConfig]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_swap_of_experts_that_see(kind: str, tmp_path: Path) -> None:
+def test_a_swap_of_multimodal_experts(kind: str, tmp_path: Path) -> None:
     """Layers of the language model are swapped; the vision tower and the embedding are averaged; the head stays."""
     model_class, config = MODELS[kind]
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Weights that are stored in×out: the base's own modules decide, not an adapter's `fan_in_fan_out`.
+"""Weights stored in×out: the base's modules decide, not an adapter's `fan_in_fan_out`.
 
-Every width of these models is the same, vocabulary and positions included, so that no shape gives the answer away.
+All sizes in these models are equal, vocabulary and positions included, so that shapes give no hint.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def square(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def lora(tmp_path: Path) -> Callable[..., Path]:
-    """`lora(base, targets, seed=1)` is a random adapter of that base, as PEFT saves it without being told anything."""
+    """`lora(base, targets, seed=1)` is a random adapter of that base, as PEFT saves it by default."""
 
     def make(base: Path, targets: list[str], *, seed: int, **options: Any) -> Path:
         settings = {"r": 3, "lora_alpha": 5, "task_type": "CAUSAL_LM", "target_modules": targets, **options}
@@ -105,7 +105,7 @@ def answers(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("targets", MIXTURES, ids="+".join)
-def test_merge_adds_what_peft_adds(targets: list[str], square: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
+def test_merge_equals_peft(targets: list[str], square: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
     base = square()
     adapter = lora(base, targets, seed=1)
     original = weights(base)
@@ -209,9 +209,9 @@ def test_an_adapter_beside_a_full_checkpoint(
         plan = adapterswap.compose(composition, {"task": task, "language": tmp_path / "tuned"})
         folder = adapterswap.merge(plan, out_path=tmp_path / name)
         out[name] = weights(folder), json.loads((folder / "adapterswap.json").read_text()).get("magnitudes")
-    if method == "magnitude":  # the full expert also has matrices that did not change, and so a smaller mean
+    if method == "magnitude":  # the full expert also has unchanged matrices, and so a smaller mean
         rows = {name: adaptable_weights(loaded(base))[name].out_features for name in _matrices(base, tuned)}
-        every = sum(rows.values()) + 2 * WIDTH  # the two embeddings that no adapter changes count their tokens
+        every = sum(rows.values()) + 2 * WIDTH  # the two embeddings, which no adapter changes, count their tokens
         changed = sum(count for name, count in rows.items() if ".h." in name)
         ratio = out["full"][1]["task"] / out["mixed"][1]["task"]
         assert ratio == near(changed / every, scale=1)
@@ -227,7 +227,7 @@ def _matrices(base: Path, model: torch.nn.Module) -> Iterator[str]:
 
 
 def test_a_model_that_transformers_does_not_know(square: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
-    """Its headers show Conv1D: weights that are not square are added right, square ones are refused."""
+    """Shapes reveal Conv1D: non-square weights are merged correctly, square ones are refused."""
     base = square()
     strange = tmp_path / "strange"
     strange.mkdir()
@@ -289,7 +289,7 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_kind_as_transformers_builds_it(kind: str, tmp_path: Path) -> None:
-    """Saved by transformers, every weight is known for what its module is, also where all are square."""
+    """For models saved by transformers, the orientation of every weight is known, even if all are square."""
     config, model_class, options = MODELS[kind]
     model = model_class(config(**options))
     model.save_pretrained(tmp_path)
@@ -304,9 +304,7 @@ def test_every_kind_as_transformers_builds_it(kind: str, tmp_path: Path) -> None
         assert any(torch.equal(tensors[key], module.weight) for key in found)
 
 
-def test_transformers_is_imported_only_where_it_is_needed(
-    model: Callable[..., Path], lora: Any, tmp_path: Path
-) -> None:
+def test_transformers_is_imported_only_if_needed(model: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
     """Qwen2 has square weights with biases; no other weight of it is a Conv1D's."""
     base = model("qwen2")
     adapter = lora(base, ["q_proj", "o_proj"], seed=1)

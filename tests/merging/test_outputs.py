@@ -1,4 +1,4 @@
-"""What is next to the weights, what the command line says, and that the same inputs give the same bytes."""
+"""The files next to the weights, the messages of the command line, and equal bytes from equal inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_folder(run: Run, model: Callable[..., Path], tmp_path: Path) -> Non
     assert str(tmp_path) not in everything
 
 
-def test_what_entered_can_be_counted_and_hashed_again(model: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_record_counts_and_hashes_the_inputs(model: Callable[..., Path], tmp_path: Path) -> None:
     """Per expert: what was copied, what was computed with, and nothing else."""
     task, language = model(seed=1), model(seed=2)
     out = adapterswap.merge(adapterswap.layer_swap(task, language, bottom=2, top=1), out_path=tmp_path / "out")
@@ -110,7 +110,7 @@ def test_a_recipe_and_json(run: Run, model: Callable[..., Path], tmp_path: Path)
 def test_an_adapter_by_its_path(
     run: Run, expert: Callable[..., Path], base: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The base is the one that the adapter names; untouched tensors are the base's bytes."""
+    """The base is the one that the adapter names; unchanged tensors are copied from it byte for byte."""
     result = run("merge", expert(seed=1, target_modules=["q_proj"]), "-o", tmp_path / "out")
     assert result.exit_code == 0
     assert f"config and tokenizer from base ({base('llama').name})" in result.stderr
@@ -123,7 +123,7 @@ def test_an_adapter_by_its_path(
     assert run("merge", expert(seed=1), "-t", expert(seed=2), "-o", tmp_path / "x").exit_code == 2
 
 
-def test_another_tokenizer_is_told(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
+def test_another_tokenizer_is_reported(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
     other = save_like(tmp_path / "other", model(), weights(model(seed=2)))
     (other / "tokenizer.json").write_text('{"version": "2.0"}')
     result = run("merge", "-t", model(seed=1), "-l", other, "-o", tmp_path / "out", "--bottom", 2, "--top", 1)
@@ -147,7 +147,7 @@ def test_copying_imports_no_torch(model: Callable[..., Path], tmp_path: Path) ->
 
 
 def test_a_full_disk(model: Callable[..., Path], tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: the message says so, and nothing is left."""
+    """A limit on file sizes stands in for a full disk: the message says so, and nothing is left behind."""
 
     def limit() -> None:
         import signal
@@ -170,7 +170,7 @@ def test_a_full_disk(model: Callable[..., Path], tmp_path: Path) -> None:
     assert list(outputs.iterdir()) == []
 
 
-def test_a_device_that_is_not_there(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_missing_device(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Threads at work: every piece once, errors, early ends, several devices, blocks of any size."""
+"""Worker threads: every item once, errors, early ends, several devices, blocks of any size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from merging.conftest import equal, weights
 
 @settings(deadline=None)
 @given(items=st.lists(st.integers()), workers=st.integers(1, 4))
-def test_every_item_is_done_once(items: list[int], workers: int) -> None:
+def test_every_item_is_processed_once(items: list[int], workers: int) -> None:
     done: list[int] = []
     work_off(items, lambda item, stopped: done.append(item), workers)
     assert sorted(done) == sorted(items)
@@ -32,8 +32,8 @@ def test_every_item_is_done_once(items: list[int], workers: int) -> None:
         assert done == items
 
 
-def test_the_first_error_ends_all() -> None:
-    """However many items there would be, and those at work are stopped; no thread is left."""
+def test_the_first_error_stops_all() -> None:
+    """The remaining items are skipped and running ones are stopped; no thread is left."""
     before = threading.active_count()
     gave_up = threading.Event()
 
@@ -52,7 +52,7 @@ def test_the_first_error_ends_all() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "auto", "cpu:0", "cuda", "cuda:99", "mps", "meta", "abacus", ""])
-def test_devices_have_the_names_that_they_have_everywhere(name: str) -> None:
+def test_devices_are_named_as_in_torch(name: str) -> None:
     """The same kind of device, or the same refusal."""
 
     def outcome(choose: Callable[[], list[str]]) -> set[str]:

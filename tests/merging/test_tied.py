@@ -1,4 +1,4 @@
-"""An embedding tied to the head, whatever their names: PEFT changes one of the two, and so does the merged model."""
+"""An embedding tied to the head, under any names: PEFT changes one of the two, and so does the merged model."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ def merged(model: Make, expert: Make, base: Make, tmp_path: Path) -> tuple[Path,
     return out, sources, base("llama")
 
 
-def test_what_was_merged_is_what_its_sources_give(merged: tuple[Path, dict[str, Path], Path]) -> None:
+def test_merged_weights_equal_their_recomputation(merged: tuple[Path, dict[str, Path], Path]) -> None:
     out, sources, base = merged
     assert verify(out, sources, base_model=str(base)).equal
 
 
-def test_bytes_that_changed_are_named(merged: tuple[Path, dict[str, Path], Path]) -> None:
+def test_changed_tensors_are_named(merged: tuple[Path, dict[str, Path], Path]) -> None:
     out, sources, base = merged
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     name = "model.layers.3.mlp.up_proj.weight"
@@ -71,7 +71,7 @@ def swap_owners(record: dict[str, Any]) -> None:
         (None, lambda record: record["experts"]["swahili"]["sha256"].update({"config.json": "0" * 64})),
     ],
 )
-def test_what_is_wrong_in_the_record_is_named(
+def test_errors_in_the_record_are_named(
     key: str | None, lie: Callable[[dict[str, Any]], object], merged: tuple[Path, dict[str, Path], Path]
 ) -> None:
     out, sources, base = merged
