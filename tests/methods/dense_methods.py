@@ -1,4 +1,4 @@
-"""Merge methods written out on full weights, in float64, as their papers describe them: what ours are compared with.
+"""Reference merge methods on full weights, in float64, written out as their papers describe them.
 
 Each takes the base's tensor and the experts', and returns the merged tensor. Vectors are moved on the sphere step by
 step here, where the library works with inner products alone.
@@ -23,7 +23,7 @@ Chooser = Callable[[int, Array], npt.NDArray[np.bool_]]  # (expert, chances) →
 def merged(
     method: str, base: Any, experts: Sequence[Any], weights: Sequence[float], chosen: Chooser, **values: Any
 ) -> Array:
-    """What the method makes of whole weights, with its parameters under the names that compositions give them."""
+    """Apply a method to whole weights; parameters have the names that compositions use."""
     base, *full = (np.asarray(array, np.float64) for array in (base, *experts))
     return np.asarray(METHODS[method](base, full, list(weights), chosen, values))
 
@@ -219,7 +219,7 @@ def _arcee_fusion(base: Array, full: list[Array], weights: list[float], _: Choos
 
 
 def _mean_of_vectors(method: Callable[..., Array]) -> Callable[..., Array]:
-    """Vectors are averaged, and each matrix of a tensor with more axes is merged by itself."""
+    """Average vectors, and merge each matrix of a tensor with more axes separately."""
 
     def merged_tensor(base: Array, full: list[Array], weights: list[float], chosen: Chooser, values: Any) -> Array:
         scale = values.get("scale", 1)
@@ -238,7 +238,7 @@ _ROUNDING = 1e-6
 
 
 def basis(matrix: Array, none: float = _ROUNDING) -> Array:
-    """Orthonormal columns that span a matrix's, by QR with pivoting."""
+    """Orthonormal columns that span a matrix's columns, by QR with pivoting."""
     q, r, _ = scipy.linalg.qr(matrix, mode="economic", pivoting=True)
     size = abs(r[0, 0]) if r.size else 0.0
     return np.asarray(q[:, np.abs(np.diagonal(r)) > none * size] if size else q[:, :0])

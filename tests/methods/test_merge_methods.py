@@ -1,4 +1,4 @@
-"""Merge methods against the same written out on full weights (`dense_methods`), and their edges."""
+"""Merge methods against their reference on full weights (`dense_methods`), and edge cases."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SEED, MODULE = 3, "m"
 
 
 def own_choice(names: tuple[str, ...], module: str = MODULE) -> dense_methods.Chooser:
-    """The masks that the library draws, for chances that the reference computed itself."""
+    """The masks that the library draws, for probabilities that the reference computes."""
 
     def chosen(expert: int, chances: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         return drop_mask(chances.shape, np.float32(chances), seed=SEED, expert=names[expert], module=module)
@@ -107,7 +107,7 @@ def test_methods_on_full_weights(case: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("what", ["identical", "no change", "one without change", "opposite", "one expert"])
 @pytest.mark.parametrize("case", CASES)
 def test_edges(case: str, what: str) -> None:
-    """Finite, and the reference's: no angle, no norm, no variance, directions that cancel."""
+    """Finite and equal to the reference: zero angle, zero norm, zero variance, directions that cancel."""
     random = np.random.default_rng(0)
     least, most = find_method(CASES[case][0]).sides
     base = random.standard_normal((6, 5)).astype(np.float32)
@@ -146,7 +146,7 @@ def test_directions_that_cancel_are_refused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 999), count=st.integers(2, 5), rows=st.integers(3, 6), width=st.integers(3, 6))
-def test_karcher_and_its_kin_for_any_number_of_experts(seed: int, count: int, rows: int, width: int) -> None:
+def test_karcher_and_similar_methods_for_any_number_of_experts(seed: int, count: int, rows: int, width: int) -> None:
     random = np.random.default_rng(seed)
     base = random.standard_normal((rows, width)).astype(np.float32)
     experts = {f"e{i}": np.float32(base + random.standard_normal((rows, width))) for i in range(count)}
@@ -176,7 +176,7 @@ def planned(pair: list[Path], method: str, values: dict[str, Any], **options: An
 
 @pytest.mark.parametrize("case", [case for case, (method, _) in CASES.items() if BUILT_IN[method].acts_on == "delta"])
 def test_methods_in_adapters(case: str, pair: list[Path], tmp_path: Path) -> None:
-    """What is linear in ΔW is exact at any rank; the rest at full rank."""
+    """Methods that are linear in ΔW are exact at any rank, others at full rank."""
     method, values = CASES[case]
     exact = find_method(method).exact_in_adapters(
         Composition(method=method, task="a", language="b", **values).parameters
@@ -249,7 +249,7 @@ def test_cat_is_task_arithmetic(pair: list[Path], tmp_path: Path) -> None:
         {"method": "della", "density": 0.5, "rescale": "l2"},
     ],
 )
-def test_what_a_method_cannot_have(content: dict[str, Any]) -> None:
+def test_invalid_parameters_of_methods(content: dict[str, Any]) -> None:
     with pytest.raises(FieldError):
         Composition(**{"task": "a", "language": "b", **content})
 
@@ -270,7 +270,7 @@ def test_an_expert_that_lacks_a_module_counts_as_no_change(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("method", ["core_ties", "core_dare_ties"])
-def test_core_space_is_made_of_the_factors(method: str, tmp_path: Path) -> None:
+def test_core_space_is_built_from_the_factors(method: str, tmp_path: Path) -> None:
     """The bases are the singular vectors of all B and of all A, as the authors take them, with λ·s as part of B."""
     names = ("math", "swahili")
     folders = [
@@ -316,8 +316,8 @@ def test_low_rank_methods_keep_the_rank_of_the_experts_together(pair: list[Path]
             close(np.linalg.norm(delta - reduced[name]), np.linalg.norm(sigma[2:]), scale=float(sigma[0]), depth=4)
 
 
-def spoilt(folder: Path, value: float) -> Path:
-    """The adapter with all B of one value: zero as before any training, or none that is finite."""
+def with_b(folder: Path, value: float) -> Path:
+    """The adapter with one value in all of B: zero as before training, or not finite."""
     place = folder / "adapter_model.safetensors"
     tensors = {key: tensor * 0 + value if "lora_B" in key else tensor for key, tensor in load_file(place).items()}
     save_file(tensors, place, {"format": "pt"})
@@ -330,14 +330,14 @@ DELTA = [name for name in names_of() if BUILT_IN[name].acts_on == "delta" and na
 @pytest.mark.parametrize("method", DELTA)
 def test_experts_that_change_nothing_or_hold_nan(method: str, pair: list[Path], tmp_path: Path) -> None:
     values = {"density": 0.5} if find_method(method).has(DENSITY) else {}
-    spoilt(pair[1], 0.0)
+    with_b(pair[1], 0.0)
     half = deltas(adapterswap.write_adapter(planned(pair, method, values), tmp_path / "half", max_rank=12))
     assert all(np.isfinite(delta).all() for delta in half.values())
-    spoilt(pair[0], 0.0)
+    with_b(pair[0], 0.0)
     none = deltas(adapterswap.write_adapter(planned(pair, method, values), tmp_path / "none", max_rank=12))
     assert none
     assert not any(delta.any() for delta in none.values())
-    spoilt(pair[0], float("nan"))
+    with_b(pair[0], float("nan"))
     with pytest.raises(ExpertError):
         adapterswap.write_adapter(planned(pair, method, values), tmp_path / "nan", max_rank=12)
     assert not (tmp_path / "nan").exists()

@@ -115,7 +115,7 @@ def test_dares_masks_are_seeded_and_of_the_right_density() -> None:
         )
 
 
-def test_magnitude_prune_sums_what_is_left(pair: list[Path], tmp_path: Path) -> None:
+def test_magnitude_prune_sums_the_remaining_entries(pair: list[Path], tmp_path: Path) -> None:
     written = composed(pair, tmp_path / "out", max_rank=FULL, method="magnitude_prune", density=0.4, task_weight=0.5)
     task, language = deltas(pair[0]), deltas(pair[1])
     for name, delta in written.items():
@@ -196,12 +196,12 @@ def test_truncation_is_the_svd_of_delta_w(data: st.DataObject, out: int, width: 
     result = truncate(Factors(a, b), rank=wanted)
     sigma = np.linalg.svd(dense, compute_uv=False)
     count = min(len(result.singular_values), len(sigma))
-    # What the sums are of, which may be more than what they come to: terms cancel.
+    # The size of the terms, which may exceed that of their sum: terms cancel.
     size = np.linalg.norm(b) * np.linalg.norm(a)
     close(result.singular_values[:count], sigma[:count], dtype=torch.float64, scale=size)
     lost = np.linalg.norm(dense - result.factors.b @ result.factors.a)
     assert lost == near(np.linalg.norm(sigma[wanted:]), dtype=torch.float64, scale=size)
-    # The error is the root of a difference of squares, so the root of their rounding shows in it.
+    # The error is the root of a difference of squares, so it contains the root of their rounding.
     norm = np.linalg.norm(dense) or 1
     allowed = mathematics.sqrt(tolerance(1.0, dtype=torch.float64)) * max(1, size / norm)
     assert result.error == pytest.approx(lost / norm, abs=allowed)
@@ -240,7 +240,7 @@ def test_max_rank_bounds_copies_too(pair: list[Path], tmp_path: Path) -> None:
             assert np.linalg.norm(delta - whole[name]) == near(sigma[2], scale=sigma[0])
 
 
-def test_the_card_says_what_a_bound_on_the_rank_loses(pair: list[Path], tmp_path: Path) -> None:
+def test_the_card_states_the_error_of_a_bound_on_the_rank(pair: list[Path], tmp_path: Path) -> None:
     plan = adapterswap.layer_swap(*pair, num_layers=3, bottom=1, top=0)
     whole, sides = [deltas(folder) for folder in pair], {"0": 1}
     lost = []
@@ -354,7 +354,7 @@ def test_portable_gives_the_same_logits(
 
 
 def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path) -> None:
-    """`modules_to_save`: averaged where both experts have a copy; with the base's own where only one has."""
+    """`modules_to_save`: averaged if both experts have a copy; averaged with the base's weight if only one has."""
     both = [expert(seed=seed, modules_to_save=["lm_head"]) for seed in (1, 2)]
     for seed, folder in enumerate(both):
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -377,8 +377,8 @@ def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[.
         close(full[2][name], full[1][name])
 
 
-def test_a_reader_needs_no_plan_to_be_linear(pair: list[Path]) -> None:
-    """`resolve` leaves a plan that waits for nothing as it is."""
+def test_resolving_a_resolved_plan_changes_nothing(pair: list[Path]) -> None:
+    """`resolve` returns a fully resolved plan unchanged."""
     plan = adapterswap.layer_swap(*pair, num_layers=3, bottom=1)
     assert resolve(plan).plan is plan
     with factor_reader(plan.adapters) as read:
@@ -389,7 +389,7 @@ def test_a_reader_needs_no_plan_to_be_linear(pair: list[Path]) -> None:
 
 @pytest.mark.parametrize("method", ["soup", "ties"])
 @pytest.mark.parametrize(("dtype", "bound"), [("BF16", 0.0001), ("BF16", 0.3), ("F32", 0.3)])
-def test_the_error_of_what_is_written_holds_its_rounding(tmp_path: Path, method: str, dtype: str, bound: float) -> None:
+def test_the_recorded_error_includes_rounding(tmp_path: Path, method: str, dtype: str, bound: float) -> None:
     settings = crafting.config(r=3)
     folders = [
         crafting.adapter(tmp_path / name, crafting.tensors(seed=seed, dtype=dtype, rank=3, width=16), settings)

@@ -68,7 +68,7 @@ class Otherwise(Largest):
 
 @pytest.fixture
 def package(tmp_path: Path) -> dict[str, str]:
-    """An environment in which a package is installed that adds methods, sound and not."""
+    """An environment with an installed package that adds valid and invalid methods."""
     site = tmp_path / "site"
     (site / "larger-1.0.dist-info").mkdir(parents=True)
     (site / "larger.py").write_text(PACKAGE)
@@ -87,7 +87,7 @@ def adapterswap_in(environment: dict[str, str], *arguments: object) -> subproces
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_method_says_what_it_is(name: str) -> None:
+def test_every_method_is_documented(name: str) -> None:
     method = find_method(name)
     assert method.title
     assert method.reference
@@ -101,7 +101,7 @@ def test_every_method_says_what_it_is(name: str) -> None:
 
 
 def test_parameters_are_keys_everywhere() -> None:
-    """Fields of compositions, rules and families are in the way of none, and every parameter has its option."""
+    """Parameters do not clash with fields of compositions, rules and families, and each has an option."""
     fields = {*Composition.model_fields, *Rule.model_fields, *Family.model_fields, "rules"}
     assert fields - {"seed"} == RESERVED
     assert not PARAMETERS.keys() & RESERVED
@@ -113,7 +113,7 @@ def test_parameters_are_keys_everywhere() -> None:
     assert "scale" not in Rule.known_keys()
 
 
-def test_a_parameter_is_read_and_written_beside_its_method() -> None:
+def test_a_parameter_is_read_and_written_with_its_method() -> None:
     content = {"method": "ties", "density": 0.5}
     composition = Composition(**content, scale="2")
     assert composition.parameters == {"scale": 2.0, "density": 0.5}
@@ -161,12 +161,12 @@ def test_mistakes_in_parameters_are_reported_with_the_others() -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_what_may_be_named_where() -> None:
+def test_where_methods_may_be_used() -> None:
     fields = {"density": 0.5}
     for name in names_of():
-        given: dict[str, object] = dict(fields) if find_method(name).has(DENSITY) else {}
-        given |= {"language": ("target", "source")} if name == "adamergex" else {}
-        assert Composition.model_validate({"method": name, **given}).method == name
+        parameters: dict[str, object] = dict(fields) if find_method(name).has(DENSITY) else {}
+        parameters |= {"language": ("target", "source")} if name == "adamergex" else {}
+        assert Composition.model_validate({"method": name, **parameters}).method == name
     for name in names_of(in_rules=True):
         assert Rule.model_validate({"blend": {"a": 1, "b": 1}, "method": name}).method == name
     for wrong in ({"method": "linear"}, {"method": "tis"}):
@@ -176,13 +176,13 @@ def test_what_may_be_named_where() -> None:
         Rule.model_validate({"blend": {"a": 1, "b": 1}, "method": "soup"})
 
 
-def test_magnitude_weights_are_no_option_of_slerp() -> None:
-    """They were accepted, and left the result as it was."""
+def test_slerp_refuses_magnitude_weights() -> None:
+    """They used to be accepted without changing the result."""
     with pytest.raises(ValueError, match="magnitude"):
         Composition.model_validate({"method": "slerp", "weights": "magnitude"})
 
 
-def test_the_command_lists_them(run: Callable[..., Result]) -> None:
+def test_the_command_lists_methods(run: Callable[..., Result]) -> None:
     listed = json.loads(run("methods", "--json").stdout)
     assert listed.keys() == BUILT_IN.keys()
     assert listed["ties"]["parameters"] == ["scale", "density"]
@@ -227,7 +227,7 @@ def test_a_package_adds_a_method(package: dict[str, str], math: Path, swahili: P
 
 
 @pytest.mark.parametrize("name", ["wrong", "unfinished", "absent", "older", "taken", "otherwise"])
-def test_a_method_that_is_not_sound_is_refused(name: str, package: dict[str, str]) -> None:
+def test_an_invalid_method_is_refused(name: str, package: dict[str, str]) -> None:
     program = (
         "from adapterswap import AdapterswapError, Composition\n"
         f"try:\n    Composition.model_validate({{'method': {name!r}}})\n"
