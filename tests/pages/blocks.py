@@ -35,7 +35,7 @@ class Step:
 
 
 def steps_of(page: str) -> list[Step]:
-    """Everything on a page that a reader may run or copy, in its order."""
+    """Everything on a page that a reader may run or copy, in order."""
     content = (ROOT / page).read_text(encoding="utf-8")
     steps: list[Step] = []
     for match in _BLOCK.finditer(content):
@@ -75,7 +75,7 @@ class Reader:
         self.names = names
 
     def follow(self, step: Step) -> str:
-        """Run a step as the page has it and return what it printed; AssertionError if it fails."""
+        """Run a step exactly as written and return what it printed; AssertionError if it fails."""
         if step.language == "python":
             exec(compile(step.text, f"{step.page}:{step.line}", "exec"), self.names)
             return ""
@@ -93,7 +93,7 @@ class Reader:
         return result.output
 
     def _shell(self, step: Step) -> str:
-        """A line for the shell; where it changes folders, so does this process."""
+        """Run a shell line; if it changes folders, this process does too."""
         shims = f'python() {{ "{sys.executable}" "$@"; }}; adapterswap() {{ python -m adapterswap "$@"; }}'
         script = f"set -e; {shims}\n{step.text}\npwd"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -105,9 +105,9 @@ class Reader:
 
 
 def check_shown(step: Step, printed: str) -> None:
-    """What the page shows is what was printed; a line of "…" stands for any others.
+    """Check that the page shows what was printed; a line "…" stands for any lines.
 
-    Standard output and remarks come in either order.
+    Standard output and standard error may come in either order.
     """
     assert step.shown is not None
     expected, actual = ([line.rstrip() for line in text.splitlines()] for text in (step.shown, printed))
@@ -118,7 +118,7 @@ def check_shown(step: Step, printed: str) -> None:
 
 
 def changed(step: Step, changes: list[tuple[str, str, str]]) -> tuple[Step, set[int]]:
-    """The step with every change for its page made in its text, and the numbers of those that changed it."""
+    """Apply all changes for the page to the step's text; also returns the numbers of those that matched."""
     used = set()
     for number, (page, old, new) in enumerate(changes):
         if page == step.page and old in step.text:

@@ -1,4 +1,4 @@
-"""Every command and snippet of the pages: it runs as it stands, or is listed here with the reason."""
+"""Every command and snippet of the pages runs unchanged, or is listed here with the reason."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("examples/live/README.md", r"chat\.py", "talks with its user: tests/live/test_example.py"),
 ]
 
-# Shown output that comes from training, and so from the processor: it runs, and the numbers are not compared.
+# Output that depends on training, and so on the processor: the step runs, but the numbers are not compared.
 NOT_COMPARED = {("docs/inspect.md", "diff math mine")}
 
-# A page, a text in a step, and what takes its place.
+# A page, a text in a step, and its replacement.
 CHANGED: list[tuple[str, str, str]] = [
-    # The same work on fewer problems.
+    # The same run with fewer problems.
     ("docs/evaluate.md", "--tasks", "--limit 1 --max-gen-toks 4 --tasks"),
     ("docs/evaluate.md", "limit=20", "limit=1, max_gen_toks=4"),
     ("docs/evaluate.md", "num_fewshot=2, batch_size=16", "num_fewshot=2, limit=1, max_gen_toks=4"),
@@ -83,7 +83,7 @@ CHANGED: list[tuple[str, str, str]] = [
     ("docs/engines.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
 ]
 
-# YAML that is written to a file, by the text that it begins with, and a command that reads it if the page has none.
+# YAML that is written to a file, found by its first words, and a command that reads it if the page has none.
 FILES: dict[tuple[str, str], tuple[str, str | None]] = {
     ("docs/compose.md", "experts: {math: experts/math, swahili: experts/swahili, code: experts/code}\nrules"): (
         "rules.yaml", "adapterswap compose rules.yaml -o by-rules",
@@ -128,7 +128,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 def folder(
     request: pytest.FixtureRequest, worlds: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """The current folder, with what the page names."""
+    """The current folder, with the files that the page names."""
     page, here = request.getfixturevalue("page"), tmp_path / "here"
     shutil.copytree(worlds(6 if page in SIX_LAYERS else 32), here, symlinks=True)
     if page in LAB:
@@ -141,7 +141,7 @@ def folder(
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("page", pages())
-def test_a_page_runs_as_it_stands(page: str) -> None:
+def test_a_page_runs_unchanged(page: str) -> None:
     reader = Reader(names_for(page))
     for step in steps_of(page):
         if excuse(step) is not None:

@@ -1,4 +1,4 @@
-"""The folders that pages speak of, on a pico model: `org/base`, `experts/math`, `full/math` and their like."""
+"""The folders that pages use, on a pico model: `org/base`, `experts/math`, `full/math` and others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_NAMES = ("BASE", "base", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/L
 
 
 def make_world(folder: Path, layers: int) -> Path:
-    """A base that reads bytes, under each name that pages give it, and one rsLoRA for each of `EXPERTS`."""
+    """A base that reads bytes, under each name that pages use, and one rsLoRA for each of `EXPERTS`."""
     base = pico_model(layers=layers, spread=0.1)
     base.save_pretrained(folder / "org" / "base")
     byte_tokenizer().save_pretrained(folder / "org" / "base")
@@ -98,7 +98,7 @@ def extract_page() -> None:
 
 
 def merge_page() -> None:
-    """What other pages have made: a composition, a recipe; and two full checkpoints and mergekit's file over them."""
+    """Results of other pages: a composition and a recipe; also two full checkpoints and a mergekit file for them."""
     from adapterswap import layer_swap
 
     layer_swap("experts/math", "experts/swahili", bottom=5, top=2).write("math-swahili")
@@ -118,7 +118,7 @@ def publish_page() -> None:
 
     cache = Path(constants.HF_HUB_CACHE)
     repository(cache, "org/base", files_of(Path("org/base")))
-    shutil.rmtree("org")  # a local path would win
+    shutil.rmtree("org")  # a local path would take precedence
     files = {
         f"{name}/{file}": content for name in EXPERTS for file, content in files_of(Path("experts") / name).items()
     }
@@ -140,7 +140,7 @@ def texts_page() -> None:
 
 
 def papers_experts() -> None:
-    """The experts that the shipped recipes name, at the places where training puts them."""
+    """The experts that the shipped recipes name, in the folders where training writes them."""
     for model in ("llama-3.1-8b-instruct", "llama-3.1-8b"):
         for name in ("math", "swahili", "mixing-swahili", "simultaneous-swahili"):
             shutil.copytree(Path("experts") / name.rpartition("-")[2], Path("experts") / model / name)
@@ -204,7 +204,7 @@ SETUPS: dict[str, Callable[[], None]] = {
 
 
 def names_for(page: str) -> dict[str, Any]:
-    """What a page's Python takes for granted: a model that is loaded, a tokenizer, prompts."""
+    """Names that a page's Python code assumes: a loaded model, a tokenizer, prompts."""
     import adapterswap
 
     if page == "README.md":
