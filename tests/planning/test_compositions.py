@@ -1,4 +1,4 @@
-"""What is asked for: zones, defaults, names, weights, recipes; all mistakes reported together."""
+"""Compositions: zones, defaults, names, weights, recipes; all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from adapterswap.planning.slicing import slice_layers
 
 
 @given(st.frozensets(st.integers(0, 200)))
-def test_layers_survive_their_text(layers: frozenset[int]) -> None:
+def test_layers_round_trip_through_text(layers: frozenset[int]) -> None:
     assert parse_layers(format_layers(layers)) == layers
 
 
@@ -45,7 +45,7 @@ def test_halves_are_rounded_up() -> None:
 
 @given(st.data())
 def test_zones_are_algorithm_1(data: st.DataObject) -> None:
-    """Each layer goes where the first paper's conditions put it (its line 5 read as "and")."""
+    """Each layer goes where the conditions of the first paper's Algorithm 1 put it (line 5 read as "and")."""
     layers = data.draw(st.integers(1, 40))
     b, u, t_b, t_u = data.draw(st.tuples(*[st.integers(0, layers)] * 4).filter(lambda zones: sum(zones) <= layers))
     rules = Composition(bottom=b, top=u, bottom_transition=t_b, top_transition=t_u).rules(layers)
@@ -148,7 +148,7 @@ def test_short_names(name: str, expected: Composition) -> None:
         "a+b@experts=1",
     ],
 )
-def test_names_that_are_none_are_refused(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises((ArgumentError, FieldError)):
         parse_composition(name)
 
@@ -185,7 +185,7 @@ def test_overrides_reach_into_recipes() -> None:
             apply_overrides(content, [bad])
 
 
-def test_compositions_are_not_changed_after_they_are_read() -> None:
+def test_compositions_are_immutable() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Composition().top = 3  # type: ignore[misc]
 
@@ -199,7 +199,7 @@ def test_compositions_are_not_changed_after_they_are_read() -> None:
         ({"allocation": [{"layers": "0-2", "expert": "language"}, {"expert": "task"}]}, "rules for layers and modules"),
     ],
 )
-def test_the_card_names_what_was_done(
+def test_the_card_names_the_method(
     options: dict[str, Any], words: str, math: Path, swahili: Path, tmp_path: Path
 ) -> None:
     plan = adapterswap.compose(Composition.model_validate(options), {"task": math, "language": swahili})

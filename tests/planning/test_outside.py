@@ -1,4 +1,4 @@
-"""What lies outside the language model's layers: towers, heads, layers that predict further tokens; whose they are."""
+"""Owners of modules outside the language model's layers: towers, heads, layers that predict further tokens."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def delta(folder: Path, module: str) -> np.ndarray:
 
 @pytest.mark.parametrize("outside", ["average", "task", "language"])
 @pytest.mark.parametrize("zones", [{"bottom": 1, "top": 1}, {"partition": "B"}])
-def test_towers_go_where_they_are_sent(
+def test_towers_go_to_the_chosen_owner(
     outside: str, zones: dict[str, object], make: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
     task, language = make("task", 1), make("language", 2)
@@ -122,7 +122,7 @@ AHEAD = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict
 
 
 def checkpoint(folder: Path, seed: int, names: Sequence[str] = LAYERS, **settings: object) -> Path:
-    """A model of two layers, and a third one that predicts a further token."""
+    """A model of two layers with a third one that predicts a further token."""
     random = np.random.default_rng(seed)
     folder.mkdir()
     weights = {f"{name}.weight": random.standard_normal((4, 4)).astype(np.float32) for name in names}
@@ -191,7 +191,7 @@ def test_adapters_of_layers_that_predict_further_tokens(
         assert {name for name, slot in kept.slots.items() if slot.terms} == {names[0], last}
 
 
-def test_a_layer_after_the_last_that_no_config_speaks_of(tmp_path: Path) -> None:
+def test_a_layer_beyond_the_configs_last(tmp_path: Path) -> None:
     base = checkpoint(tmp_path / "base", 0, LAYERS[:2], num_nextn_predict_layers=0)
     task, language = lora(tmp_path / "task", base, 1), lora(tmp_path / "language", base, 2)
     with refused(ExpertError, match="task adapts layer 2, but the base has 2 layers"):
@@ -201,10 +201,10 @@ def test_a_layer_after_the_last_that_no_config_speaks_of(tmp_path: Path) -> None
         adapterswap.compose(adapterswap.Composition(task="task", language="language", num_layers=2), unnamed)
 
 
-def test_what_predicts_further_tokens_is_not_in_a_running_model_nor_cut_out(
+def test_layers_that_predict_further_tokens_are_not_live_nor_extracted(
     base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Refused with the modules' names live, and reported with its size when an adapter is extracted."""
+    """Refused live with the modules' names, and reported with its size when an adapter is extracted."""
     trained, first = expert(seed=1), "model.layers.0.self_attn.q_proj"
     for ahead in ("mtp.layers.0.self_attn.q_proj", "model.layers.6.self_attn.q_proj"):
         odd = tmp_path / ahead

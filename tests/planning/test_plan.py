@@ -1,4 +1,4 @@
-"""Plans: what is checked before anything is written, and what a plan says of itself."""
+"""Plans: the checks before anything is written, and how a plan describes itself."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ def test_a_general_allocation(math: Path, swahili: Path, expert: Callable[..., P
         ),
     ],
 )
-def test_rules_that_cannot_be_meant(rules: list[dict[str, Any]], message: str, math: Path, swahili: Path) -> None:
+def test_invalid_rules_are_refused(rules: list[dict[str, Any]], message: str, math: Path, swahili: Path) -> None:
     with refused(CompositionError, "allocation", match=message):
         adapterswap.compose(allocation(*rules), {"math": math, "swahili": swahili})
 
 
-def test_rules_name_experts_that_there_are(math: Path) -> None:
+def test_rules_name_existing_experts(math: Path) -> None:
     with refused(CompositionError, "experts", match="Did you mean 'math'"):
         adapterswap.compose(allocation({"expert": "maths"}), {"math": math})
     with refused(CompositionError, match="Every rule gives its modules to the base"):
         adapterswap.compose(allocation({"expert": "base"}), {"math": math})
 
 
-def test_all_mistakes_are_told_together(math: Path, swahili: Path) -> None:
+def test_all_mistakes_are_reported_together(math: Path, swahili: Path) -> None:
     composition = allocation(
         {"layers": 7, "expert": "math"}, {"modules": "w1", "expert": "swahili"}, {"layers": "0-2", "expert": "math"}
     )
@@ -118,7 +118,7 @@ def test_experts_for_other_tasks_are_refused(math: Path, swahili: Path, tmp_path
 def test_lora_on_a_tied_embedding_is_tied_in_all_experts_or_in_none(
     math: Path, swahili: Path, expert: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of experts that leave the embedding alone, the setting says nothing."""
+    """For experts that do not adapt the embedding, the setting is ignored."""
     ends = rewritten(
         expert(seed=3, target_modules=["q_proj", "embed_tokens"]), tmp_path / "x", ensure_weight_tying=True
     )
@@ -128,7 +128,7 @@ def test_lora_on_a_tied_embedding_is_tied_in_all_experts_or_in_none(
 
 
 def test_experts_of_another_shape_are_refused(math: Path, expert: Callable[..., Path], tmp_path: Path) -> None:
-    """NeoX and GPT-2 name their modules apart; Qwen2 shares Llama's names, so its shapes tell."""
+    """NeoX and GPT-2 have other module names; Qwen2 shares Llama's names, so its shapes decide."""
     from safetensors.torch import load_file, save_file
 
     other = rewritten(math, tmp_path / "wide")
@@ -172,7 +172,7 @@ def test_the_number_of_layers_comes_from_the_base(math: Path, base: Callable[[st
         find_num_layers(adapter, str(tmp_path))
 
 
-def test_an_expert_that_gives_nothing_is_a_mistake(math: Path, expert: Callable[..., Path]) -> None:
+def test_an_expert_without_modules_in_the_result_is_refused(math: Path, expert: Callable[..., Path]) -> None:
     outer_only = expert(seed=4, layers_to_transform=[0, 5])
     with refused(CompositionError, "allocation"):
         adapterswap.compose(
@@ -180,7 +180,7 @@ def test_an_expert_that_gives_nothing_is_a_mistake(math: Path, expert: Callable[
         )
 
 
-def test_zones_of_zero_layers_may_be_asked_for(math: Path, swahili: Path) -> None:
+def test_zones_of_zero_layers_are_allowed(math: Path, swahili: Path) -> None:
     plan = adapterswap.layer_swap(math, swahili, bottom=0, top=0)
     assert {module.owner for module in plan} == {plan.composition.task[0]}
 
@@ -196,7 +196,7 @@ def test_a_module_that_its_owner_lacks_is_shown(math: Path, expert: Callable[...
     assert plan.modules["model.layers.2.mlp.up_proj"].terms[0].coefficient == 0.5
 
 
-def test_layers_that_nobody_adapts_are_shown(expert: Callable[..., Path]) -> None:
+def test_layers_without_an_adapter_are_shown(expert: Callable[..., Path]) -> None:
     folders = [expert(seed=seed, layers_to_transform=[0, 1, 5]) for seed in (1, 2)]
     plan = adapterswap.layer_swap(*folders, bottom=1, top=1)
     assert unusual(plan) == ["layers 2-4: no expert adapts them, so they stay as in the base"]
@@ -225,7 +225,7 @@ def test_names_of_experts_follow_their_folders(math: Path, swahili: Path) -> Non
     ],
 )
 def test_two_names_of_one_base(one: str, other: str, declared: str | None, math: Path, tmp_path: Path) -> None:
-    """A guess is only offered: the base is declared, or the experts are refused."""
+    """The error suggests a base: it must be declared, or the experts are refused."""
     for number, pair in enumerate(((one, other), (other, one))):
         experts = [
             rewritten(math, tmp_path / f"{number}-{index}", base_model_name_or_path=name)

@@ -1,4 +1,4 @@
-"""Rules as lines of text: every rule survives its text, mistakes name the character, and results equal a recipe's."""
+"""Rules as lines of text: they round-trip, mistakes name the character, and results equal a recipe's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SETTINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 
 @st.composite
 def _contents(draw: st.DrawFn) -> dict[str, Any]:
-    """The keys of a rule; some make none."""
+    """The keys of a rule; some are invalid."""
     names = draw(st.lists(_NAMES, min_size=1, max_size=4, unique=True))
     content: dict[str, Any] = {}
     if draw(st.booleans()):
@@ -70,7 +70,7 @@ def _contents(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(_contents())
-def test_a_rule_survives_its_text(content: dict[str, Any]) -> None:
+def test_a_rule_round_trips_through_text(content: dict[str, Any]) -> None:
     try:
         rule = Rule.model_validate(content)
     except FieldError:
@@ -109,7 +109,7 @@ def test_any_text_is_a_rule_or_refused(text: str) -> None:
         ),
     ],
 )
-def test_what_texts_mean(text: str, content: dict[str, Any]) -> None:
+def test_meaning_of_rule_texts(text: str, content: dict[str, Any]) -> None:
     assert Rule.from_text(text) == Rule.model_validate(content)
 
 
@@ -145,7 +145,7 @@ def test_mistakes_name_the_character(text: str, character: int) -> None:
         Rule.from_text(text)
 
 
-def test_what_else_is_refused() -> None:
+def test_other_refusals() -> None:
     with refused(ArgumentError, "text"):
         Rule.from_text(5)  # type: ignore[arg-type]
     with refused(FieldError, "rules.0"):

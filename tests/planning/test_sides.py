@@ -1,4 +1,4 @@
-"""Several experts on a side are one expert, their average, in every method. The reference is numpy on dense ΔW."""
+"""Several experts on a side count as one, their average, in every method. The reference is numpy on dense ΔW."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def turned(one: np.ndarray, other: np.ndarray, t: float) -> np.ndarray:
 def combined(
     composition: Mapping[str, Any], sides: Mapping[str, tuple[float, np.ndarray]], module: str, magnitudes: list[float]
 ) -> np.ndarray:
-    """What a method makes of the sides' dense ΔW of one module, by its formula."""
+    """Apply a method's formula to the sides' dense ΔW of one module."""
     method, scale = composition["method"], composition.get("scale", 1.0)
     density, seed = composition.get("density", 1.0), composition.get("seed", 0)
     weights, parts = [w for w, _ in sides.values()], [part for _, part in sides.values()]
@@ -157,9 +157,7 @@ def test_experts_of_one_side_alone_are_combined_singly(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_row_threshold_is_held_against_each_sides_average(
-    shared: bool, experts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_row_threshold_applies_to_each_sides_average(shared: bool, experts: dict[str, Path], tmp_path: Path) -> None:
     """An expert on both sides keeps the rows that either side's average keeps, with that side's weight."""
     task, language = ("a", "b"), ("a" if shared else "c", "d")
     single = {name: deltas(folder) for name, folder in experts.items()}
@@ -178,7 +176,7 @@ def test_a_row_threshold_is_held_against_each_sides_average(
 
 
 def test_a_layer_swap_gives_each_zone_to_a_side(experts: dict[str, Path], tmp_path: Path) -> None:
-    """The sides own their layers, and the strip and its legend name them as one thing each."""
+    """The sides own their layers, and the strip and its legend name each side as one."""
     composition = Composition(
         task=["b", "a"], language=["c", "d"], bottom=1, top=1, bottom_transition=1, num_layers=LAYERS
     )
