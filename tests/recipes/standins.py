@@ -1,6 +1,6 @@
 """Small stand-ins for what the shipped recipes name: bases of the same family, rows of the same columns.
 
-What a row looks like is taken from the recipe itself, so that ids and columns are in the data fragments alone.
+The form of a row is taken from the recipe itself, so that ids and columns are only in the data fragments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "tiiuae/Falcon3-7B-Instruct": transformers.LlamaConfig,
     "Qwen/Qwen3-1.7B": transformers.Qwen3Config,
 }
-LAYERS = 32  # of the one base whose recipes speak of layers; 4 tell as much of the others
+LAYERS = 32  # for the one base whose recipes name layers; 4 are enough for the others
 SPECIAL = ["<pad>", "<eos>"]
 BYTES = sorted(ByteLevel.alphabet())
 CHAT = "{% for m in messages %}? {{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}? {% endif %}"
@@ -74,7 +74,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
 
 def rows_like(source: DatasetSource) -> list[dict[str, Any]]:
-    """Rows with the columns that `source` names, of words that mean nothing; half of them of another language."""
+    """Rows of nonsense words with the columns that `source` names; half of them in another language."""
     chance = random.Random(source.path)
 
     def words() -> str:
@@ -121,7 +121,7 @@ def source_names(name: str) -> list[str]:
 
 
 def check_that_it_trains(name: str, standin: Base, folder: Path) -> None:
-    """Train the recipe for two steps, and look at what was written."""
+    """Train the recipe for two steps and check the output."""
     recipe = small_recipe(name, standin, folder)
     report = train(recipe, out_path=folder / "out", progress=False)
     assert report.steps == 2

@@ -1,4 +1,4 @@
-"""`adapterswap recipes`: what it lists is there, what it copies works alone, what it checks is reported."""
+"""`adapterswap recipes`: listed recipes exist, copies work by themselves, and mistakes are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[..., Result]
 WHOLE = [recipe.name for recipe in list_recipes() if recipe.kind in ("train", "compose", "sweep")]
 
 
-def test_everything_shipped_is_listed_with_what_it_is_for(run: Run) -> None:
+def test_every_shipped_recipe_is_listed_with_its_purpose(run: Run) -> None:
     shown = run("recipes", "ls").stdout.splitlines()
     assert [line.split()[0] for line in shown] == [*shipped_recipes()]
     output = json.loads(run("recipes", "ls", "--json").stdout)
@@ -37,12 +37,12 @@ def test_everything_shipped_is_listed_with_what_it_is_for(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_shipped_recipe_is_right(name: str) -> None:
+def test_a_shipped_recipe_is_valid(name: str) -> None:
     assert check_recipe(shipped_recipes()[name]) == name.split("/")[0]
 
 
-def test_an_entry_point_is_short_and_says_no_ids() -> None:
-    """Ids, columns and rates are in the fragments: a change is made in one place."""
+def test_an_entry_point_is_short_and_contains_no_ids() -> None:
+    """Ids, columns and rates are in the fragments, so that each is changed in one place."""
     for name in WHOLE:
         text = shipped_recipes()[name].read_text(encoding="utf-8")
         assert len(text.splitlines()) <= (20 if name.startswith("sweep/") else 12), name
@@ -55,7 +55,7 @@ def test_an_entry_point_is_short_and_says_no_ids() -> None:
 
 
 @pytest.mark.parametrize("name", ["train/llama-3.1-8b-instruct/simultaneous-swahili", "train/llama-3.1-8b/bengali"])
-def test_a_resolved_recipe_says_the_same_in_one_piece(name: str, run: Run, tmp_path: Path) -> None:
+def test_a_resolved_recipe_is_equivalent(name: str, run: Run, tmp_path: Path) -> None:
     whole = read_content(shipped_recipes()[name])[0]
     text = run("recipes", "cat", name, "--resolved").stdout
     assert YAML(typ="safe").load(text) == whole
@@ -123,7 +123,7 @@ SWEEP = {
         ({**SWEEP, "num_layers": 4, "baselines": [], "compositions": [{"bottom": 3, "top": 3}]}, "overlap"),
     ],
 )
-def test_what_the_command_would_refuse_is_not_valid(
+def test_recipes_that_commands_refuse_are_invalid(
     run: Run, tmp_path: Path, recipe: dict[str, object], named: str
 ) -> None:
     """Rules are made and names looked up as `compose` and `sweep` do it."""
@@ -144,13 +144,13 @@ def test_what_the_command_would_refuse_is_not_valid(
         {**SWEEP, "soup_sides": True, "compositions": [{"bottom": [30, 60]}, {"method": "soup"}]},
     ],
 )
-def test_a_recipe_that_some_base_suits_is_valid(run: Run, tmp_path: Path, recipe: dict[str, object]) -> None:
+def test_a_recipe_that_fits_some_base_is_valid(run: Run, tmp_path: Path, recipe: dict[str, object]) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     assert run("recipes", "validate", path).exit_code == 0
 
 
-def test_a_copy_stands_alone(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["train/qwen3-1.7b/swahili", "compose/llama-3.1-8b-instruct/partial-b-swahili"]
     whole = [read_content(shipped_recipes()[name])[0] for name in names]
     target = tmp_path / "mine"
@@ -195,7 +195,7 @@ def test_a_copy_differs_only_in_the_names_that_it_extends(name: str) -> None:
     assert all(line.startswith("extends: ") for line in changed)
 
 
-def test_validate_tells_every_mistake_in_every_file(run: Run, tmp_path: Path) -> None:
+def test_validate_reports_every_mistake_in_every_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("extends: data/math\ntraining: {seed: -1, epoch: 2}\n")
     (tmp_path / "both.yaml").write_text("datasets: []\nexperts: {}\n")
     (tmp_path / "good.yaml").write_text("experts: {task: a, language: b}\n")

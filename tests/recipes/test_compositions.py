@@ -1,4 +1,4 @@
-"""The shipped compositions run, on adapters of 32 layers made by hand."""
+"""The shipped compositions run on handmade adapters of 32 layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adapterswap.shipped import shipped_recipes
 PAPERS = shipped_recipes("compose/papers")
 COMPOSITIONS = {name: path for name, path in shipped_recipes("compose").items() if name not in PAPERS}
 
-# Which layers of q_proj and of down_proj are the language's, out of 32; None for a blend. From the papers' own words.
+# The language's layers of q_proj and of down_proj, out of 32; None for a blend. From the text of the papers.
 OUTER = {*range(5), 30, 31}
 A, B, C = {*range(6), 30, 31}, {*range(8), *range(28, 32)}, {*range(6), 30, 31}
 EXPECTED: dict[str, tuple[set[int], set[int]]] = {
@@ -36,7 +36,7 @@ EXPECTED: dict[str, tuple[set[int], set[int]]] = {
 
 @pytest.fixture
 def experts(tmp_path: Path) -> dict[str, Path]:
-    """Adapters over the same 32 layers by the names that recipes give them: the task's and the language's."""
+    """Adapters over the same 32 layers under the names in the recipes: the task's and the language's."""
     return {
         side: crafting.adapter(tmp_path / side, crafting.tensors(layers=32, seed=seed))
         for seed, side in enumerate(("task", "language"))
@@ -87,7 +87,7 @@ def coefficients(name: str, run: Callable[..., Result], tmp_path: Path, layers: 
     return {name: owner if isinstance(owner, dict) else {owner: 1.0} for name, owner in modules.items()}
 
 
-def test_the_papers_layers_are_those_it_names(run: Callable[..., Result], tmp_path: Path) -> None:
+def test_layers_match_the_paper(run: Callable[..., Result], tmp_path: Path) -> None:
     result = coefficients("compose/papers/lighton-swahili", run, tmp_path, 36)
     for module, owner in result.items():
         layer = int(module.split(".")[2])
@@ -100,7 +100,7 @@ def test_adamergex_adds_what_the_language_changed(run: Callable[..., Result], tm
     assert all(factors == {"math": 1, "swahili": 1, "english": -1} for factors in result.values())
 
 
-def test_papers_that_were_not_run_say_so() -> None:
+def test_recipes_that_were_not_run_say_so() -> None:
     assert PAPERS
     for path in PAPERS.values():
         text = path.read_text("utf-8")

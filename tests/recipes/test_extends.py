@@ -1,4 +1,4 @@
-"""`extends:` — what is merged, whose paths are whose, and which file a mistake is reported for."""
+"""`extends:`: what is merged, what paths are relative to, and which file a mistake is reported for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def content(path: Path, *overrides: str) -> dict[str, Any]:
     return read_content(path, overrides)[0]
 
 
-def told(path: Path) -> str:
+def error_of(path: Path) -> str:
     with pytest.raises(AdapterswapError) as caught:
         read_train_recipe(path)
     return str(caught.value).replace(f"{path.parent}/", "")
@@ -56,7 +56,7 @@ def test_fragments_extend_fragments_and_may_be_named_twice(tmp_path: Path) -> No
         right="extends: deep/ground.yaml\nc: 2",
         recipe="extends: [deep/left.yaml, right.yaml]",
     )
-    assert content(path) == {"a": 0, "b": 0, "c": 2}  # the ground comes again with the right, and it comes last
+    assert content(path) == {"a": 0, "b": 0, "c": 2}  # right.yaml extends ground.yaml again, which therefore comes last
 
 
 def test_a_shipped_fragment_is_found_by_name_and_a_file_wins(tmp_path: Path) -> None:
@@ -99,18 +99,18 @@ def test_a_shipped_fragment_is_found_by_name_and_a_file_wins(tmp_path: Path) -> 
         ({"one": "a: [", "recipe": "extends: one.yaml"}, "one.yaml is not valid YAML"),
     ],
 )  # fmt: skip
-def test_fragments_that_cannot_be_had(files: dict[str, str], reason: str, tmp_path: Path) -> None:
-    assert reason in told(write(tmp_path, **files))
+def test_unusable_fragments(files: dict[str, str], reason: str, tmp_path: Path) -> None:
+    assert reason in error_of(write(tmp_path, **files))
 
 
-def test_fragments_that_are_missing_are_told_together(tmp_path: Path) -> None:
-    lines = told(write(tmp_path, recipe="extends: [models/lama-3.1-8b, two]")).splitlines()
+def test_missing_fragments_are_reported_together(tmp_path: Path) -> None:
+    lines = error_of(write(tmp_path, recipe="extends: [models/lama-3.1-8b, two]")).splitlines()
     assert "'models/lama-3.1-8b', which is neither a file nor a shipped recipe" in lines[0]
     assert "such as models/llama-3.1-8b" in lines[0]
     assert "'two'" in lines[1]
 
 
-def test_each_mistake_is_told_of_the_file_that_makes_it(tmp_path: Path) -> None:
+def test_each_mistake_is_reported_with_its_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         model="base_model: 5\nadaptor: {r: 4}",
@@ -118,7 +118,7 @@ def test_each_mistake_is_told_of_the_file_that_makes_it(tmp_path: Path) -> None:
         more="datasets: {bad: {split: 7}}\nadapter: {r: 0, alpha: 1}",
         recipe="extends: [model.yaml, data.yaml, more.yaml]\nadapter: {alpha: -1}\ndatasets: {new: {text: '{t}'}}",
     )
-    lines = told(path).splitlines()
+    lines = error_of(path).splitlines()
     assert [line.split(": ")[0] + ": " + line.split(": ")[1].split(" is ")[0] for line in lines] == [
         "model.yaml: base_model",
         "more.yaml: adapter.r",
@@ -131,7 +131,7 @@ def test_each_mistake_is_told_of_the_file_that_makes_it(tmp_path: Path) -> None:
     ]
 
 
-def test_what_the_command_line_sets_is_no_files_mistake(tmp_path: Path) -> None:
+def test_mistakes_in_overrides_are_not_blamed_on_a_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         data="base_model: b\ndatasets: [{path: a, text: '{t}'}]\ntraining: {seed: -1}",
@@ -146,7 +146,7 @@ def test_what_the_command_line_sets_is_no_files_mistake(tmp_path: Path) -> None:
     ]
 
 
-def test_local_paths_are_relative_to_the_file_that_says_them(tmp_path: Path) -> None:
+def test_local_paths_are_relative_to_the_file_that_contains_them(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         shared__data="datasets: {own: {path: rows.jsonl, text: '{t}'}, hub: {path: org/rows, text: '{t}'}}\n"
@@ -167,7 +167,7 @@ def test_local_paths_are_relative_to_the_file_that_says_them(tmp_path: Path) -> 
     assert changed.datasets[0].path == "rows.jsonl"
 
 
-def test_named_sources_are_added_changed_and_taken_away(tmp_path: Path) -> None:
+def test_named_sources_are_added_changed_and_removed(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         one="datasets: {a: {path: a, text: '{t}'}, b: {path: b, text: '{t}'}}",
@@ -206,7 +206,7 @@ layers_strategy = st.lists(st.dictionaries(st.sampled_from("abc"), plain, max_si
 
 
 @given(layers_strategy)
-def test_every_value_stands_in_the_file_that_is_named_for_it(contents: list[dict[str, Any]]) -> None:
+def test_every_value_is_attributed_to_its_file(contents: list[dict[str, Any]]) -> None:
     layers = [Layer(Path(str(number)), each) for number, each in enumerate(contents)]
 
     def walk(value: Any, location: tuple[str, ...]) -> None:
@@ -225,7 +225,7 @@ def test_every_value_stands_in_the_file_that_is_named_for_it(contents: list[dict
 
 
 @given(layers_strategy)
-def test_merging_step_by_step_is_merging_at_once(contents: list[dict[str, Any]]) -> None:
+def test_merging_in_steps_equals_merging_at_once(contents: list[dict[str, Any]]) -> None:
     layers = [Layer(Path(), each) for each in contents]
     stepwise: dict[str, Any] = {}
     for layer in layers:

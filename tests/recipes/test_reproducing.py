@@ -1,4 +1,4 @@
-"""docs/reproducing.md holds together: recipes exist, and what a command reads, an earlier one wrote."""
+"""docs/reproducing.md is consistent: its recipes exist, and each command reads what an earlier one wrote."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_recipes_and_their_changes_are_read(line: str) -> None:
     assert bool(tasks) == ("selection" in line)
 
 
-def test_what_is_read_was_written_before(tmp_path: Path) -> None:
+def test_files_are_written_before_they_are_read(tmp_path: Path) -> None:
     written: set[str] = set()
     for line in LINES:
         words = shlex.split(line)
@@ -69,7 +69,7 @@ def test_what_is_read_was_written_before(tmp_path: Path) -> None:
 
 
 def _with_fragments(name: str) -> str:
-    """The recipe's text; where it extends another and names no experts itself, that one's."""
+    """The recipe's text; if it extends another and names no experts, the other's text."""
     path = find_recipe(name, "compose")
     text = path.read_text(encoding="utf-8")
     beside = re.search(r"^extends: (\S+)", text, flags=re.MULTILINE)
@@ -96,7 +96,7 @@ def test_tasks_are_known(tmp_path: Path) -> None:
     assert {task for task in stems if task not in known and not is_flores(task)} == set()
 
 
-def test_the_page_counts_its_sweep_right(tmp_path: Path) -> None:
+def test_the_page_counts_its_sweep_correctly(tmp_path: Path) -> None:
     sweep = read_sweep_recipe(_sweep(tmp_path))
     swaps = next(family for family in sweep.compositions if family.name == "layer swap")
     others = [family for family in sweep.compositions if family is not swaps]
