@@ -68,7 +68,7 @@ def test_layers_that_differ_by_module(math: Path, swahili: Path, tmp_path: Path)
     assert table(card, f"layers of {LAYERS}") == [["0-3", "attention: a; mlp: b"], ["4-5", "b"]]
 
 
-def test_rank_and_size_are_those_of_the_file(expert: Experts, tmp_path: Path) -> None:
+def test_rank_and_size_match_the_file(expert: Experts, tmp_path: Path) -> None:
     plan = adapterswap.layer_swap(expert(seed=1, r=4), expert(seed=2, r=8), bottom=2, top=1, bottom_transition=1)
     out = plan.write(tmp_path / "out")
     tensors = load_file(out / "adapter_model.safetensors").values()
@@ -162,7 +162,7 @@ def test_folders_and_endless_files_state_no_licence(tmp_path: Path) -> None:
 
 
 def test_the_snippet_for_peft_runs(math: Path, swahili: Path, base: Experts, tmp_path: Path) -> None:
-    """With a base that is named as on the Hub, the card's own lines load the adapter."""
+    """With a base named as on the Hub, the code in the card loads the adapter."""
     plan = adapterswap.compose(
         adapterswap.Composition.model_validate(
             {"experts": {"a": str(math), "b": str(swahili)}, "task": "a", "language": "b", "num_layers": LAYERS,
@@ -186,7 +186,7 @@ def test_the_snippet_for_peft_runs(math: Path, swahili: Path, base: Experts, tmp
     )
 
 
-def test_servers_are_offered_what_they_read(expert: Experts, swahili: Path, tmp_path: Path) -> None:
+def test_servers_are_mentioned_only_if_they_can_load_it(expert: Experts, swahili: Path, tmp_path: Path) -> None:
     plain = card_of(adapterswap.layer_swap(expert(seed=1, r=9), swahili, bottom=1, top=1).write(tmp_path / "plain"))
     assert "--enable-lora --max-lora-rank 16 --lora-modules composed=path/to/this/folder" in plain
     assert "llama-server -m base.gguf --lora composed.gguf" in plain
@@ -208,7 +208,7 @@ def test_servers_are_offered_what_they_read(expert: Experts, swahili: Path, tmp_
     ],
     ids=["layer_swap", "soup", "task_arithmetic", "ties", "partition"],
 )
-def test_the_paper_of_what_was_done_is_cited(
+def test_the_paper_of_the_method_is_cited(
     compose: Callable[..., Any], cited: set[str], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
     plan = compose(math, swahili)

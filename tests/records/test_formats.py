@@ -1,7 +1,7 @@
 """Records of older formats: results that an older version wrote are verified by the rules of their format.
 
 `format1` holds pico experts and what adapterswap 0.1.0 made of them, `format2` what 0.2.0 made of the same experts
-before format 3. All numbers are multiples of 1/8 or halves of such, so that every sum is exact on any processor.
+before format 3. All numbers are multiples of 1/8 or 1/16, so that every sum is exact on any processor.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MODEL = {**{name: OLD / name for name in ("math", "code", "swahili")}, "tuned": 
 
 
 @pytest.mark.parametrize("result", ["swap", "task_arithmetic", "magnitude_soup"])
-def test_an_adapter_of_format_1_is_verified_by_its_own_rules(result: str) -> None:
+def test_an_adapter_of_format_1_is_verified_by_that_formats_rules(result: str) -> None:
     assert json.loads((OLD / result / "adapterswap.json").read_text())["format"] == 1
     assert verify(OLD / result, ADAPTERS).equal
 
 
-def test_a_model_of_format_1_is_verified_by_its_own_rules() -> None:
+def test_a_model_of_format_1_is_verified_by_that_formats_rules() -> None:
     assert json.loads((OLD / "dare" / "adapterswap.json").read_text())["format"] == 1
     assert verify(OLD / "dare", MODEL, base_model=str(OLD / "base")).equal
 
 
-def test_a_changed_result_of_format_1_is_found(tmp_path: Path) -> None:
+def test_a_changed_result_of_format_1_is_detected(tmp_path: Path) -> None:
     changed = shutil.copytree(OLD / "task_arithmetic", tmp_path / "out")
     tensors = load_file(changed / "adapter_model.safetensors")
     name = next(iter(tensors))

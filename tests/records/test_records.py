@@ -1,4 +1,4 @@
-"""adapterswap.json: what it says of defaults, of the base, and of experts that adapterswap made itself."""
+"""adapterswap.json: defaults, the base, and experts that adapterswap wrote."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_defaults_are_filled_in(
     assert again.rules(6) == plan.rules
 
 
-def test_a_base_that_was_needed_or_given_is_recorded_with_its_files(
+def test_a_base_that_was_used_is_recorded_with_its_files(
     math: Path, swahili: Path, tmp_path: Path, run: Callable[..., Result]
 ) -> None:
     base = make_base(tmp_path / "base")
@@ -89,7 +89,7 @@ def test_a_base_that_was_needed_or_given_is_recorded_with_its_files(
     assert "--base-model" in shown.stderr
 
 
-def test_a_slice_of_a_composition_says_what_it_was_made_of(
+def test_a_slice_of_a_composition_records_its_origin(
     math: Path, swahili: Path, tmp_path: Path, run: Callable[..., Result]
 ) -> None:
     composed = tmp_path / "composed"
@@ -128,9 +128,7 @@ def test_origins_end_where_json_would_nest_too_deep(swahili: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "origin", [7, {"experts": 7}, {"experts": {"a": {}}}, {"extraction": {}}, {"slice": {"layers": [1]}, "experts": {}}]
 )
-def test_an_origin_that_means_nothing_is_not_believed(
-    origin: object, math: Path, swahili: Path, tmp_path: Path
-) -> None:
+def test_an_invalid_origin_is_refused(origin: object, math: Path, swahili: Path, tmp_path: Path) -> None:
     out = adapterswap.write_adapter(adapterswap.layer_swap(math, swahili, num_layers=6), tmp_path / "out")
     record = read(out)
     next(iter(record["experts"].values()))["origin"] = origin
