@@ -1,8 +1,8 @@
-"""More answers as models write them, in all eleven languages, each with the gold answer and a careful reader's verdict.
+"""More answers in the style of models in all eleven languages, with the gold answer and a careful reader's verdict.
 
 Written after the habits of today's instruction models: LaTeX boxes, bold headings, units and currencies, the language's
-own thousands, corrections of themselves, remarks in brackets, number words. Every verdict stood before any scorer saw
-the row, and stays, also where our score is wrong: `UNREAD` in test_answer_forms.py lists those rows.
+own thousands, self-corrections, remarks in brackets, number words. Every verdict was written before any scorer ran on
+the row and does not change, even if our score is wrong: `UNREAD` in test_answer_forms.py lists those rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Outputs of every language with the number that a careful reader takes from them, and what scorers take from them.
+"""Outputs in every language with the number that a careful reader takes from them, and the numbers that scorers read.
 
 `answer_labels.json` says how the rows were made. Run this file to print the tables of docs/evaluate.md.
 """
@@ -26,7 +26,7 @@ Reader = Callable[[str, str], Fraction | Decimal | None]
 
 @dataclass(frozen=True)
 class Labelled:
-    """One output, and the number that a careful reader takes from it; None where it gives no one number."""
+    """One output, and the number that a careful reader takes from it; None if it gives no single number."""
 
     language: str
     form: str
@@ -51,7 +51,7 @@ def outcome(answer: Fraction | None, found: Fraction | Decimal | None) -> str:
 
 
 def count(reader: Reader, rows: list[Labelled]) -> dict[str, Counter[str]]:
-    """What `reader` makes of the rows: language → how many are right, wrong and unread."""
+    """How `reader` does on the rows: language → the number of right, wrong and unread rows."""
     counts: dict[str, Counter[str]] = {language: Counter() for language in LANGUAGES}
     for row in rows:
         counts[row.language][outcome(row.answer, reader(row.output, row.language))] += 1

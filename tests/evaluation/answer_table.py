@@ -1,7 +1,7 @@
-"""Answers as models write them, each with the gold answer and whether a careful reader would call it right.
+"""Answers in the style of models, each with the gold answer and whether a careful reader would call it right.
 
-Made by hand for these tests, after the forms seen in MGSM's exemplars and in models' outputs. If you add a row, judge
-it before looking at what any scorer says.
+Written by hand for these tests, after forms in MGSM's exemplars and in models' outputs. If you add a row, judge it
+before you look at any score.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A third collection of answers, labelled after the score was last corrected, and never used to correct it.
+"""A third collection of answers, labelled after the last correction of the score and never used to correct it.
 
-What the score makes of these is the honest figure: rows are added with corrections in mind, never the reverse.
+The result on these rows is the unbiased one: the score must not be corrected to fit them.
 """
 
 from __future__ import annotations

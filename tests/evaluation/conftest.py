@@ -1,4 +1,4 @@
-"""A random pico Llama that reads bytes, and two experts for it. Made once per session; nothing is downloaded."""
+"""A random pico Llama that reads bytes, and two experts for it, created once per session. Nothing is downloaded."""
 
 from __future__ import annotations
 

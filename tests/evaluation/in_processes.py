@@ -1,4 +1,4 @@
-"""Run by torchrun in two processes: evaluates cases one after the other, and each process writes what it has found.
+"""Run by torchrun in two processes: evaluates cases in order, and each process writes its results.
 
 in_processes.py FOLDER           # holds model/ and cases.json: name → tasks, settings, documents, context
 in_processes.py FOLDER failing   # `adapterswap evaluate`, of which process 1 fails when it first generates

@@ -75,7 +75,7 @@ def test_how_often_each_scorer_agrees(rows: Rows, expected: dict[str, int]) -> N
     assert agreed == expected
 
 
-def test_no_row_stands_in_two_collections() -> None:
+def test_no_row_is_in_two_collections() -> None:
     rows = [(language, output, gold) for language, output, gold, _ in TABLE]
     rows += [
         (language, *row[:2]) for table in (FORMS, WITNESS) for language, labelled in table.items() for row in labelled

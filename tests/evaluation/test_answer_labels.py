@@ -19,7 +19,7 @@ def rows() -> list[Labelled]:
     return read_labels()
 
 
-def test_every_language_has_its_rows_once(rows: list[Labelled]) -> None:
+def test_every_language_has_distinct_rows(rows: list[Labelled]) -> None:
     assert len(rows) == len({(row.language, row.output) for row in rows}) == 405
     assert {row.language for row in rows} == set(LANGUAGES)
 
@@ -33,7 +33,7 @@ def test_every_language_has_its_rows_once(rows: list[Labelled]) -> None:
         ("normalized", [0] * 11, [9, 1, 14, 2, 1, 4, 1, 5, 4, 1, 1]),
     ],
 )
-def test_how_many_answers_each_scorer_takes_wrongly(
+def test_how_many_answers_each_scorer_reads_wrongly(
     rows: list[Labelled], reader: str, wrong: list[int], unread: list[int]
 ) -> None:
     counts = count(READERS[reader](), rows)
@@ -41,7 +41,7 @@ def test_how_many_answers_each_scorer_takes_wrongly(
     assert [counts[code]["unread"] for code in LANGUAGES] == unread
 
 
-def test_no_row_stands_in_an_older_collection(rows: list[Labelled]) -> None:
+def test_no_row_is_in_an_older_collection(rows: list[Labelled]) -> None:
     older = {(language, output) for language, output, _, _ in TABLE}
     older |= {(code, row[0]) for table in (FORMS, WITNESS) for code, labelled in table.items() for row in labelled}
     assert not older & {(row.language, row.output) for row in rows}

@@ -41,7 +41,7 @@ def test_our_score_agrees_with_the_label(language: str, output: str, gold: int, 
 
 
 def test_how_often_each_scorer_agrees_with_the_labels(tasks: dict[str, Any]) -> None:
-    """The numbers in docs/evaluate.md. The table is made of hard forms: it is no estimate of a score's bias."""
+    """The numbers in docs/evaluate.md. The table consists of hard forms: it does not estimate a score's bias."""
     agreed: Counter[str] = Counter()
     for language, output, gold, right in TABLE:
         agreed.update(name for name, verdict in verdicts(tasks[language], output, gold).items() if verdict is right)
@@ -49,7 +49,7 @@ def test_how_often_each_scorer_agrees_with_the_labels(tasks: dict[str, Any]) -> 
     assert agreed == {"normalized": 96, "flexible-extract": 57, "strict-match": 34}
 
 
-def test_the_exemplars_own_answers(tasks: dict[str, Any]) -> None:
+def test_the_answers_of_the_exemplars(tasks: dict[str, Any]) -> None:
     """All 88 published solutions are right, and the stock strict filter misses twelve of them."""
     missed: Counter[tuple[str, str]] = Counter()
     for code in LANGUAGES:
@@ -135,7 +135,7 @@ def test_which_number_is_the_answer(output: str, expected: int) -> None:
         ("তাই ৯ × ২ = ১৮। উত্তর হল সাড়ে ৩।", "bn"),
     ],
 )
-def test_what_cannot_be_read_is_no_answer_and_no_other_number(output: str, language: str | None) -> None:
+def test_unreadable_answers_give_no_number(output: str, language: str | None) -> None:
     assert extract_answer(output, language) is None
 
 

@@ -1,4 +1,4 @@
-"""An adapter that carries copies of the base's weights: evaluated on the base, or refused where they are another's."""
+"""An adapter with copies of the base's weights is evaluated on that base, and refused if they are another base's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def carrying(model: LlamaForCausalLM, folder: Path, **options: Any) -> Path:
     """A random adapter of `model`, with the copy that PEFT saves of its embedding."""
     config = LoraConfig(target_modules=["embed_tokens", "q_proj"], r=2, init_lora_weights=False, **options)
     with quiet_peft(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT tells of what it does
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT reports what it saves
         get_peft_model(model, config).save_pretrained(folder)
     assert any(".base_layer." in key for key in load_file(folder / "adapter_model.safetensors"))
     return folder
@@ -41,7 +41,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
 def test_another_base_is_refused(options: dict[str, Any], byte_base: Path, tmp_path: Path) -> None:
-    """Of every kind: the second one is not an adapter that can be composed."""
+    """For every kind: the second adapter cannot be composed."""
     other = base_model(byte_base)
     other.get_input_embeddings().weight.data += 0.01
     foreign = find_adapter(str(carrying(other, tmp_path / "foreign", **options)))
@@ -66,7 +66,7 @@ def test_numbers_that_cannot_be_compared_are_refused(byte_base: Path, tmp_path: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bases_own_copy_changes_nothing(dtype: torch.dtype, byte_base: Path, tmp_path: Path) -> None:
-    """A copy that training rounded stays out of the base. PEFT's own result is the witness where nothing was."""
+    """A copy that training rounded does not replace the base's weight. Otherwise PEFT's result is the reference."""
     folder = carrying(base_model(byte_base).to(dtype), tmp_path / "math")
     base = base_model(byte_base)
     with load_subject(open_base(str(byte_base)), adapter=find_adapter(str(folder)), device="cpu") as model:

@@ -40,7 +40,7 @@ AFRI: dict[str, list[dict[str, str | None]]] = {
 
 @pytest.fixture
 def afrimgsm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the Hub would give for each language of masakhane/afrimgsm."""
+    """The Hub's rows for each language of masakhane/afrimgsm."""
     from lm_eval.api import task
 
     def load(path: str, name: str, **_: Any) -> DatasetDict:
@@ -68,7 +68,7 @@ def _filtered(ensemble: Any, answers: list[str], doc: Any) -> list[Any]:
 
 
 @pytest.mark.usefixtures("afrimgsm")
-def test_afrimgsm_is_the_harness_own_with_one_score_more() -> None:
+def test_afrimgsm_is_the_harness_task_with_one_more_score() -> None:
     names = ["afrimgsm_cot_swa_prompt_1", "afrimgsm_swa_prompt_1", "afrimgsm_cot_yor_prompt_1"]
     tasks = load_tasks(names)["tasks"]
     swahili, direct, yoruba = (tasks[name] for name in names)
@@ -96,14 +96,14 @@ def test_afrimgsm_is_evaluated(byte_model: Model) -> None:
 
 
 @pytest.mark.usefixtures("afrimgsm")
-def test_tags_of_afrimgsm_that_stand_in_included_files() -> None:
+def test_tags_of_afrimgsm_in_included_files() -> None:
     tasks = load_tasks(["afrimgsm_cot_tasks_prompt_1"])["tasks"]
     assert len(tasks) == 19
     assert {name.split("_")[2] for name in tasks} >= {"swa", "yor", "zul"}
 
 
 @pytest.mark.usefixtures("afrimgsm")
-def test_answers_of_afrimgsm_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_afrimgsm_that_are_not_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AFRI, "test", [*AFRI["test"], {"question": "?", "answer": None, "answer_number": "kumi"}])
     with refused(DataError, "tasks", match="kumi"):
         load_tasks(["afrimgsm_cot_swa_prompt_2"])
@@ -130,7 +130,7 @@ def rev2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_mgsm_rev2_asks_its_own_questions_as_mgsm_does(rev2: Path, mode: str) -> None:
+def test_mgsm_rev2_prompts_like_mgsm_with_its_own_questions(rev2: Path, mode: str) -> None:
     new, old = f"mgsm_rev2_{mode}_sw", f"mgsm_{mode}_sw"
     tasks = load_tasks([new, old])["tasks"]
     prompts = {
@@ -190,7 +190,7 @@ def multijail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_multijail_gives_responses_and_no_score(byte_model: Model, multijail: Path, tmp_path: Path) -> None:
+def test_multijail_has_responses_but_no_score(byte_model: Model, multijail: Path, tmp_path: Path) -> None:
     result = evaluate(*byte_model, ["multijail_sw", "multijail_en"], Settings(max_gen_toks=6))
     assert [task.scores for task in result.tasks.values()] == [(), ()]
     assert [task.num_docs for task in result.tasks.values()] == [3, 3]
@@ -270,7 +270,7 @@ def test_the_command_keeps_responses_for_a_judge(run: Run, byte_base: Path, mult
     assert len((tmp_path / "out" / "samples.jsonl").read_text("utf-8").splitlines()) == 3
 
 
-def test_a_task_without_a_score_chooses_nothing(multijail: Path) -> None:
+def test_a_task_without_a_score_cannot_select(multijail: Path) -> None:
     task = load_tasks(["multijail_sw"])["tasks"]["multijail_sw"]
     with refused(FieldError, "tasks", match="no score"):
         _primary("multijail_sw", task, None)

@@ -1,4 +1,4 @@
-"""`evaluate` on pico models, beside plain loops that know nothing of the harness."""
+"""`evaluate` on pico models, against plain loops without the harness."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHORT = {"num_fewshot": 2, "limit": 3, "max_gen_toks": 16}
 
 
 def written(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
-    """What the model writes after `prompt`, one token at a time, without `generate` and its caches."""
+    """The model's text after `prompt`, one token at a time, without `generate` and its caches."""
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     begin = ids.shape[1]
     for _ in range(tokens):
@@ -54,7 +54,7 @@ def test_outputs_equal_a_plain_loop_over_the_model(byte_model: Model) -> None:
         assert sample.output == written(model, tokenizer, prompt, 16).split("Swali:")[0]
 
 
-def test_some_documents_are_asked_as_among_all(byte_model: Model) -> None:
+def test_selected_documents_are_prompted_as_among_all(byte_model: Model) -> None:
     """Across tasks, in whatever order they are named, and past the limit."""
     chosen = {"mgsm_direct_sw": (4, 1), "mgsm_direct_en": {0}}
     every = evaluate(*byte_model, list(chosen), Settings(batch_size=1, **(SHORT | {"limit": 5})))
@@ -75,7 +75,7 @@ def test_a_batch_gives_what_single_prompts_give(byte_model: Model) -> None:
 
 @pytest.fixture(scope="module")
 def memorizer() -> Model:
-    """A model that has learnt the first two answers of mgsm_direct_sw by heart, and to continue with a question."""
+    """A model that has memorised the first two answers of mgsm_direct_sw, and continues with a question."""
     task, tokenizer = mgsm_task("mgsm_direct_sw"), byte_tokenizer()
     model = pico_model(layers=2, spread=0.05).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -93,20 +93,20 @@ def memorizer() -> Model:
     return model, tokenizer
 
 
-def test_right_answers_are_counted_by_each_filter_in_its_own_way(memorizer: Model) -> None:
+def test_each_filter_counts_right_answers_in_its_own_way(memorizer: Model) -> None:
     result = evaluate(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=3, max_gen_toks=20, batch_size=1))
     first, second, third = result.samples
     assert (first.output, second.output) == (" 18.00\n\n", " 3.00\n\n")
     assert [sample.scores["normalized"]["exact_match"] for sample in (first, second, third)] == [1, 1, 0]
     assert first.answers == {"remove_whitespace": "18.00", "flexible-extract": "18.00", "normalized": "18"}
     task = result.tasks["mgsm_direct_sw"]
-    assert task.score("flexible-extract").value == task.score("remove_whitespace").value == 0  # 18.00 is 1800 to them
+    assert task.score("flexible-extract").value == task.score("remove_whitespace").value == 0  # they read 18.00 as 1800
     assert task.score("normalized").value == pytest.approx(2 / 3)
     assert task.score("normalized").stderr == pytest.approx(statistics.stdev([1, 1, 0]) / 3**0.5)
     assert (task.num_docs, task.num_fewshot) == (3, 0)
 
 
-def test_outputs_that_end_by_themselves_are_not_called_cut(memorizer: Model) -> None:
+def test_outputs_that_end_are_not_counted_as_cut(memorizer: Model) -> None:
     ended = evaluate(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=2, max_gen_toks=30))
     assert [sample.cut for sample in ended.samples] == [False, False]
     assert ended.tasks["mgsm_direct_sw"].cut == 0
@@ -126,7 +126,7 @@ def experts(byte_expert: Callable[[str], Path], byte_base: Path) -> dict[str, An
     return {"task": str(byte_expert("math")), "language": str(byte_expert("swahili")), **options}
 
 
-def test_a_composition_live_and_from_disk_and_the_model_again_and_again(
+def test_repeated_evaluations_live_and_from_disk_agree(
     byte_model: Model, experts: dict[str, Any], byte_base: Path, tmp_path: Path
 ) -> None:
     model, tokenizer = byte_model
@@ -156,7 +156,7 @@ def test_a_composition_live_and_from_disk_and_the_model_again_and_again(
 
 @pytest.mark.parametrize("wrapped", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens", "lm_head"]}])
 def test_adapters_on_tied_embeddings_are_left_alone(wrapped: dict[str, Any]) -> None:
-    """The harness ties the weights of every model that it is given, which raises on these."""
+    """The harness ties the weights of every model, which raises on these."""
     model = pico_model()
     config = type(model.config).from_dict(model.config.to_dict() | {"tie_word_embeddings": True})
     with pytest.warns(UserWarning, match="tie_word_embeddings"):
@@ -170,7 +170,7 @@ def test_adapters_on_tied_embeddings_are_left_alone(wrapped: dict[str, Any]) -> 
     assert sample.output == written(model, byte_tokenizer(), sample.prompt, 16).split("Swali:")[0]
 
 
-def test_nothing_of_the_caller_s_is_changed(byte_model: Model) -> None:
+def test_the_callers_model_and_state_are_unchanged(byte_model: Model) -> None:
     model, tokenizer = byte_model
     tokenizer.pad_token = None
     model.train()
@@ -231,7 +231,7 @@ def test_a_prompt_that_does_not_fit_is_refused_or_counted() -> None:
     assert result.tasks["mgsm_direct_sw"].truncated == 1
 
 
-def test_a_preview_asks_what_an_evaluation_asks(byte_model: Model) -> None:
+def test_a_preview_shows_the_prompts_of_an_evaluation(byte_model: Model) -> None:
     model, tokenizer = byte_model
     tasks = ["mgsm_native_cot_te", "mgsm_en_cot_ja"]
     previews = preview(tokenizer, model.config, tasks, Settings(**SHORT))
@@ -243,7 +243,7 @@ def test_a_preview_asks_what_an_evaluation_asks(byte_model: Model) -> None:
         assert task.room == model.config.max_position_embeddings - task.longest
 
 
-def test_the_folder_is_the_same_every_time_and_names_no_path(byte_model: Model, tmp_path: Path) -> None:
+def test_the_folder_is_reproducible_and_contains_no_paths(byte_model: Model, tmp_path: Path) -> None:
     for name in ("one", "two"):
         result = evaluate(*byte_model, ["mgsm_direct_ja"], Settings(**SHORT))
         write_result(result, tmp_path / name, subject={"base_model": {"source": "byte-base"}})
@@ -262,7 +262,7 @@ def test_the_folder_is_the_same_every_time_and_names_no_path(byte_model: Model, 
         write_result(result, tmp_path / "one")
 
 
-def test_numbers_that_json_cannot_say_are_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     score = Score("ppl", "none", float("nan"), float("inf"), False)
     sample = Sample("t", 0, {"x": float("nan")}, "p", "1", [[float("-inf"), False], [-1.5, True]], {}, {"none": {}})
     result = EvaluationResult({"t": TaskResult("t", 1, 0, "1", (score,))}, (sample,), {})
@@ -273,7 +273,7 @@ def test_numbers_that_json_cannot_say_are_null(tmp_path: Path) -> None:
     assert (row["doc"], row["output"]) == ({"x": None}, [[None, False], [-1.5, True]])
 
 
-def test_outputs_that_utf8_cannot_say_are_read_again_as_they_were(tmp_path: Path) -> None:
+def test_outputs_with_lone_surrogates_are_read_back(tmp_path: Path) -> None:
     sample = Sample("t", 0, {"x": "y"}, "p", "1", "half: \ud800", {}, {"none": {}})
     write_result(EvaluationResult({}, (sample,), {}), tmp_path / "out", subject={"base_model": "a\udcff"})
     assert json.loads((tmp_path / "out/samples.jsonl").read_text("utf-8"))["output"] == sample.output
@@ -326,8 +326,8 @@ def test_a_fraction_of_the_documents(byte_model: Model) -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_the_longest_prompt_is_counted_as_the_harness_does(byte_model: tuple[Any, Any], chat: bool) -> None:
-    """The token that begins every text comes before a prompt once, from the template or the tokenizer."""
+def test_the_longest_prompt_is_counted_like_the_harness(byte_model: tuple[Any, Any], chat: bool) -> None:
+    """The token that begins every text precedes a prompt once, from the template or the tokenizer."""
     from tokenizers.processors import TemplateProcessing
 
     from adapterswap.evaluation.harness import EvaluatedModel

@@ -96,7 +96,7 @@ def test_names_of_tasks_are_checked_without_the_harness() -> None:
 
 
 def test_long_phases_are_announced(evaluate_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a terminal: a line as each begins, and of its progress now and then (here after every request)."""
+    """Without a terminal: a line at the start of each, and progress now and then (here after every request)."""
     monkeypatch.setattr("adapterswap.progress.LINE_EVERY_S", 0)
     result = evaluate_()
     assert result.exit_code == 0
@@ -200,7 +200,7 @@ def test_a_dry_run_needs_no_weights_and_writes_nothing(
     assert content["evaluated"] is False
 
 
-def test_a_dry_run_says_what_would_not_fit(run: Run, tmp_path: Path, byte_base: Path) -> None:
+def test_a_dry_run_reports_prompts_that_do_not_fit(run: Run, tmp_path: Path, byte_base: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(byte_base, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((bare / "config.json").read_text("utf-8")) | {"max_position_embeddings": 1000}
@@ -214,8 +214,8 @@ def test_a_dry_run_says_what_would_not_fit(run: Run, tmp_path: Path, byte_base: 
     assert "output tokens" not in few.stderr
 
 
-def test_outputs_are_said_to_be_cut_where_they_were(evaluate_: Run) -> None:
-    """Not at --max-gen-toks, where the task or --gen-kwargs has a limit of its own."""
+def test_the_limit_at_which_outputs_were_cut_is_reported(evaluate_: Run) -> None:
+    """Not at --max-gen-toks if the task or --gen-kwargs has its own limit."""
     result = evaluate_("--gen-kwargs", "max_new_tokens=3")
     assert "mgsm_direct_sw: 2 of 2 outputs were cut at 3 tokens" in result.stderr
     assert "--max-gen-toks 8" not in result.stderr
@@ -255,7 +255,7 @@ def test_an_output_is_replaced_when_asked(evaluate_: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("key", list(subjects._REGEXES))
-def test_an_adapter_whose_regexes_would_run_for_ever(
+def test_an_adapter_whose_regexes_would_never_finish(
     key: str,
     run: Run,
     tmp_path: Path,
@@ -304,8 +304,8 @@ def test_a_base_without_all_its_weights(run: Run, tmp_path: Path, byte_base: Pat
     assert "is missing weights: model.layers.5." in error_message
 
 
-def test_a_base_whose_config_is_of_another(byte_base: Path, tmp_path: Path) -> None:
-    """In a process of its own, whose stderr is no terminal: after transformers' report one line, and no bar."""
+def test_a_base_with_another_models_config(byte_base: Path, tmp_path: Path) -> None:
+    """In a separate process without a terminal: one line after transformers' report, and no bar."""
     shutil.copytree(byte_base, tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))

@@ -1,4 +1,4 @@
-"""FLORES from local files in both layouts, scored as sacrebleu itself scores them."""
+"""FLORES from local files in both layouts, with sacrebleu's scores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def translator() -> Model:
-    """A model that has learnt to write something else than the reference after each Japanese and Swahili prompt."""
+    """A model that has memorised other texts than the references for the Japanese and Swahili prompts."""
     import torch
 
     tokenizer, model = byte_tokenizer(), pico_model(layers=2, spread=0.05).train()
@@ -67,7 +67,7 @@ def translator() -> Model:
 
 
 @pytest.mark.parametrize(("code", "words"), [("swh_Latn", "13a"), ("jpn_Jpan", "char")])
-def test_scores_are_sacrebleus_over_the_corpus(translator: Model, flores: Path, code: str, words: str) -> None:
+def test_corpus_scores_match_sacrebleu(translator: Model, flores: Path, code: str, words: str) -> None:
     name = f"flores_eng_Latn-{code}"
     result = evaluate(*translator, [name], Settings(max_gen_toks=120))
     outputs = [sample.output.strip() for sample in result.samples]
@@ -97,7 +97,7 @@ def test_prompts_with_and_without_shots(byte_model: Model, flores: Path) -> None
     assert prompts("flores_swh_Latn-eng_Latn", None) == requested
     shots = f"{requested[2]} {english[2]}\n\n{requested[1]} {english[1]}\n\n"  # dev's first two
     assert prompts("flores_swh_Latn-eng_Latn", 2) == [shots + prompt for prompt in requested]
-    assert prompts("flores_dev_swh_Latn-eng_Latn", 2) == requested[::-1]  # dev shows itself nothing
+    assert prompts("flores_dev_swh_Latn-eng_Latn", 2) == requested[::-1]  # dev gets no shots from itself
 
 
 def test_an_output_ends_with_its_line(translator: Model, flores: Path) -> None:
@@ -114,19 +114,19 @@ def as_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("write", [as_parquet, as_jsonl])
-def test_flores_plus_gives_the_same_rows(flores: Path, tmp_path: Path, monkeypatch: Any, write: Callable) -> None:  # type: ignore[type-arg]
+def test_flores_plus_has_the_same_rows(flores: Path, tmp_path: Path, monkeypatch: Any, write: Callable) -> None:  # type: ignore[type-arg]
     name = "flores_eng_Latn-swh_Latn"
     expected = list(load_tasks([name])["tasks"][name].eval_docs)
     plus = tmp_path / "flores_plus"
     (plus / "devtest").mkdir(parents=True)
     for code, sentences in SENTENCES.items():
         rows = [{"id": number, "iso_639_3": code[:3], "text": text} for number, text in enumerate(sentences)]
-        write(plus / "devtest" / code, rows[::-1])  # ids say the order
+        write(plus / "devtest" / code, rows[::-1])  # ids define the order
     monkeypatch.setenv(FLORES_PATH, str(plus))
     assert list(load_tasks([name])["tasks"][name].eval_docs) == expected
 
 
-def test_words_are_told_apart_as_the_script_needs() -> None:
+def test_words_are_tokenised_by_script() -> None:
     found = {
         code: list(flores_metrics(code))[1] for code in ("swh_Latn", "ben_Beng", "tel_Telu", "zho_Hans", "tha_Thai")
     }
@@ -139,14 +139,14 @@ def test_words_are_told_apart_as_the_script_needs() -> None:
     }
 
 
-def test_what_is_a_flores_task() -> None:
+def test_names_of_flores_tasks() -> None:
     assert is_flores("flores_eng_Latn-swh_Latn")
     assert is_flores("flores_dev_eng_Latn-swh_Latn")
     assert not is_flores("flores_en-sw")
     assert not is_flores("catalan_bench_flores_ca-es")
 
 
-def test_flores_that_is_not_there(flores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flores_files(flores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(ArgumentError, "tasks", match="xyz_Latn"):
         load_tasks(["flores_eng_Latn-xyz_Latn"])
     with refused(DataError, match=r"tel_Telu\.devtest, tel_Telu\.parquet or tel_Telu\.jsonl"):

@@ -1,4 +1,4 @@
-"""Every kind of task that lm-evaluation-harness knows, from files of the user's own, beside plain loops."""
+"""Every kind of task in lm-evaluation-harness, from the user's own files, against plain loops."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_likelihood_of_a_last_word(byte_model: Model, kinds: Path, capfd: py
     assert math.log(task.score(metric="perplexity").value) == near(-mean, depth=LAYERS)
 
 
-def test_outputs_under_filters_of_the_task_s_own(byte_model: Model, kinds: Path) -> None:
+def test_outputs_under_the_tasks_own_filters(byte_model: Model, kinds: Path) -> None:
     result = run(byte_model, kinds, "pico_write", batch_size=1)
     assert [score.filter for score in result.tasks["pico_write"].scores] == ["first-word", "as-is"]
     for sample in result.samples:
@@ -161,7 +161,7 @@ def test_outputs_under_filters_of_the_task_s_own(byte_model: Model, kinds: Path)
     assert result.tasks["pico_write"].cut is not None
 
 
-def test_a_limit_of_the_task_s_own_is_the_one_that_outputs_are_cut_at(byte_model: Model, kinds: Path) -> None:
+def test_the_tasks_own_limit_decides_where_outputs_are_cut(byte_model: Model, kinds: Path) -> None:
     result = run(byte_model, kinds, "pico_write", "pico_last")
     written = result.tasks["pico_write"]
     assert (written.cut, written.max_gen_toks) == (3, 6)
@@ -208,7 +208,7 @@ def test_more_shots_than_there_are_rows_are_refused(byte_model: Model, kinds: Pa
 PAGE = Path(__file__).parent.parent.parent / "docs" / "evaluate.md"
 
 
-def test_the_names_that_the_page_gives_are_known(kinds: Path) -> None:
+def test_the_names_on_the_page_exist(kinds: Path) -> None:
     """The table of the papers' benchmarks: names in its second column, shots in its third."""
     section = PAGE.read_text(encoding="utf-8").partition("### The papers' benchmarks")[2].partition("\n### ")[0]
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")][1:]

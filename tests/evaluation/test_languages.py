@@ -48,7 +48,7 @@ def test_languages_of_tasks() -> None:
     assert not is_same_language("xx", "yy")
 
 
-def test_what_cannot_be_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrecognisable_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(ArgumentError, parameter="language"):
         language_share(SWAHILI, "xx")
     monkeypatch.setattr("adapterswap.evaluation.languages.find_spec", lambda name: None)
@@ -57,7 +57,7 @@ def test_what_cannot_be_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_task(folder: Path, language: str = "sw") -> str:
-    """A task whose model copies: the scores depend on what it writes."""
+    """A task whose scores depend on the language of the model's text."""
     (folder / "rows.jsonl").write_text('{"q": "Swali: 1 + 1?", "a": "2"}\n{"q": "Swali: 2 + 2?", "a": "4"}\n')
     (folder / "task.yaml").write_text(
         f"task: sums_{language}\ndataset_path: json\n"

@@ -1,4 +1,4 @@
-"""MGSM's data is whole, and its prompts are exactly what they should be, beside lm-evaluation-harness's own."""
+"""MGSM's data is complete, and its prompts are exact, also compared with lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def test_golden_prompts(code: str) -> None:
     assert text.startswith(begin)
     assert len(shots) == 3
     assert shots[1].endswith(end)
-    assert shots[2].endswith(f"\n{answer_word}")  # nothing after it: the gold answer is not given away
+    assert shots[2].endswith(f"\n{answer_word}")  # nothing after it: the prompt does not contain the gold answer
     assert text.count(answer_word) == 3
 
 
 @pytest.mark.parametrize("code", LANGUAGES)
-def test_direct_prompts_give_bare_numbers(code: str) -> None:
+def test_direct_prompts_answer_with_bare_numbers(code: str) -> None:
     word = {"de": "Antwort:", "es": "Respuesta:", "fr": "Réponse :"}.get(code, "Answer:")
     text = prompt(build_mgsm_task(f"mgsm_direct_{code}"), 8)
     answers = [block.rpartition(f"\n{word}")[2] for block in text.split("\n\n")]
@@ -117,7 +117,7 @@ def test_english_solutions_to_questions_in_another_language() -> None:
         assert f"{swahili['question']}\n{english['answer']}\n\n" in text
 
 
-def test_no_shots_and_every_document_gets_the_same_shots() -> None:
+def test_every_document_gets_the_same_shots() -> None:
     task = build_mgsm_task("mgsm_native_cot_sw")
     assert prompt(task, 0) == mgsm_task("mgsm_native_cot_sw").prompt(task.task_docs[0]["question"])
     heads = {prompt(task, 8, document)[:2000] for document in range(20)}
@@ -147,8 +147,8 @@ def stock_task(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", mgsm_task_names())
-def test_beside_the_harness(name: str) -> None:
-    """Prompts, stops and stock filters are the harness's, but for what docs/evaluate.md says is amiss there."""
+def test_prompts_match_the_harness(name: str) -> None:
+    """Prompts, stops and stock filters are the harness's, except for its errors listed in docs/evaluate.md."""
     ours, stock = build_mgsm_task(name), stock_task(name)
     mode, _, code = name.removeprefix("mgsm_").rpartition("_")
     same = [prompt(ours, shots, 3) == prompt(stock, shots, 3) for shots in (0, 2, 8)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adapterswap.evaluation.numbers import find_numbers, format_number, normalize_text, parse_number
 
-# Every script's ten digits, as Unicode 15 has them: the reference is the character database, not our reading of it.
+# The ten digits of every script in Unicode 15: the reference is the character database.
 ZEROS = [
     chr(i) for i in range(sys.maxunicode) if unicodedata.category(chr(i)) == "Nd" and unicodedata.decimal(chr(i)) == 0
 ]
@@ -20,7 +20,7 @@ BENGALI, TELUGU, THAI, DEVANAGARI, FULL_WIDTH = "০", "౦", "๐", "०", "０
 
 
 def values(text: str, language: str | None = None) -> list[str]:
-    """The values of the numbers that stand for themselves."""
+    """The values of standalone numbers."""
     result = find_numbers(normalize_text(text), language)
     return [format_number(n.value) for n in result if n.value is not None and n.readable]
 
@@ -190,7 +190,7 @@ def test_one_number(text: str, language: str | None, expected: str) -> None:
         ("", None, []),
     ],
 )
-def test_operands_fractions_ranges_dates_and_times_do_not_stand_for_themselves(
+def test_operands_fractions_ranges_dates_and_times_are_not_standalone(
     text: str, language: str | None, expected: list[str]
 ) -> None:
     assert values(text, language) == expected
@@ -247,18 +247,18 @@ def test_grouping_as_written_in_german_french_and_russian(number: int, mark: str
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.sampled_from(["-", " - ", " -", "–", "+", " * ", "/", "×"]))
-def test_an_operator_between_two_numbers_is_no_sign_and_leaves_no_answer(left: int, right: int, operator: str) -> None:
+def test_an_operator_between_two_numbers_is_not_a_sign(left: int, right: int, operator: str) -> None:
     assert values(f"{left}{operator}{right}") == []
     assert values(f"{left}{operator}{right} = 7") == ["7"]
 
 
 @given(st.text())
-def test_any_text_is_read_without_complaint(text: str) -> None:
+def test_any_text_is_read_without_an_error(text: str) -> None:
     normal = normalize_text(text)
     for number in find_numbers(normal, "de"):
         assert any(char.isdigit() for char in normal[number.start : number.end])
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6, min_value=-(10**9), max_value=10**9))
-def test_what_is_written_is_read_back(value: Decimal) -> None:
+def test_written_numbers_are_read_back(value: Decimal) -> None:
     assert parse_number(format_number(value)) == value

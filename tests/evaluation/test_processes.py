@@ -1,4 +1,4 @@
-"""Two processes with gloo find what one finds, to the last bit, and tell it once."""
+"""Two processes with gloo get the same results as one, to the last bit, and report them once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def error(done: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture
 def folder(memorizer: Model, tmp_path: Path) -> Path:
-    """Holds the model that knows two answers of mgsm_direct_sw by heart, with its tokenizer."""
+    """A folder with the model that has memorised two answers of mgsm_direct_sw, and its tokenizer."""
     for part in memorizer:
         part.save_pretrained(tmp_path / "model")
     return tmp_path
@@ -54,7 +54,7 @@ def folder(memorizer: Model, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("flores")
-def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds: Path) -> None:
+def test_two_processes_get_the_results_of_one(folder: Path, memorizer: Model, kinds: Path) -> None:
     options = {"num_fewshot": 2, "limit": 3, "max_gen_toks": 8}
     (longest,) = preview(memorizer[1], memorizer[0].config, ["mgsm_direct_sw"], Settings(**options))
     own = {"include_path": str(kinds), "trust_task_code": True}
@@ -74,7 +74,7 @@ def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds
             "settings": SHORT | {"limit": 5, "gen_kwargs": {"do_sample": True, "temperature": 1.0}},
         },
         "shots drawn": {"tasks": ["pico_choice_all"], "settings": own | {"num_fewshot": 2}},
-        # One document stands alone, and two tasks' standard errors are bootstrapped.
+        # One task has a single document, and two tasks' standard errors are bootstrapped.
         "kinds": {"tasks": ["pico_all", "pico_write", "pico_perplexity", "pico_last"], "settings": own},
         "truncated": {
             "tasks": ["mgsm_direct_sw"], "settings": options | {"truncate": True}, "context": longest.longest + 7,
@@ -115,12 +115,12 @@ def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callab
     output = json.loads(process.stdout)
     assert output == json.loads(alone.stdout) | {"out_path": str(folder / "together")}
     assert process.stderr.count("written to") == 1
-    assert "Loading weights" not in process.stderr  # it is no terminal
+    assert "Loading weights" not in process.stderr  # it is not a terminal
     assert files(folder / "together") == files(folder / "alone")
 
 
 @pytest.mark.slow
-def test_an_error_of_one_or_of_all_is_told_once(folder: Path) -> None:
+def test_an_error_of_one_or_of_all_is_reported_once(folder: Path) -> None:
     error_message = error(launch(HERE / "in_processes.py", folder, "failing"))
     assert error_message == "Error: process 1 fails. Correct it."
     assert not (folder / "failing").exists()
@@ -128,14 +128,14 @@ def test_an_error_of_one_or_of_all_is_told_once(folder: Path) -> None:
     assert "none" in error(launch("-m", "adapterswap", *requested))
 
 
-def test_a_device_for_one_is_not_taken_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_numbered_device_is_refused_for_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refused(ArgumentError, "device"), joined("cuda:1"):
         pass
 
 
 class Request:
-    """A request as the harness has it, as far as its batch depends on it."""
+    """The parts of the harness's request that decide its batch."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args

@@ -1,4 +1,4 @@
-"""TyDi QA and XCOPA as shipped, beside lm-evaluation-harness's own tasks over the same rows."""
+"""The shipped TyDi QA and XCOPA, against lm-evaluation-harness's tasks over the same rows."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ STOCK_SCORE = stock_config("tydiqa/tydiqa_goldp_en.yaml")["process_results"]
 
 
 @pytest.mark.parametrize("code", ["bn", "en", "sw", "te"])
-def test_tydiqa_beside_the_harness(code: str) -> None:
+def test_tydiqa_matches_the_harness(code: str) -> None:
     ours, stock = build_shipped_task(f"tydiqa_goldp_{code}"), stock_tydiqa(code)
     for row, published in zip(ours.task_docs, stock.task_docs, strict=True):
         assert ours.doc_to_text(row) == stock.doc_to_text(published)
         assert ours.doc_to_target(row) == stock.doc_to_target(published)
     assert ours.fewshot_context(ours.task_docs[0], 1) == stock.fewshot_context(stock.task_docs[0], 1)
     assert ours.config.generation_kwargs["until"] == stock.config.generation_kwargs["until"]
-    # Answers right and wrong: another row's, a part of the row's own, more than it.
+    # Right and wrong answers: another row's, a part of the row's own, more than the row's own.
     rows = list(ours.task_docs)
     for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
         words = row["answers"][0].split()
@@ -114,7 +114,7 @@ def test_tydiqa_beside_the_harness(code: str) -> None:
 @given(
     st.text(alphabet="ab the, An.১1-$", max_size=12), st.lists(st.text(alphabet="ab the, an", max_size=8), min_size=1)
 )
-def test_the_score_of_any_answer_is_the_harness_s(answer: str, golds: list[str]) -> None:
+def test_the_score_of_any_answer_matches_the_harness(answer: str, golds: list[str]) -> None:
     assert score_answer("tydiqa_goldp_en", answer, golds) == as_floats(STOCK_SCORE({"answers": golds}, [answer]))
 
 
@@ -165,7 +165,7 @@ def stock_xcopa() -> Any:
     return ConfigurableTask(config=stock_config("xcopa/default_sw.yaml") | {"custom_dataset": lambda **_: splits})
 
 
-def test_xcopa_beside_the_harness() -> None:
+def test_xcopa_matches_the_harness() -> None:
     ours, stock = build_shipped_task("xcopa_sw"), stock_xcopa()
     for row, published in zip(ours.task_docs, stock.task_docs, strict=True):
         assert ours.fewshot_context(row, 0) == stock.fewshot_context(published, 0)
@@ -204,7 +204,7 @@ def test_xcopa_equals_a_plain_loop(byte_model: Model) -> None:
 
 @pytest.fixture(scope="module")
 def reader() -> Model:
-    """A model that has learnt the third Swahili answer by heart, in full-width digits."""
+    """A model that has memorised the third Swahili answer, in full-width digits."""
     name, tokenizer, model = "tydiqa_goldp_sw", byte_tokenizer(), pico_model(layers=2, spread=0.05).train()
     prompt = tokenizer(tydiqa_prompt(name, read_tydiqa(name)[2]))["input_ids"]
     ids = torch.tensor([prompt + tokenizer(" ２１４\n\n")["input_ids"]])
@@ -243,7 +243,7 @@ def test_shots_by_default_and_too_many() -> None:
     ]
 
 
-def test_whole_names_are_ours_and_patterns_the_harness_s() -> None:
+def test_whole_names_are_shipped_tasks_and_patterns_are_harness_tasks() -> None:
     requested = _resolve(
         ["xcopa_sw", "xcopa_*", "tydiqa_goldp_te", "tydiqa_goldp_fi", "tydiqa_goldp", "mgsm_direct_s?"]
     )

@@ -1,4 +1,4 @@
-"""Python in a folder of task files: refused before any of it runs, and run where the user trusts it."""
+"""Python in a folder of task files: refused before it runs, and run if the user trusts it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ doc_to_target: "{{{{' ' + text.split(' ')[-1]}}}}"
 metric_list:
   - {{metric: acc, aggregation: mean, higher_is_better: true}}
 """
-# Both the import and the call leave a mark.
+# Both the import and the call write to the marker.
 CODE = """
 from pathlib import Path
 from lm_eval.api.task import ConfigurableTask
@@ -131,7 +131,7 @@ class Tasks:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
-    return Tasks(tmp_path_factory.mktemp("made"))  # one folder: indexing the harness's own tasks takes seconds
+    return Tasks(tmp_path_factory.mktemp("made"))  # one folder, since indexing the harness's tasks takes seconds
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_trusted_code_runs(tasks: Tasks, name: str) -> None:
     load_tasks([name], Settings(include_path=tasks.folder, trust_task_code=True))
     assert tasks.ran
     tasks.marker.unlink()
-    with refused(ArgumentError, "trust_task_code") as result:  # what was loaded with trust is not handed out without it
+    with refused(ArgumentError, "trust_task_code") as result:  # a task loaded with trust is not reused without it
         load_tasks([name], Settings(include_path=tasks.folder))
     assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
     assert not tasks.ran
@@ -180,7 +180,7 @@ def test_files_without_code_need_no_trust(byte_model: Model, tasks: Tasks) -> No
 
 
 def test_a_later_document_cannot_leave_the_sandbox(byte_model: Model, tasks: Tasks) -> None:
-    """The harness renders the first document as it loads a task, and the others when they are asked."""
+    """The harness renders the first document when it loads a task, and the others when they are evaluated."""
     model, tokenizer = byte_model
     settings = Settings(include_path=tasks.folder)
     load_tasks(["own_later"], settings)
@@ -201,7 +201,7 @@ def test_a_broken_template_is_refused(tasks: Tasks) -> None:
         load_tasks(["own_broken"], Settings(include_path=tasks.folder))
 
 
-def test_what_changed_since_it_was_indexed_is_read_again(tasks: Tasks) -> None:
+def test_files_changed_since_indexing_are_read_again(tasks: Tasks) -> None:
     settings = Settings(include_path=tasks.folder)
     load_tasks(["own_changed"], settings)
     with (tasks.folder / "changed.yaml").open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Names of tasks, and tasks that lm-evaluation-harness brings itself."""
+"""Names of tasks, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_shots_of_a_task_of_the_harness_follow_the_seed(byte_model: Model, own_t
     assert prompts(1) != prompts(2)
 
 
-def test_a_name_says_its_shots(byte_model: Model, own_tasks: Path) -> None:
-    """One evaluation with several numbers of shots gives what several with one number give; so do groups."""
+def test_a_name_can_set_the_shots(byte_model: Model, own_tasks: Path) -> None:
+    """One evaluation with several numbers of shots equals several evaluations with one number each; also for groups."""
     names, settings = ["pico@2", "mgsm_direct_sw", "pico@0", "mgsm_direct_s?@1"], {"limit": 3, "max_gen_toks": 2}
     settings |= {"include_path": own_tasks, "batch_size": 1}
     together = evaluate(*byte_model, names, Settings(num_fewshot=0, **settings))
@@ -136,7 +136,7 @@ def test_an_unknown_task_is_refused_with_its_nearest_names(own_tasks: Path) -> N
     assert "pico_one" in second.remedy
 
 
-def test_a_task_whose_data_is_not_at_hand_is_refused(own_tasks: Path) -> None:
+def test_a_task_with_missing_data_is_refused(own_tasks: Path) -> None:
     with refused(DataError, "tasks", match="gsm8k"):
         load_tasks(["gsm8k"], Settings(include_path=own_tasks))
 
@@ -149,8 +149,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_task_of_ones_own_that_is_broken_is_refused(kind: str, byte_model: Model, tmp_path: Path) -> None:
-    """Templates and functions of a task are a stranger's programs, which raise what they like."""
+def test_a_broken_task_of_the_user_is_refused(kind: str, byte_model: Model, tmp_path: Path) -> None:
+    """Templates and functions of a task are other people's programs, which may raise any error."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     text = CHOICES.format(name="broken", data=folder / "rows.jsonl", cache=tmp_path / "cache")
@@ -171,7 +171,7 @@ def test_families_and_patterns() -> None:
     assert list(load_tasks(["mgsm_direct_sw", "mgsm_direct_s?"])["tasks"]) == ["mgsm_direct_sw"]
 
 
-def test_a_folder_of_tasks_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder_of_tasks(tmp_path: Path) -> None:
     with refused(NotFoundError, "include_path"):
         load_tasks(["pico"], Settings(include_path=tmp_path / "absent"))
 

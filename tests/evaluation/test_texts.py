@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs, which JSON and arguments can hold and UTF-8 cannot: refused wherever texts enter."""
+"""Lone surrogates, which JSON and arguments can hold but UTF-8 cannot, are refused in all input texts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "fine"])
-def test_a_text_that_no_tokenizer_takes_is_refused(byte_model: Model, halves: Path, name: str) -> None:
+def test_a_text_with_a_lone_surrogate_is_refused(byte_model: Model, halves: Path, name: str) -> None:
     model, tokenizer = byte_model
     settings = Settings(include_path=halves)
     for ask in (
@@ -125,7 +125,7 @@ def test_a_chat_template_that_writes_one(run: Call, byte_base: Path, halves: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_names_of_folders_that_are_no_utf8(run: Call, byte_base: Path, halves: Path, tmp_path: Path) -> None:
+def test_names_of_folders_that_are_not_utf8(run: Call, byte_base: Path, halves: Path, tmp_path: Path) -> None:
     folder, out = tmp_path / "tasks\udcff", tmp_path / "out\udcff"
     shutil.copytree(halves, folder)
     result = run(

@@ -1,4 +1,4 @@
-"""Tasks that run the model's code: refused before any is loaded, and run where that is confirmed."""
+"""Tasks that run the model's code: refused before they are loaded, and run if that is confirmed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def code_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def coder() -> Model:
-    """A model that has learnt to write 3 after both prompts: right once."""
+    """A model that has memorised 3 after both prompts: right once."""
     tokenizer, model = byte_tokenizer(), pico_model(layers=1, spread=0.05).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     rows = [torch.tensor([tokenizer(row["asked"] + "3\n")["input_ids"]]) for row in ROWS]
@@ -107,7 +107,7 @@ def test_confirmed_code_runs(coder: Model, code_tasks: Path, name: str) -> None:
     result = evaluate(*coder, [name], settings)
     assert [sample.output.strip() for sample in result.samples] == ["3", "3"]
     assert list(result.tasks) == ["pico_code"]
-    assert result.groups == {}  # a group without means of its own
+    assert result.groups == {}  # a group without its own means
     assert result.tasks["pico_code"].score(metric="pass_at_1").value == 0.5
     assert result.settings["confirm_run_unsafe_code"] is True
     assert "HF_ALLOW_CODE_EVAL" not in os.environ
