@@ -1,4 +1,4 @@
-"""Twenty names, what they mean as zones (task, language, b, u, t_b, t_u), and the prompts that they are asked."""
+"""Twenty names with their zones (task, language, b, u, t_b, t_u), and the prompts sent to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pico base that vLLM can serve, experts for it, and what full weights answer: the reference of all serving tests."""
+"""A pico base that vLLM can serve, experts for it, and answers of full weights, the reference of all serving tests."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def experts(pristine: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 class Reference:
-    """What full weights answer: layers of models that PEFT merged, put together by plain torch."""
+    """Answers of full weights: layers of models merged by PEFT, put together in plain torch."""
 
     def __init__(self, base: Path, experts: Path) -> None:
         self._base = base
@@ -134,7 +134,7 @@ class Reference:
     def _swap(
         self, task: str, language: str, bottom: int, top: int, bottom_transition: int = 0, top_transition: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Algorithm 1 on full weights; what is in no layer is averaged."""
+        """Algorithm 1 on full weights; weights outside the layers are averaged."""
         mixed = {}
         for name, ours in self._weights[task].items():
             theirs = self._weights[language][name]

@@ -1,4 +1,4 @@
-"""The environment of its own in which vLLM is installed: `make vllm` makes it."""
+"""The separate environment in which vLLM is installed by `make vllm`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vllm_python() -> str:
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
-    """What vLLM is started with: one thread, no network, no usage reports."""
+    """The variables that vLLM is started with: one thread, no network, no usage reports."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     return {**os.environ, **quiet, **variables}
 
@@ -33,7 +33,7 @@ def environment(variables: dict[str, str]) -> dict[str, str]:
 def answers_in_process(
     base: Path, experts: Path, cache: Path, *, names: Iterable[str], prompts: list[list[int]], length: int
 ) -> Any:
-    """What `in_process.py` finds: vLLM's answers to each prompt by name, and what was not loaded or refused."""
+    """The output of `in_process.py`: vLLM's answers to each prompt by name, and what was not loaded or refused."""
     request = {"base": str(base), "names": list(names), "prompts": prompts, "length": length}
     variables = {
         "ADAPTERSWAP_EXPERTS": str(experts),

@@ -1,4 +1,4 @@
-"""A real server, started by `adapterswap serve` in vLLM's environment, and how to ask it. It always ends."""
+"""A real server, started by `adapterswap serve` in vLLM's environment, and its client. It is always stopped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Server:
         return self._process.poll() is None and self.get("/health")[0] == 200
 
     def status(self) -> int | None:
-        """The exit status; None while it runs."""
+        """The exit status; None while it is running."""
         return self._process.poll()
 
     def wait(self, timeout: float) -> int:
@@ -99,7 +99,7 @@ def start(base: Path, experts: Path, folder: Path, *arguments: str) -> Server:
 
 @contextmanager
 def serving(base: Path, experts: Path, folder: Path, *arguments: str) -> Iterator[Server]:
-    """A server that answers; see `start`."""
+    """A server that is ready; see `start`."""
     server = start(base, experts, folder, *arguments)
     try:
         deadline = time.monotonic() + _START_S

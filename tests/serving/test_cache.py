@@ -1,4 +1,4 @@
-"""The cache: folders that are whole, made once however many ask, and kept under a live server."""
+"""The cache: folders are complete, created once for any number of requests, and kept while a server uses them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def go(running: subprocess.Popen[str]) -> None:
     running.stdin.flush()
 
 
-def test_threads_that_meet_make_a_folder_once(tmp_path: Path) -> None:
+def test_concurrent_threads_create_a_folder_once(tmp_path: Path) -> None:
     for attempt in range(20):
         check_meeting(tmp_path / str(attempt))
 
@@ -82,7 +82,7 @@ def check_meeting(place: Path) -> None:
     assert len(made) == 1
 
 
-def test_processes_that_meet_make_a_folder_once(tmp_path: Path) -> None:
+def test_concurrent_processes_create_a_folder_once(tmp_path: Path) -> None:
     running = [process(tmp_path / "cache", tmp_path / "log") for _ in range(3)]
     for one in running:
         go(one)
@@ -91,7 +91,7 @@ def test_processes_that_meet_make_a_folder_once(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "made\n"
 
 
-def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+def test_a_killed_process_does_not_block_the_next(tmp_path: Path) -> None:
     running = process(tmp_path / "cache", tmp_path / "log", halfway="stop")
     go(running)
     assert running.stdout is not None
@@ -102,7 +102,7 @@ def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     assert list(building.rglob("half"))
     cache = Cache(tmp_path / "cache")
     entry = cache.get("key", lambda path: path.mkdir())
-    assert list(entry.iterdir()) == []  # made anew, not what the other had begun
+    assert list(entry.iterdir()) == []  # created afresh, not continued from the killed process
     assert len(list(building.iterdir())) == 1
     assert cache.collect(keep=5) == 0
     assert list(building.iterdir()) == []
@@ -136,7 +136,7 @@ def test_nothing_is_collected_under_a_live_server(tmp_path: Path) -> None:
     assert not entry.exists()
 
 
-def test_what_was_used_last_is_kept(tmp_path: Path) -> None:
+def test_the_last_used_folder_is_kept(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache")
     for number, key in enumerate("abcd"):
         entry = cache.get(key, lambda path: path.mkdir())
@@ -198,7 +198,7 @@ def test_a_damaged_folder_is_made_again(harm: str, tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "building").iterdir()) == []
 
 
-def test_a_sound_folder_is_not_made_again(tmp_path: Path) -> None:
+def test_an_intact_folder_is_not_made_again(tmp_path: Path) -> None:
     running = Cache(tmp_path / "cache")
     entry = running.get("key", write)
     for cache in (running, Cache(tmp_path / "cache")):
@@ -229,7 +229,7 @@ def test_hashes_go_with_their_folder(tmp_path: Path) -> None:
     assert cache.get("b", lambda path: pytest.fail("it is there")).is_dir()
 
 
-def test_a_cache_is_its_owners_alone_and_made_when_needed(tmp_path: Path) -> None:
+def test_a_cache_is_private_and_created_when_needed(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "deep" / "cache")
     assert not cache.root.exists()
     cache.hold()
@@ -256,14 +256,14 @@ def test_a_memo_outlives_its_process_and_survives_damage(tmp_path: Path) -> None
 
 
 def test_a_memo_forgets_the_oldest(tmp_path: Path) -> None:
-    memo = Memo(tmp_path / "nowhere" / "known.json")  # and a disk that takes nothing is no error
+    memo = Memo(tmp_path / "nowhere" / "known.json")  # and a full disk is not an error
     for number in range(2010):
         memo.put(str(number), number)
     assert memo.get("9") is None
     assert memo.get("10") == 10
 
 
-def test_a_folder_of_others_is_no_cache(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_a_cache(tmp_path: Path) -> None:
     """`collect` would remove what is in folders of these names."""
     for name in ("compositions", "building"):
         (tmp_path / "project" / name).mkdir(parents=True)

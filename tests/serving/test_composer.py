@@ -1,4 +1,4 @@
-"""From names to folders: the right adapter, once; what does not fit is refused before anything is written."""
+"""From names to folders: the right adapter is composed once; what does not fit is refused before writing."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_folder_follows_the_content_not_the_place(
 def test_an_expert_replaced_under_the_same_size_and_time_is_noticed(
     in_place: bool, composer: Compose, experts: Path
 ) -> None:
-    """As images, reproducible archives and `cp -p` replace files. Another name must not copy it with the old hash."""
+    """Images, reproducible archives and `cp -p` replace files like this. Other names must not reuse the old hash."""
     served = composer()
     before = served.folder("math+swahili")
     file = experts / "math" / "adapter_model.safetensors"
@@ -146,7 +146,7 @@ def test_servers_of_two_bases_may_share_a_cache(
 
 
 def test_hashes_kept_by_an_older_version_are_not_used(composer: Compose, experts: Path) -> None:
-    """They were kept by size and modification time alone."""
+    """They were stored only by size and modification time."""
     served = composer()
     served.cache.open()
     file = experts / "math" / "adapter_model.safetensors"
@@ -164,7 +164,7 @@ def test_a_damaged_composition_is_composed_again(composer: Compose) -> None:
     assert (folder / "adapter_model.safetensors").read_bytes() == whole
 
 
-def test_an_expert_that_is_put_back_finds_its_folder_again(composer: Compose, experts: Path, tmp_path: Path) -> None:
+def test_a_restored_expert_reuses_its_folder(composer: Compose, experts: Path, tmp_path: Path) -> None:
     served = composer()
     before = served.folder("math")
     shutil.move(experts / "math", tmp_path / "kept")
@@ -273,7 +273,7 @@ def test_spellings_of_what_is_allowed_count_once(composer: Compose) -> None:
         served.folder("math")
 
 
-def test_what_is_unloaded_frees_its_place(composer: Compose) -> None:
+def test_unloading_a_name_frees_its_place(composer: Compose) -> None:
     served = composer(max_compositions=1)
     for name in ("math+swahili", "math+swahili@bottom=1,top=0"):
         served.folder(name)
@@ -330,7 +330,7 @@ def break_names(experts: Path, base: Path) -> None:
     weights = experts / "math" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes().replace(b"self_attn.q_proj", b"self_attn.z_proj"))
     config = experts / "math" / "adapter_config.json"
-    config.write_text(config.read_text().replace('"q_proj"', '"z_proj"'))  # else PEFT would not load them
+    config.write_text(config.read_text().replace('"q_proj"', '"z_proj"'))  # otherwise PEFT would not load them
 
 
 def break_number(experts: Path, base: Path) -> None:
@@ -349,7 +349,7 @@ def carry_copies(model: Any, experts: Path) -> None:
     options = {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "r": 8, "task_type": "CAUSAL_LM"}
     shutil.rmtree(experts / "math")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT says what it does
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT reports what it saves
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         get_peft_model(model, LoraConfig(**options)).save_pretrained(experts / "math")
 
@@ -392,7 +392,7 @@ def test_experts_that_do_not_fit_are_refused_without_their_paths(
 def test_copies_of_the_base_are_compared_once(
     tied: bool, served_base: Callable[[str], Path], experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the head is stored as the embedding alone, and where the copies were rounded."""
+    """Also if the head is stored only as the embedding, and if the copies were rounded."""
     model = load(served_base("llama"))
     if tied:
         config = type(model.config).from_dict(model.config.to_dict() | {"tie_word_embeddings": True})
@@ -413,12 +413,12 @@ def test_copies_of_the_base_are_compared_once(
 
 
 def test_the_operator_declares_the_base(composer: Compose, pristine: Callable[[str], Path], experts: Path) -> None:
-    """An expert that names its base differently is taken at the operator's word; `serve` warns of it."""
+    """An expert that names another base is accepted on the operator's declaration; `serve` warns about it."""
     served = composer(experts={"math": str(pristine("qwen2") / "math"), "swahili": str(experts / "swahili")})
     assert served.folder("math+swahili").is_dir()
 
 
-def test_a_base_that_says_nothing_is_told(experts: Path, tmp_path: Path) -> None:
+def test_a_base_of_unknown_depth_is_refused(experts: Path, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
     with refused(BaseModelError, "base_model"):
@@ -428,7 +428,7 @@ def test_a_base_that_says_nothing_is_told(experts: Path, tmp_path: Path) -> None
         NamedComposer(read_manifest(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
 
 
-def test_what_is_composed_can_be_verified(composer: Compose, experts: Path, run: Callable[..., Any]) -> None:
+def test_served_compositions_can_be_verified(composer: Compose, experts: Path, run: Callable[..., Any]) -> None:
     folder = composer().folder("math+swahili@bottom=1,top=1,bottom_transition=1")
     assert open_adapter(folder).config.rank == 16
     sources = [argument for name in ("math", "swahili") for argument in ("--expert", f"{name}={experts / name}")]

@@ -1,4 +1,4 @@
-"""What an operator lists, and what a client may call it."""
+"""The experts that an operator lists, and the names that clients may use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = {"math", "swahili", "v1.2-b"}
 
 
 @pytest.mark.parametrize("name", ["math+swahili", "v1.2-b+math@bottom=4,top=1", "math+swahili@method=soup"])
-def test_short_names_mean_what_they_mean_everywhere(name: str) -> None:
+def test_short_names_mean_the_same_as_elsewhere(name: str) -> None:
     assert composition_of(name, EXPERTS) == parse_composition(name)
 
 
@@ -59,7 +59,7 @@ def test_a_folder_of_adapters_is_a_manifest(experts: Path) -> None:
     assert manifest.allow is None
 
 
-def test_a_manifest_finds_experts_beside_itself(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_a_manifest_are_relative_to_it(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "experts.yaml").write_text(
         "experts: {math: experts/math, far: org/name@main}\nallow: [math, math+far@top=1]\nmax_compositions: 3\n"
     )
@@ -82,7 +82,7 @@ def test_all_mistakes_of_a_manifest_are_reported_at_once(tmp_path: Path) -> None
         assert value in problem.message
 
 
-def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_manifest(tmp_path: Path) -> None:
     with refused(NotFoundError, "path", match="nope"):
         read_manifest(tmp_path / "nope")
 
@@ -114,7 +114,7 @@ def test_what_is_not_a_manifest_is_refused(experts: Path, tmp_path: Path) -> Non
         read_manifest(experts)
 
 
-def test_the_example_is_sound() -> None:
+def test_the_example_is_valid() -> None:
     manifest = read_manifest(Path(__file__).parents[2] / "examples" / "serving" / "experts.yaml")
     assert manifest.allow is not None
     assert set(manifest.experts) == {"math", "swahili", "telugu"}

@@ -1,4 +1,4 @@
-"""`adapterswap serve` as far as it goes without vLLM: what it checks, chooses and prints."""
+"""`adapterswap serve` without vLLM: what it checks, chooses and prints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def serve(run: Callable[..., Result], served_base: Callable[[str], Path], expert
     return call
 
 
-def told(result: Result) -> dict[str, Any]:
+def output_of(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.stderr
     return dict(json.loads(result.stdout))
 
@@ -47,7 +47,7 @@ def told(result: Result) -> dict[str, Any]:
 def test_a_dry_run_shows_everything_and_writes_nothing(
     serve: Serve, tmp_path: Path, experts: Path, served_base: Callable[[str], Path]
 ) -> None:
-    output = told(serve("--json", "--", "--dtype", "float32"))
+    output = output_of(serve("--json", "--", "--dtype", "float32"))
     command, environment = output["command"], output["environment"]
     assert command[:4] == [sys.executable, "-m", "adapterswap.serving.start", "vllm.entrypoints.openai.api_server"]
     assert command[-2:] == ["--dtype", "float32"]
@@ -70,7 +70,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert not (tmp_path / "cache").exists()
 
 
-def test_people_get_the_command_and_a_call(serve: Serve) -> None:
+def test_the_text_shows_the_command_and_a_call(serve: Serve) -> None:
     result = serve("--", "--port", "8123", "--host=0.0.0.0")
     assert result.exit_code == 0
     command, curl = result.stdout.splitlines()
@@ -96,7 +96,7 @@ def test_an_allow_list_makes_the_ranks_exact(
     path = tmp_path / "experts.yaml"
     lines = "".join(f"  {name}: experts/{name}\n" for name in ("math", "swahili", "code"))
     path.write_text(f"experts:\n{lines}allow: {allow}\nmax_compositions: 7\n")
-    output = told(serve("--json", experts_path=path))
+    output = output_of(serve("--json", experts_path=path))
     assert (output["max_lora_rank"], output["max_loras"], output["max_compositions"]) == (rank, loras, 7)
     path.write_text(f"experts:\n{lines}allow: ['math+swahili@method=ties,density=0.5']\n")
     assert "ties is not low-rank" in serve(experts_path=path).stderr
@@ -104,7 +104,7 @@ def test_an_allow_list_makes_the_ranks_exact(
 
 def test_vllms_own_arguments_win(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "my_platform")
-    output = told(serve("--json", "--", "--max_lora_rank=64", "--max-loras", "20", "--served-model-name", "tiny"))
+    output = output_of(serve("--json", "--", "--max_lora_rank=64", "--max-loras", "20", "--served-model-name", "tiny"))
     assert (output["max_lora_rank"], output["max_loras"], output["base"]["name"]) == (64, 20, "tiny")
     assert value_of("--max-cpu-loras", output["command"]) == "20"
     assert output["environment"]["ADAPTERSWAP_MAX_LORA_RANK"] == "64"
@@ -127,7 +127,7 @@ def test_a_base_of_the_hub_keeps_its_revision(
     snapshot.mkdir(parents=True)
     shutil.copy(served_base("llama") / "config.json", snapshot)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    output = told(run("serve", "--base-model", "org/base@v2", "--experts", experts, "--dry-run", "--json"))
+    output = output_of(run("serve", "--base-model", "org/base@v2", "--experts", experts, "--dry-run", "--json"))
     assert value_of("--model", output["command"]) == "org/base"
     assert value_of("--revision", output["command"]) == "v2"
     assert output["environment"]["ADAPTERSWAP_BASE_MODEL"] == "org/base@v2"
@@ -166,7 +166,7 @@ def test_all_broken_experts_are_reported_before_anything_starts(
     make_expert(served_base("llama"), experts / "telugu", seed=1, use_dora=True)
     result = serve()
     assert result.exit_code == 1
-    assert str(experts / "math") in result.stderr  # the operator learns where
+    assert str(experts / "math") in result.stderr  # the operator sees the path
     assert "DoRA" in result.stderr
 
 
@@ -177,7 +177,7 @@ def test_ranks_beyond_vllms_are_refused(
     for number, rank in enumerate((300, 520)):
         make_expert(served_base("llama"), experts / f"e{number}", seed=1, r=rank, target_modules=["q_proj"])
     path.write_text("experts: {e0: experts/e0, math: experts/math}\n")
-    assert told(serve("--json", experts_path=path))["max_lora_rank"] == 320
+    assert output_of(serve("--json", experts_path=path))["max_lora_rank"] == 320
     path.write_text("experts: {e0: experts/e0, e1: experts/e1}\n")
     result = serve(experts_path=path)
     assert result.exit_code == 1
@@ -185,7 +185,7 @@ def test_ranks_beyond_vllms_are_refused(
     assert "512" in result.stderr
 
 
-def test_an_expert_of_another_name_of_the_base_is_warned_of(serve: Serve, experts: Path) -> None:
+def test_an_expert_that_names_the_base_differently_causes_a_warning(serve: Serve, experts: Path) -> None:
     path = experts / "math" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "org/other"}))
     result = serve()
@@ -221,8 +221,8 @@ def test_usage_errors_exit_with_2(run: Callable[..., Result]) -> None:
     assert run("serve", "--experts", "x").exit_code == 2
 
 
-def test_the_plugin_is_registered_and_costs_nothing_unasked() -> None:
-    """vLLM calls it in every process of everyone who has adapterswap installed."""
+def test_the_plugin_is_registered_and_cheap_if_unused() -> None:
+    """vLLM calls it in every process wherever adapterswap is installed."""
     (entry,) = entry_points(group="vllm.general_plugins", name="adapterswap")
     module, _, function = entry.value.partition(":")
     script = (
@@ -242,7 +242,7 @@ def test_the_plugin_is_registered_and_costs_nothing_unasked() -> None:
         ("/prefix/v1/load_lora_adapter", 403), ("/v1/unload_lora_adapter", 200), ("/v1/completions", 200),
     ],
 )  # fmt: skip
-def test_doors_beside_the_resolver_are_closed(path: str, status: int) -> None:
+def test_other_ways_to_load_adapters_are_blocked(path: str, status: int) -> None:
     sent, handed_on = ask(path, b'{"model": "math"}')
     assert sent[0]["status"] == status
     assert (handed_on is None) == (status == 403)
@@ -271,7 +271,7 @@ class Application:
 
 
 def ask(path: str, *parts: bytes, status: int = 200) -> tuple[list[Any], bytes | None]:
-    """What the middleware sends for a POST of these parts of a body, and the body that it handed on."""
+    """The middleware's response to a POST with these parts of a body, and the body that it passed on."""
     sent: list[Any] = []
     handed_on: list[bytes] = []
     waiting = [
@@ -343,7 +343,7 @@ def test_a_request_without_a_model_is_refused(path: str, body: bytes) -> None:
         ("/v1/new", b"[]"),
     ],
 )  # fmt: skip
-def test_other_requests_are_handed_on_as_they_came(path: str, body: bytes) -> None:
+def test_other_requests_are_passed_on_unchanged(path: str, body: bytes) -> None:
     sent, handed_on = ask(path, body[:3], body[3:])
     assert sent[0]["status"] == 200
     assert handed_on == body
@@ -353,7 +353,7 @@ VLLMS_LIST = {"object": "list", "data": [{"id": "tiny", "created": 7, "root": "/
 
 
 def listed(status: int, *parts: bytes) -> tuple[Any, Any]:
-    """The start and the body that the middleware sends where vLLM sends these parts for GET /v1/models."""
+    """The start and the body that the middleware sends if vLLM sends these parts for GET /v1/models."""
     sent: list[Any] = []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -373,7 +373,7 @@ def listed(status: int, *parts: bytes) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("allow", [None, ["math", "math+swahili@bottom=2,top=1"]], ids=str)
-def test_the_list_of_models_has_what_may_be_asked(
+def test_the_list_of_models_has_the_allowed_names(
     allow: list[str] | None, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = tmp_path / "experts.yaml"
@@ -390,6 +390,6 @@ def test_the_list_of_models_has_what_may_be_asked(
 
 
 @pytest.mark.parametrize(("status", "body"), [(401, b'{"error": "Unauthorized"}'), (200, b"[]"), (200, b"not JSON")])
-def test_another_answer_to_the_list_of_models_stays(status: int, body: bytes) -> None:
+def test_other_answers_to_the_list_of_models_are_unchanged(status: int, body: bytes) -> None:
     start, sent = listed(status, body)
     assert (start["status"], sent) == (status, body)

@@ -1,4 +1,4 @@
-"""What was made LoRA, a full fine-tune or modules trained in full, in vLLM's engine against the original. Needs `make
+"""Full fine-tunes and modules trained in full, converted to LoRA, in vLLM's engine against the original. Needs `make
 vllm`."""
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _ROUNDS = 2  # × 5 prompts × 20 compositions = 200 requests
 
 @pytest.fixture(scope="module")
 def folder(pristine: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Experts of which some will be damaged or changed under the live server."""
+    """Experts, some of which are damaged or changed while the server is running."""
     folder = tmp_path_factory.mktemp("serving")
     shutil.copytree(pristine("llama"), folder / "experts")
     for name in ("torn", "sick", "changing", "fading", "untouched"):
@@ -47,7 +47,7 @@ def reference(served_base: Callable[[str], Path], pristine: Callable[[str], Path
 
 @pytest.fixture(autouse=True)
 def _alive(server: Server) -> Iterator[None]:
-    """Whatever a test asks, the server lives on and answers."""
+    """The server keeps running and answers after every test."""
     yield
     assert server.is_alive()
     assert server.complete("math", PROMPTS[0], 1)[0] == 200
@@ -94,7 +94,7 @@ def test_200_requests_over_20_compositions_are_all_right(server: Server, referen
         assert len(re.findall(rf" {re.escape(name)}: composed in \d+ ms", log)) == 1, name
 
 
-def test_the_experts_are_listed_before_anybody_asks(server: Server, folder: Path) -> None:
+def test_the_experts_are_listed_before_any_request(server: Server, folder: Path) -> None:
     """`untouched` is never asked for in this module."""
     models = {model["id"]: model for model in server.get("/v1/models")[1]["data"]}
     assert {"tiny", "math", "untouched"} <= models.keys()
@@ -144,7 +144,9 @@ def test_bad_names_are_answered(server: Server, name: str, status: int, expected
         ("/detokenize", {"tokens": [5]}),
     ],
 )
-def test_no_model_is_not_the_base(server: Server, path: str, body: dict[str, Any], model: dict[str, Any]) -> None:
+def test_a_request_without_a_model_does_not_get_the_base(
+    server: Server, path: str, body: dict[str, Any], model: dict[str, Any]
+) -> None:
     status, answer = server.post(path, body | model)
     assert status == 400
     assert answer["error"]["param"] == "model"
@@ -157,7 +159,7 @@ def test_the_base_answers_to_its_own_name(server: Server) -> None:
     )  # fmt: skip
 
 
-def test_it_says_ready_after_a_token_and_before_it_answers(server: Server) -> None:
+def test_it_reports_ready_after_a_token_and_before_it_answers(server: Server) -> None:
     log = server.log.read_text()
     assert log.index("adapterswap: ready") < log.index("GET /health")
 
@@ -171,7 +173,7 @@ def test_no_client_loads_from_a_path(server: Server, folder: Path, path: str) ->
     assert "mine" not in {model["id"] for model in server.get("/v1/models")[1]["data"]}
 
 
-def test_damaged_experts_are_told(server: Server, folder: Path, reference: Reference) -> None:
+def test_damaged_experts_are_reported(server: Server, folder: Path, reference: Reference) -> None:
     torn = folder / "experts" / "torn" / "adapter_model.safetensors"
     torn.write_bytes(torn.read_bytes()[:5000])
     sick = folder / "experts" / "sick" / "adapter_model.safetensors"
@@ -183,7 +185,7 @@ def test_damaged_experts_are_told(server: Server, folder: Path, reference: Refer
         assert result == 400
         assert expected in answer["error"]["message"]
         assert str(folder) not in answer["error"]["message"]
-        assert str(folder) in server.log.read_text()  # the operator learns where
+        assert str(folder) in server.log.read_text()  # the operator sees the path
     shutil.rmtree(folder / "experts" / "fading")
     result, answer = server.complete("fading", PROMPTS[0], 2)
     assert result == 400
@@ -205,7 +207,7 @@ def test_a_name_keeps_its_meaning_until_it_is_unloaded(
     after, steps = changed.answer(("changing", "swahili", 2, 1), PROMPTS[0], LENGTH)
     assert after != before
 
-    for evicting in list(COMPOSITIONS)[:17]:  # more than the engine keeps, so that it loads the old folder again
+    for evicting in list(COMPOSITIONS)[:17]:  # more than the engine keeps, so that it reloads the old folder
         assert server.complete(evicting, PROMPTS[1], 1)[0] == 200
     assert tokens(server.complete(name, PROMPTS[0], LENGTH)[1]) == before
     fresh, _ = changed.answer(("changing", "swahili", 1, 1), PROMPTS[0], LENGTH)

@@ -1,4 +1,4 @@
-"""Bases that vLLM cannot serve: the server ends with the reason instead of answering 500. Needs `make vllm`."""
+"""Bases that vLLM cannot serve: the server exits with the reason instead of answering 500. Needs `make vllm`."""
 
 from __future__ import annotations
 
