@@ -19,7 +19,7 @@ WORDS = ["<pad>", "<eos>", "<unk>", "?", *(f"w{i}" for i in range(92))]
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """One token to a word, so that one sees where a completion begins; 96 of them, as the pico bases have."""
+    """One token per word, so that the start of a completion is visible; 96 tokens, as in the pico bases."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -36,7 +36,7 @@ def pico(base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         if architecture not in made:
             folder = tmp_path_factory.mktemp("bases") / f"pico-{architecture}"
             model = AutoModelForCausalLM.from_pretrained(base(architecture))
-            # The random head is so weak that no adapter below it could make the model sure of anything.
+            # The random head is too weak for an adapter to make the model confident.
             model.get_output_embeddings().weight.data *= 20
             model.save_pretrained(folder)
             word_tokenizer().save_pretrained(folder)

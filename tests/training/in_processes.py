@@ -1,4 +1,4 @@
-"""Run by torchrun in two processes: trains recipes one after the other, and writes down what each process saw.
+"""Run by torchrun in two processes: trains recipes in order, and records the rows that each process saw.
 
     in_processes.py FOLDER    # holds recipes.json: name → recipe
 

@@ -1,4 +1,4 @@
-"""Look into a run while it trains: what each step was given, and what it left of weights and moments."""
+"""Observe a training run: the input of each step, and the weights and moments before and after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Moments = dict[str, dict[str, torch.Tensor]]
 
 
 class Spy(TrainerCallback):
-    """After each step hands `seen` what was before and what is after: weights, and AdamW's state of each."""
+    """After each step passes to `seen` the weights and AdamW's state before and after."""
 
     def __init__(self, model: torch.nn.Module, seen: Callable[..., None]) -> None:
         self._model, self._seen = model, seen

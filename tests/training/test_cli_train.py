@@ -80,7 +80,7 @@ def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
         ("nonsense", "is not key=value"),
     ],
 )
-def test_errors_are_one_line_with_a_mend(run: Run, recipe: Path, setting: str, message: str) -> None:
+def test_errors_are_one_line_with_a_remedy(run: Run, recipe: Path, setting: str, message: str) -> None:
     result = run("train", recipe, "--set", setting)
     assert result.exit_code == 1
     assert message in result.stderr
@@ -89,7 +89,7 @@ def test_errors_are_one_line_with_a_mend(run: Run, recipe: Path, setting: str, m
     assert result.stdout == ""
 
 
-def test_an_unknown_recipe_names_those_there_are(run: Run) -> None:
+def test_an_unknown_recipe_names_the_known_ones(run: Run) -> None:
     result = run("train", "train/llama-3.1-8b/maths")
     assert result.exit_code == 1
     assert "train/llama-3.1-8b/math" in result.stderr

@@ -1,4 +1,4 @@
-"""No adapter: the base's own weights are trained, against a loop written out, and written as a whole model."""
+"""Training without an adapter: the base's weights are trained, against a plain loop, and written as a full model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .conftest import echo_rows, word_tokenizer
 MakeRecipe = Callable[..., TrainRecipe]
 
 
-def test_the_steps_are_those_of_a_plain_loop(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
+def test_the_steps_match_a_plain_loop(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     """Three steps of cross-entropy, clipping and torch's AdamW, on all parameters."""
     options = {"epochs": 3, "schedule": "constant", "warmup": 0, "weight_decay": 0.1, "max_grad_norm": 0.5}
     options |= {"learning_rate": 0.001}
@@ -79,12 +79,12 @@ def test_a_whole_model_is_written(tmp_path: Path, make_recipe: MakeRecipe, pico:
     again = train(recipe, out_path=tmp_path / "again")
     assert (again.path / "model.safetensors").read_bytes() == (report.path / "model.safetensors").read_bytes()
     assert len({path.stat().st_mode for path in report.path.iterdir()}) == 1
-    # And it is a base like any other.
+    # The result works as a base.
     recipe = make_recipe(base_model=str(report.path), training={"max_steps": 1})
     assert train(recipe, out_path=tmp_path / "next").steps == 1
 
 
-def test_half_precision_is_that_of_the_base(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
+def test_half_precision_follows_the_base(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(pico("llama"), dtype=torch.bfloat16).save_pretrained(base)
     word_tokenizer().save_pretrained(base)
@@ -123,7 +123,7 @@ def test_tied_embeddings_stay_tied(tmp_path: Path, make_recipe: MakeRecipe, pico
     assert open_checkpoint(report.path).parameters.keys() == open_checkpoint(pico("gpt2")).parameters.keys()
 
 
-def test_what_does_not_fit_is_refused(make_recipe: MakeRecipe) -> None:
+def test_conflicting_settings_are_refused(make_recipe: MakeRecipe) -> None:
     with pytest.raises(FieldError, match="quantization"):
         make_recipe(adapter="none", quantization={"bits": 4})
     with pytest.raises(FieldError, match="weight_dtype"):

@@ -1,4 +1,4 @@
-"""Hygiene: what is maths, what an evaluation shares with a row, and what becomes of such rows."""
+"""Hygiene: detecting maths and overlap with evaluations, and dropping such rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows_of(name: str) -> list[dict[str, str]]:
         ("", "answer <<3*4=12>>12 #### 12"),
     ],
 )
-def test_what_is_maths(turn: tuple[str, str]) -> None:
+def test_maths_is_recognised(turn: tuple[str, str]) -> None:
     assert looks_like_math([turn])
 
 
@@ -66,7 +66,7 @@ def test_what_is_maths(turn: tuple[str, str]) -> None:
         ("Tell me of C++ and a = b.", "C++ is a language; a = b assigns."),
     ],
 )
-def test_what_is_no_maths(turn: tuple[str, str]) -> None:
+def test_other_texts_are_not_maths(turn: tuple[str, str]) -> None:
     assert not looks_like_math([turn])
 
 
@@ -77,7 +77,7 @@ def test_no_text_takes_long_to_judge(piece: str) -> None:
     text = piece * (50_000 // len(piece))
     began = time.process_time()
     looks_like_math([(text, text)])
-    assert time.process_time() - began < 2  # about 0.01; what is quadratic takes minutes
+    assert time.process_time() - began < 2  # about 0.01; quadratic time would be minutes
 
 
 def test_worked_solutions_are_maths_in_every_language() -> None:
@@ -88,14 +88,14 @@ def test_worked_solutions_are_maths_in_every_language() -> None:
         assert bare / len(mgsm.questions) >= 0.9, language
 
 
-def test_real_rows_fall_on_their_side() -> None:
+def test_real_rows_are_classified_correctly() -> None:
     math, swahili = rows_of("math_train.jsonl"), rows_of("swahili_train.jsonl")
     assert all(looks_like_math([(row["question"], row["answer"])]) for row in math)
     assert sum(looks_like_math([(row["prompt"], row["completion"])]) for row in swahili) <= 0.01 * len(swahili)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_a_question_is_found_inside_a_row_however_it_is_written(language: str) -> None:
+def test_a_question_is_found_inside_a_row_in_any_spelling(language: str) -> None:
     screen = Screen(Hygiene(overlap=["mgsm"]), Path())
     found = missed = 0
     for question, _ in read_mgsm(language).questions[:50]:
@@ -106,7 +106,7 @@ def test_a_question_is_found_inside_a_row_however_it_is_written(language: str) -
     assert found >= 48  # a question of fewer than 13 words is found on a line of its own only
 
 
-def test_shuffled_words_are_another_text() -> None:
+def test_shuffled_words_do_not_match() -> None:
     screen = Screen(Hygiene(overlap=["mgsm"]), Path())
     for question, _ in read_mgsm("en").questions[:50]:
         words = question.split()
@@ -133,7 +133,7 @@ def test_the_hashes_of_gsm8k_test_know_its_questions_and_no_others() -> None:
         ("", []),
     ],
 )
-def test_what_a_token_is(text: str, tokens: list[str]) -> None:
+def test_tokens_of_a_text(text: str, tokens: list[str]) -> None:
     assert tokenize_words(text) == tokens
 
 
@@ -141,7 +141,7 @@ words = st.lists(st.sampled_from("abcdefgh"), max_size=40)
 
 
 @given(words, words)
-def test_texts_meet_where_they_share_thirteen_words(one: list[str], other: list[str]) -> None:
+def test_texts_overlap_if_they_share_thirteen_words(one: list[str], other: list[str]) -> None:
     def windows(tokens: list[str]) -> set[tuple[str, ...]]:
         whole = {tuple(tokens)} if 8 <= len(tokens) < 13 else set()
         return whole | {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
@@ -151,14 +151,14 @@ def test_texts_meet_where_they_share_thirteen_words(one: list[str], other: list[
 
 
 @given(words, words)
-def test_a_text_meets_every_text_around_it(before: list[str], after: list[str]) -> None:
+def test_a_text_overlaps_every_text_that_contains_it(before: list[str], after: list[str]) -> None:
     core = [f"w{number}" for number in range(13)]
     assert Grams.of([" ".join(core)]).meet(hash_grams(" ".join([*before, *core, *after])))
     assert not Grams.of([" ".join(core)]).meet(hash_grams(" ".join([*before, *core[:-1], *after])))
 
 
 @given(st.lists(st.integers(0, 2**48 - 1)))
-def test_grams_survive_being_written(hashes: list[int]) -> None:
+def test_grams_are_read_back(hashes: list[int]) -> None:
     grams = Grams(np.array(hashes, np.uint64))
     again = Grams.from_bytes(grams.to_bytes())
     assert len(again) == len(grams) == len(set(hashes))
@@ -223,7 +223,7 @@ def test_an_overlap_may_be_refused(tmp_path: Path) -> None:
         load(tmp_path, MIXED, Hygiene(on_overlap="refuse"))
 
 
-def test_conversations_are_judged_by_what_is_said(tmp_path: Path) -> None:
+def test_conversations_are_judged_by_their_turns(tmp_path: Path) -> None:
     def talk(*texts: str) -> dict[str, Any]:
         return {
             "m": [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=False)]
@@ -235,7 +235,7 @@ def test_conversations_are_judged_by_what_is_said(tmp_path: Path) -> None:
     assert (counts.math, counts.overlap) == (1, {"mgsm": 1})
 
 
-def test_runs_and_estimates_tell_what_was_dropped(make_recipe: Callable[..., TrainRecipe], tmp_path: Path) -> None:
+def test_runs_and_estimates_report_dropped_rows(make_recipe: Callable[..., TrainRecipe], tmp_path: Path) -> None:
     rows = [*echo_rows(32), {"question": "2 na 3?", "answer": "2 + 3 = 5"}, {"question": QUESTION, "answer": "18"}]
     recipe = make_recipe(rows=rows, hygiene={"exclude_math": True}, training={"max_steps": 1})
     expected = estimate(recipe).rows

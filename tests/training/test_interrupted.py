@@ -1,4 +1,4 @@
-"""Runs that are cut short leave what --resume needs to end at the same weights, bit for bit, in every regime."""
+"""Interrupted runs can be resumed to the same weights, bit for bit, in every regime."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def truncate(file: Path) -> None:
 
 
 def zero(file: Path) -> None:
-    """The same size, a sound header, and nothing but zeros."""
+    """The same size and a valid header, but all zeros."""
     file.write_bytes(save({name: torch.zeros_like(tensor) for name, tensor in load(file.read_bytes()).items()}))
 
 
@@ -152,7 +152,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over(
+def test_a_damaged_checkpoint_is_skipped(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     recipe = make_recipe(training=OPTIONS)
@@ -196,7 +196,7 @@ def test_a_run_is_not_resumed_on_another_base(
 def test_a_run_is_not_resumed_with_other_validation_rows(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their losses would stand in one list with those on the rows before."""
+    """Their losses would be mixed with those on the earlier rows."""
     held_out = write_jsonl(tmp_path / "held-out.jsonl", echo_rows(8, seed=1))
     validation = {"datasets": [{"path": str(held_out), "prompt": "{question}", "completion": " {answer}"}]}
     recipe = make_recipe(training=OPTIONS, validation=validation)
@@ -206,7 +206,7 @@ def test_a_run_is_not_resumed_with_other_validation_rows(
         train(recipe, out_path=tmp_path / "broken", resume=True)
 
 
-def test_a_run_is_not_resumed_where_nothing_says_what_it_was(
+def test_a_run_without_a_description_is_not_resumed(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(training=OPTIONS)
@@ -216,10 +216,10 @@ def test_a_run_is_not_resumed_where_nothing_says_what_it_was(
         train(recipe, out_path=tmp_path / "broken", resume=True)
 
 
-def test_a_checkpoint_of_another_run_is_passed_over(
+def test_a_checkpoint_of_another_run_is_skipped(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is as it was written, but elsewhere."""
+    """The checkpoint is intact but belongs to another run."""
     recipe = make_recipe(training=OPTIONS)
     unbroken = train(recipe, out_path=tmp_path / "unbroken")
     _, last = interrupted_run(recipe, tmp_path / "broken", monkeypatch)

@@ -1,4 +1,4 @@
-"""What a recipe asks of other libraries: told before any work where it is not there, and used where it is."""
+"""Optional libraries: reported before training if missing, and used if installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeRecipe = Callable[..., TrainRecipe]
         ({"training": {"report_to": ["nobody"]}}, "training.report_to", "'nobody'"),
     ],
 )
-def test_what_is_not_installed_is_reported(
+def test_missing_libraries_are_reported(
     tmp_path: Path,
     make_recipe: MakeRecipe,
     monkeypatch: pytest.MonkeyPatch,
@@ -73,7 +73,7 @@ def test_optimizers_and_attentions_compute_the_same(tmp_path: Path, make_recipe:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.filterwarnings("ignore")  # bitsandbytes tells of kernels that CPUs lack
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes warns about kernels that CPUs lack
 def test_an_adapter_on_a_base_in_few_bits(tmp_path: Path, make_recipe: MakeRecipe, bits: int) -> None:
     pytest.importorskip("bitsandbytes")
     recipe = make_recipe(quantization={"bits": bits}, rows=echo_rows(256), training={"epochs": 3})

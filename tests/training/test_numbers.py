@@ -28,10 +28,10 @@ from .spying import spied
 MakeRecipe = Callable[..., TrainRecipe]
 
 
-def test_packed_logits_are_those_of_rows_alone(
+def test_packed_logits_equal_those_of_single_rows(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the first token of each row, which nothing predicts, is trained in none: plain text is trained on whole."""
+    """The first token of each row has no prediction and is not trained on; the rest of plain text is."""
     text = {"path": str(tmp_path / "rows.jsonl"), "text": "{question} {answer}"}
     options = {"packing": True, "max_length": 40, "batch_size": 2, "max_steps": 1}
     recipe = make_recipe(rows=[*echo_rows(5), *echo_rows(6, words=9)], datasets=[text], training=options)
@@ -61,7 +61,7 @@ def test_long_texts_in_pieces_lose_no_token(words: int, max_length: int) -> None
     whole = word_tokenizer()(text + " <eos>")["input_ids"]
     assert all(2 <= len(piece) <= max_length for piece in pieces)
     assert [piece[-1] for piece in pieces[:-1]] == [piece[0] for piece in pieces[1:]]
-    # What is predicted, in all pieces together, is every token but the first: each once.
+    # All pieces together predict every token except the first exactly once.
     assert [token for piece in pieces for token in piece[1:]] == whole[1:]
     assert tokens.trained.all()
     assert counts.split == (len(whole) > max_length)
@@ -70,7 +70,7 @@ def test_long_texts_in_pieces_lose_no_token(words: int, max_length: int) -> None
 
 
 def test_continued_pretraining(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    """Plain text, packed, long documents in pieces; prompts with completions are cut as ever."""
+    """Plain text is packed and long documents are split; prompts with completions are still cut."""
     rows = [*echo_rows(12, words=70), *echo_rows(12)]
     text = {"path": str(tmp_path / "rows.jsonl"), "text": "{question} {answer}"}
     pairs = {"path": str(tmp_path / "rows.jsonl"), "prompt": "{question}", "completion": " {answer}"}
@@ -94,8 +94,8 @@ CURVES: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("regime", CURVES)
-def test_loss_curves_are_what_they_were(tmp_path: Path, make_recipe: MakeRecipe, regime: str) -> None:
-    """Numbers of this test's first run, with torch 2.13 on a CPU: know why before you change them."""
+def test_loss_curves_are_unchanged(tmp_path: Path, make_recipe: MakeRecipe, regime: str) -> None:
+    """Numbers of this test's first run, with torch 2.13 on a CPU. Change them only if you know why they changed."""
     changes: dict[str, dict[str, Any]] = {
         "lora": {"training": {"schedule": "warmup_stable_decay", "warmup": 2, "weight_decay": 0.1, "max_steps": 8}},
         "turns": {
@@ -109,7 +109,7 @@ def test_loss_curves_are_what_they_were(tmp_path: Path, make_recipe: MakeRecipe,
     assert [loss for _, loss in report.train_losses] == near(CURVES[regime], depth=8 * LAYERS)
 
 
-def test_seeds_of_rows_and_of_weights_are_apart(make_recipe: MakeRecipe) -> None:
+def test_seeds_of_rows_and_of_weights_are_independent(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(training={"seed": 5})
     base = open_trainable(recipe.base_model)
     one, other, third = (

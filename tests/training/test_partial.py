@@ -1,4 +1,4 @@
-"""Adapters on a part of the modules: a side of a partition, some layers; and what reverting afterwards gives."""
+"""Adapters on some modules: a side of a partition, or some layers; and the effect of reverting afterwards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_side_has_its_modules(make_recipe: MakeRecipe, partition: str) -> N
         base = open_trainable(recipe.base_model)
         targets = find_targets(empty_model(base), recipe, base.config)
         assert targets.modules == wanted
-        # By layers where these say it all, and by whole names where the modules differ from layer to layer.
+        # By layers if these are enough, and by whole names if the modules differ between layers.
         whole = partition == "A" and side == "language"
         assert set(targets.names) == (wanted if whole else set(targets.ends))
         assert targets.layers == (None if whole else sorted({int(name.split(".")[2]) for name in wanted}))
@@ -121,7 +121,7 @@ def test_slicing_afterwards_is_reverting(tmp_path: Path, make_recipe: MakeRecipe
         ({"method": "none", "r": 8}, "r can only be set for an adapter"),
     ],
 )
-def test_what_does_not_fit_is_refused(make_recipe: MakeRecipe, adapter: dict[str, Any], message: str) -> None:
+def test_invalid_selections_are_refused(make_recipe: MakeRecipe, adapter: dict[str, Any], message: str) -> None:
     with pytest.raises(FieldError, match=message):
         make_recipe(adapter=adapter)
 

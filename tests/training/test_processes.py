@@ -41,7 +41,7 @@ def check_the_failure(done: subprocess.CompletedProcess[str], folder: Path, reci
 
 
 @pytest.mark.slow
-def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     options = {
         "max_steps": 8, "batch_size": 2, "gradient_accumulation": 2, "weight_decay": 0.1, "max_grad_norm": 0.5,
         "gradient_checkpointing": True, "schedule": "constant",
@@ -70,13 +70,13 @@ def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRe
             assert actual["losses"] == near([loss for _, loss in report.train_losses], depth=8 * LAYERS)
             assert actual["eval"] == near([loss for _, loss in report.eval_losses], depth=9 * LAYERS)
             assert actual["tokens"] == report.tokens
-            assert actual["written"]  # no process returns before the output is there
+            assert actual["written"]  # no process returns before the output exists
         file = next(report.path.glob("*.safetensors")).name
         together, single = load_file(tmp_path / name / file), load_file(report.path / file)
         assert together.keys() == single.keys()
         for key, tensor in single.items():
             assert (together[key] - tensor).abs().max() < 0.02 * tensor.abs().max(), (name, key)
-        # Each saw its own half of the rows.
+        # Each process saw its own half of the rows.
         mine, yours = (actual[name]["steps"][0]["tokens"] for actual in (one, other))
         assert mine != yours
     for actual in (one, other):

@@ -56,7 +56,7 @@ def test_overrides_reach_into_the_recipe(tmp_path: Path) -> None:
     assert recipe.folder == tmp_path
 
 
-def test_mistakes_are_told_together(tmp_path: Path) -> None:
+def test_mistakes_are_reported_together(tmp_path: Path) -> None:
     text = """
 base_model: base
 adapter: {r: 0, layers: 5-2}

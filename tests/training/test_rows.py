@@ -94,7 +94,7 @@ def test_filter_keeps_the_rows_with_these_values(tmp_path: Path) -> None:
     assert load_rows_of(tmp_path, filter={"kind": ["a", "b"], "answer": ["4", "5"]}, **source) == ["4", "5"]
 
 
-def test_cells_of_a_csv_are_text_as_they_stand(tmp_path: Path) -> None:
+def test_cells_of_a_csv_are_unchanged_text(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("\ufeffid,t\n1,007\n2,NA\n3,1.50\n4,\n", encoding="utf-8")
     assert load_rows_of(tmp_path, path="rows.csv", text="{t}") == ["007", "NA", "1.50"]
     assert load_rows_of(tmp_path, path="rows.csv", text="{t}", filter={"id": [2, 3]}) == ["NA", "1.50"]
@@ -157,7 +157,7 @@ def test_messages_train_on_every_turn_of_the_assistant(tmp_path: Path) -> None:
         ({"text": "{answer}", "split": "test"}, "rows.jsonl"),
     ],
 )
-def test_what_does_not_fit_the_rows_is_refused(tmp_path: Path, source: dict[str, Any], named: str) -> None:
+def test_settings_that_do_not_fit_the_rows_are_refused(tmp_path: Path, source: dict[str, Any], named: str) -> None:
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with refused(DataError, "datasets", match=named):
         load(tmp_path, path="rows.jsonl", **source)
@@ -222,7 +222,7 @@ def test_sources_that_cannot_be_loaded(tmp_path: Path, path: str, kind: type[Ada
         load(tmp_path, path=path, text="{t}")
 
 
-def test_files_that_are_not_there_and_kinds_that_differ(tmp_path: Path) -> None:
+def test_missing_files_and_mixed_kinds(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "b.csv").write_text("t\nx\n")
     with refused(DataError, "datasets", match="csv, json"):
@@ -239,7 +239,7 @@ def test_pairs_of_prompt_and_answer_are_a_conversation(tmp_path: Path) -> None:
     assert counts.empty == 1
 
 
-def test_a_separator_parts_prompt_and_completion_where_no_chat_does(tmp_path: Path) -> None:
+def test_a_separator_joins_prompt_and_completion_without_a_chat(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     source = DatasetSource(path="rows.jsonl", prompt="{question}", completion="{answer}")
     found = {}
@@ -258,7 +258,7 @@ def _stream(folder: Path, *, seed: int = 0, **changes: Any) -> tuple[SourceCount
     return counts, [example.text for example in examples]
 
 
-def test_a_stream_is_drawn_by_the_seed_and_no_further_than_it_must(tmp_path: Path) -> None:
+def test_a_stream_is_sampled_by_the_seed_and_read_only_as_far_as_needed(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for shard in range(2):
         rows = [{"t": f"{shard} {i}", "kind": "ab"[i % 2], "other": i} for i in range(40)]
@@ -293,7 +293,7 @@ def test_every_file_format_can_be_streamed(tmp_path: Path, suffix: str) -> None:
         ({"split": "train[:2]"}, "data"),
     ],
 )
-def test_streams_that_give_nothing(tmp_path: Path, source: dict[str, Any], named: str) -> None:
+def test_streams_without_rows(tmp_path: Path, source: dict[str, Any], named: str) -> None:
     (tmp_path / "data").mkdir()
     for shard in range(2):
         write_jsonl(tmp_path / "data" / f"{shard}.jsonl", [{"t": "a"}, {"t": "b"}])
@@ -301,7 +301,7 @@ def test_streams_that_give_nothing(tmp_path: Path, source: dict[str, Any], named
         _stream(tmp_path, **source)
 
 
-def test_files_elsewhere_are_called_by_their_own_names(tmp_path: Path) -> None:
+def test_files_elsewhere_keep_their_names(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     [(counts, _)] = load_rows(
         [DatasetSource(path="json", data_files=str(tmp_path / "rows.jsonl"), text="{answer}")],

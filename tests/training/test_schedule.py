@@ -37,7 +37,7 @@ def test_linear_constant_and_cosine() -> None:
     assert cosine == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_schedules_are_refused() -> None:
     with refused(FieldError, "training.warmup", match="500 .* 60 steps"):
         choose_schedule(TrainingOptions(warmup=500), 60)
     with refused(FieldError, "training.warmup", match=r"6 .* 5 of training\.decay"):
@@ -47,9 +47,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("rows", "batch", "accumulation", "epochs"), [(37, 8, 2, 3), (37, 8, 2, 0.5), (1, 8, 4, 1), (64, 4, 4, 2.3)]
 )
-def test_steps_are_those_of_the_trainer(
-    tmp_path: Path, rows: int, batch: int, accumulation: int, epochs: float
-) -> None:
+def test_steps_match_the_trainer(tmp_path: Path, rows: int, batch: int, accumulation: int, epochs: float) -> None:
     import datasets
     from transformers import Trainer, TrainingArguments
 

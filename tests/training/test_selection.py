@@ -1,4 +1,4 @@
-"""Checkpoints judged on tasks while training: what is kept, what is written, and that training does not notice."""
+"""Checkpoints evaluated on tasks during training: what is kept, what is written, and that training is not affected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .conftest import echo_rows, word_tokenizer
 
 MakeRecipe = Callable[..., TrainRecipe]
 
-# Which word comes last? The rows train for it, so scores rise; the second task asks for another word, so they fall.
+# Which word comes last? Training on the rows raises this score; the second task asks for another word, so it falls.
 CHOICES = """
 task: {name}
 dataset_path: json
@@ -107,7 +107,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_the_best_checkpoint_is_written_with_the_table_of_why(tmp_path: Path, selecting: MakeRecipe) -> None:
+def test_the_best_checkpoint_is_written_with_its_table(tmp_path: Path, selecting: MakeRecipe) -> None:
     recipe = selecting(keep_best=2, validation={"rows": 8}, training={"keep_checkpoints": True})
     report = train(recipe, out_path=tmp_path / "expert", progress=False)
     found = report.selection
@@ -126,7 +126,7 @@ def test_the_best_checkpoint_is_written_with_the_table_of_why(tmp_path: Path, se
     assert f"These are the weights after step {found.kept[0]}, the best of the checkpoints by pico_last:" in card
     assert f"| **{found.kept[0]}** | **{found.chosen.score:.4f} ± " in card
 
-    # The last two checkpoints are the trainer's own; the best two lie among what was judged, whichever they are.
+    # The last two checkpoints are the trainer's own; the best two are among those that were judged.
     kept = tmp_path / "expert.checkpoints" / "best"
     assert sorted(path.name for path in (report.path / f"checkpoint-{found.kept[1]}").iterdir()) == [
         "adapter_config.json",
@@ -138,7 +138,7 @@ def test_the_best_checkpoint_is_written_with_the_table_of_why(tmp_path: Path, se
     assert sorted(path.name for path in kept.iterdir()) == sorted(f"checkpoint-{step}" for step in found.kept)
 
 
-def test_a_score_is_what_evaluate_gives_the_written_expert(
+def test_a_score_equals_evaluating_the_written_expert(
     tmp_path: Path, selecting: MakeRecipe, own_tasks: Path, pico: Callable[[str], Path]
 ) -> None:
     report = train(selecting(tasks=["pico_last", "pico_first"], keep_best=2), out_path=tmp_path / "e", progress=False)
@@ -157,7 +157,7 @@ def test_a_score_is_what_evaluate_gives_the_written_expert(
 @pytest.mark.parametrize(
     "changes", [{"adapter": {"dropout": 0.2}}, {"training": {"gradient_checkpointing": True}}, {"adapter": "none"}]
 )
-def test_training_does_not_notice(tmp_path: Path, selecting: MakeRecipe, changes: dict[str, Any]) -> None:
+def test_training_is_not_affected(tmp_path: Path, selecting: MakeRecipe, changes: dict[str, Any]) -> None:
     changes = {
         **changes,
         "training": {"keep_checkpoints": True, **changes.get("training", {})},
@@ -174,7 +174,7 @@ def test_training_does_not_notice(tmp_path: Path, selecting: MakeRecipe, changes
         assert file.read_bytes() == (tmp_path / "judged.checkpoints" / name / file.name).read_bytes()
 
 
-def test_a_whole_model_is_chosen_too(tmp_path: Path, selecting: MakeRecipe) -> None:
+def test_full_models_are_selected_too(tmp_path: Path, selecting: MakeRecipe) -> None:
     recipe = selecting(adapter="none", keep_best=2, training={"learning_rate": 0.01, "keep_checkpoints": True})
     report = train(recipe, out_path=tmp_path / "expert", progress=False)
     assert report.selection is not None
@@ -184,7 +184,7 @@ def test_a_whole_model_is_chosen_too(tmp_path: Path, selecting: MakeRecipe) -> N
         assert same(load_file(folder / "model.safetensors"), load_file(kept / f"checkpoint-{step}/model.safetensors"))
 
 
-def test_resuming_measures_nothing_twice(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
+def test_resuming_evaluates_nothing_twice(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
     recipe = selecting(validation={"rows": 8}, keep_best=2)
     unbroken = train(recipe, out_path=tmp_path / "unbroken", progress=False)
     requested: list[int] = []
@@ -201,15 +201,13 @@ def test_resuming_measures_nothing_twice(tmp_path: Path, selecting: MakeRecipe, 
         train(recipe, out_path=tmp_path / "expert", progress=False)
     resumed = train(recipe, out_path=tmp_path / "expert", resume=True, progress=False)
     assert resumed.resumed_from == 6
-    assert len(requested) == 6  # at 2, 4, broken off at 6; again at 6, at 8 and 10
+    assert len(requested) == 6  # at 2 and 4, interrupted at 6; again at 6, then at 8 and 10
     assert resumed.selection == unbroken.selection
     for name in ("adapter_model.safetensors", "training.json", "README.md"):
         assert (tmp_path / "expert" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
 
 
-def test_a_run_that_is_told_to_end_is_judged_when_it_goes_on(
-    tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any
-) -> None:
+def test_a_terminated_run_is_judged_when_resumed(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
     recipe = selecting(training={"max_steps": 4, "save_every_samples": 8})
     unbroken = train(recipe, out_path=tmp_path / "unbroken", progress=False)
     real = judging.evaluate
@@ -223,16 +221,16 @@ def test_a_run_that_is_told_to_end_is_judged_when_it_goes_on(
         with refused(RunError):
             train(recipe, out_path=tmp_path / "expert", progress=False)
     rows = json.loads((tmp_path / "expert.checkpoints" / "selection.json").read_text())["table"]
-    assert [row["step"] for row in rows] == [1]  # step 2 was saved, and there was no time to judge it
+    assert [row["step"] for row in rows] == [1]  # step 2 was saved but not judged
     resumed = train(recipe, out_path=tmp_path / "expert", resume=True, progress=False)
     assert resumed.resumed_from == 2
     assert resumed.selection == unbroken.selection
 
 
-def test_what_was_found_before_is_only_believed_as_it_was_written(
+def test_edited_results_are_not_trusted_on_resume(
     tmp_path: Path, selecting: MakeRecipe, own_tasks: Path, monkeypatch: Any
 ) -> None:
-    """The table, the best weights, and the tasks that gave it: an expert of edited weights looks like a sound one."""
+    """The table, the best weights and their tasks are checked, since edited weights still look like a valid expert."""
     tasks = shutil.copytree(own_tasks, tmp_path / "tasks")
     recipe = selecting(training={"max_steps": 6, "save_every_samples": 8}, include_path=str(tasks))
     out, folder = tmp_path / "expert", tmp_path / "expert.checkpoints"
@@ -255,7 +253,7 @@ def test_what_was_found_before_is_only_believed_as_it_was_written(
     def negated() -> None:
         raw = bytearray(weights.read_bytes())
         raw[-1] ^= 0x80
-        weights.unlink()  # which may be a link of a checkpoint's
+        weights.unlink()  # which may be a link into a checkpoint
         weights.write_bytes(raw)
 
     edits: dict[str, Callable[[], object]] = {
@@ -274,7 +272,7 @@ def test_what_was_found_before_is_only_believed_as_it_was_written(
 
 
 def test_early_stopping(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
-    """pico_first asks for what the rows train away, so it soon gets no better."""
+    """pico_first asks for what training unlearns, so it soon stops improving."""
     recipe = selecting(tasks=["pico_first"], early_stopping=2, training={"max_steps": 40, "learning_rate": 0.05})
     report = train(recipe, out_path=tmp_path / "expert", progress=False)
     found = report.selection
@@ -342,7 +340,7 @@ def test_mistakes_are_reported_before_anything_is_trained(
     check(selecting(), partial(refused, DependencyError, "selection", match=r"adapterswap\[eval\]"))
 
 
-def test_the_command_line_tells_of_it(tmp_path: Path, selecting: MakeRecipe, run: Callable[..., Result]) -> None:
+def test_the_command_line_reports_selection(tmp_path: Path, selecting: MakeRecipe, run: Callable[..., Result]) -> None:
     recipe = selecting(keep_best=2, training={"max_steps": 4}).model_dump(mode="json", exclude_unset=True)
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe))  # JSON is YAML
@@ -358,7 +356,7 @@ def test_the_command_line_tells_of_it(tmp_path: Path, selecting: MakeRecipe, run
     assert all("(pico_last 0." in row for row in rows)
 
 
-def test_maths_in_the_target_language_is_told_of() -> None:
+def test_maths_in_the_target_language_is_reported() -> None:
     assert SelectionOptions(tasks=["belebele_swh_Latn", "mgsm_native_cot_en"]).notes() == []
     (note,) = SelectionOptions(tasks=["belebele_swh_Latn", "mgsm_native_cot_sw"]).notes()
     assert note.startswith("selection by mgsm_native_cot_sw: ")
@@ -384,7 +382,7 @@ tables = st.lists(st.sampled_from([0.1, 0.2, 0.3]), min_size=1, max_size=12).map
 
 
 @given(tables, st.integers(1, 4))
-def test_worn_out_means_that_patience_rows_were_no_better(table: list[JudgedCheckpoint], patience: int) -> None:
+def test_patience_ends_after_rows_without_improvement(table: list[JudgedCheckpoint], patience: int) -> None:
     best, since = -math.inf, 0
     for entry in table:
         best, since = (entry.score, 0) if entry.score > best else (best, since + 1)
@@ -401,7 +399,7 @@ def test_the_last_step_is_judged_and_others_at_even_distances(steps: int, save: 
     assert judged == sorted({*range(save * every, steps + 1, save * every), steps})
 
 
-def test_scores_of_different_kinds_enter_alike() -> None:
+def test_scores_of_different_kinds_count_equally() -> None:
     scores = {
         "mgsm": ("exact_match", 0.4, 0.03, True),
         "flores": ("chrf++", 50.0, None, True),

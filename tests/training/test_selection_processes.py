@@ -1,4 +1,4 @@
-"""With several processes one judges, and all go by what it found."""
+"""With several processes one evaluates, and all use its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["own_tasks"]  # the fixture
 
 
 @pytest.mark.slow
-def test_two_processes_choose_what_one_chooses(tmp_path: Path, pico: Callable[[str], Path], own_tasks: Path) -> None:
+def test_two_processes_choose_the_same_as_one(tmp_path: Path, pico: Callable[[str], Path], own_tasks: Path) -> None:
     content = {
         "base_model": str(pico("llama")),
         "adapter": {"r": 4, "alpha": 8},

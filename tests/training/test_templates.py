@@ -13,11 +13,11 @@ def test_fields_are_filled_and_braces_can_be_written() -> None:
     assert template.fill({"question": "1 + 1?", "answer": 2, "other": None}) == "Q: 1 + 1?\nA: {2}"
 
 
-def test_values_with_braces_are_taken_as_they_are() -> None:
+def test_values_with_braces_are_kept() -> None:
     assert Template("{x}").fill({"x": "{y} {0.__class__}"}) == "{y} {0.__class__}"
 
 
-def test_a_null_gives_no_text() -> None:
+def test_a_null_becomes_empty_text() -> None:
     assert Template("{x} {y}").fill({"x": "a", "y": None}) is None
 
 
@@ -26,7 +26,7 @@ def test_fields_are_named_once_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "}", "{}", "{a.b}", "{a[0]}", "{a!r}", "{a:>5}"])
-def test_anything_but_a_column_is_refused(text: str) -> None:
+def test_only_columns_are_allowed(text: str) -> None:
     with refused(FieldError):
         Template(text)
 

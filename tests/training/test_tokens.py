@@ -29,7 +29,7 @@ def pair(prompt: str, completion: str) -> Example:
 
 
 def words(tokens: Tokens, row: int) -> tuple[str, str]:
-    """What is read, and what is trained on, of one row."""
+    """The words of one row that are read, and those that are trained on."""
     ids, mask = tokens.row(row)
     return " ".join(WORDS[i] for i in ids), " ".join(WORDS[i] for i in ids[mask])
 
@@ -44,10 +44,10 @@ def test_the_loss_is_taken_on_exactly_the_completion() -> None:
     assert (sum(counts.truncated), counts.cut_off, sum(counts.boundary_moved), counts.longest) == (0, 0, 0, 6)
 
 
-def test_turns_of_a_chat_are_taken_out_one_by_one() -> None:
+def test_turns_of_a_chat_are_trimmed_one_by_one() -> None:
     example = Example("w0 w1 w2 w3 w4 w5", (("w0", "w0 w1 w2"), ("w0 w1 w2 w3", None)), chat=True)
     tokens, _ = tokenize([example], word_tokenizer(), max_length=32)
-    assert words(tokens, 0) == ("w0 w1 w2 w3 w4 w5", "w1 w2 w4 w5")  # and no <eos>: the template would have written it
+    assert words(tokens, 0) == ("w0 w1 w2 w3 w4 w5", "w1 w2 w4 w5")  # without <eos>, which the template would write
 
 
 def test_rows_are_cut_counted_and_dropped() -> None:
@@ -57,7 +57,7 @@ def test_rows_are_cut_counted_and_dropped() -> None:
     assert (sum(counts.truncated), counts.cut_off, counts.longest) == (1, 1, 6)
 
 
-def test_an_end_that_is_there_is_not_added_again() -> None:
+def test_an_existing_end_token_is_not_added_again() -> None:
     tokens, _ = tokenize([pair("w1", " w2 <eos>")], word_tokenizer(), max_length=8)
     assert words(tokens, 0) == ("w1 w2 <eos>", "w2 <eos>")
 
@@ -132,7 +132,7 @@ def _rows(tokens: Tokens) -> list[list[tuple[int, bool]]]:
 
 
 @given(rows_strategy, rows_strategy, st.randoms(use_true_random=False))
-def test_join_and_take_move_whole_rows(one: Any, two: Any, chance: Any) -> None:
+def test_join_and_take_keep_rows_whole(one: Any, two: Any, chance: Any) -> None:
     joined = Tokens.join([_tokens(one), _tokens(two)])
     assert _rows(joined) == [*one, *two]
     order = chance.sample(range(len(joined)), chance.randint(1, len(joined)))
@@ -143,7 +143,7 @@ def test_join_and_take_move_whole_rows(one: Any, two: Any, chance: Any) -> None:
     ] == list(taken.dataset())
 
 
-def test_the_fingerprint_knows_tokens_masks_and_order() -> None:
+def test_the_fingerprint_covers_tokens_masks_and_order() -> None:
     one, other = [(1, True)], [(2, False), (3, True)]
     variants = [[one, other], [other, one], [one, [(2, True), (3, True)]], [[(1, True), (2, False)], [(3, True)]]]
     assert len({_tokens(rows).sha256() for rows in variants}) == 4

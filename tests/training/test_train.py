@@ -77,7 +77,7 @@ def test_an_expert_is_learned_and_peft_loads_it(tmp_path: Path, make_recipe: Mak
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # PEFT 0.21 asks transformers 5.23 by a name that this one has renamed; it does so for every adapter.
+        # For every adapter, PEFT 0.21 uses a name that transformers 5.23 has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pico("llama")), report.path)
     rows = echo_rows(16, seed=99)
@@ -88,7 +88,7 @@ def test_an_expert_is_learned_and_peft_loads_it(tmp_path: Path, make_recipe: Mak
     assert sum(answer.split()[:1] == [row["answer"]] for answer, row in zip(result, rows, strict=True)) >= 8
 
 
-def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
+def test_a_step_matches_a_plain_loop(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     """One step on eight rows, against cross-entropy and AdamW written out."""
     recipe = make_recipe(rows=echo_rows(8), training={"schedule": "constant", "warmup": 0, "weight_decay": 0.1})
     report = train(recipe, out_path=tmp_path / "expert")
@@ -107,7 +107,7 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, make_recipe: MakeRecipe,
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
     for p in trained.values():
-        # AdamW's first step: the moments' bias corrections make of them the gradient and its square.
+        # AdamW's first step: with bias correction, the moments equal the gradient and its square.
         p.data -= 0.01 * (0.1 * p.data + p.grad / (p.grad.abs() + 1e-8))
 
     assert report.train_losses == [(1, near(loss.item(), depth=LAYERS))]
@@ -115,7 +115,7 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, make_recipe: MakeRecipe,
     assert len(saved) == len(trained) == 6 * 7 * 2
     for name, p in trained.items():
         found = saved[name.replace(".default", "")]
-        if "lora_A" in name:  # B was zero, so A has no gradient yet, and only decays
+        if "lora_A" in name:  # B was zero, so A has no gradient yet and only decays
             assert not p.grad.any()
             close(found, p.data)
         else:
@@ -172,7 +172,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, make_recipe: MakeRecip
     changed = make_recipe(rows=echo_rows(256), training=options, adapter={"dropout": 0.2})
     with refused(RunError, "resume", match=": adapter"):
         train(changed, out_path=tmp_path / "broken", resume=True)
-    (checkpoints / "checkpoint-99999").mkdir()  # one that was being written when the run was killed
+    (checkpoints / "checkpoint-99999").mkdir()  # a checkpoint that was being written when the run was killed
     resumed = train(recipe, out_path=tmp_path / "broken", resume=True)
     assert resumed.resumed_from == 20
     assert files(resumed.path) == files(unbroken.path)
@@ -325,7 +325,7 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(make_recipe: Ma
     assert result == pytest.approx(measured + layer, rel=0.15)
 
 
-def test_a_run_leaves_the_process_as_it_was(tmp_path: Path, make_recipe: MakeRecipe, capfd: Any) -> None:
+def test_a_run_leaves_the_process_unchanged(tmp_path: Path, make_recipe: MakeRecipe, capfd: Any) -> None:
     def state() -> tuple[Any, ...]:
         numbers = numpy.random.get_state()
         logger = transformers.utils.logging
@@ -349,7 +349,7 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path: Path, make_recipe: MakeRec
     assert {path.name for path in tmp_path.iterdir()} == {"expert", "rows.jsonl"}
 
 
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     good = train(make_recipe(training={"max_steps": 1}), out_path=tmp_path / "expert")
     before = files(good.path)
     options = {"learning_rate": 1e35, "max_steps": 9, "schedule": "constant", "warmup": 0, "save_every_samples": 8}
@@ -397,7 +397,7 @@ def test_checkpoints_that_cannot_be_written_are_reported(tmp_path: Path, make_re
         ({"chat_template": True}, BaseModelError, "base_model", "rows.jsonl"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(
+def test_untrainable_recipes_are_refused(
     tmp_path: Path,
     make_recipe: MakeRecipe,
     changes: dict[str, Any],
@@ -449,13 +449,13 @@ def test_bases_that_cannot_be_used(tmp_path: Path, make_recipe: MakeRecipe, pico
     assert not (tmp_path / "expert").exists()
 
 
-def test_where_it_may_be_written(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
+def test_output_paths(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     recipe = make_recipe(training={"max_steps": 1})
     with refused(ArgumentError, "out_path"):
         train(recipe)
     with pytest.raises(AdapterswapError, match="expert"):
         train(recipe, out_path=pico("llama") / "expert")
-    with pytest.raises(AdapterswapError, match=r"rows\.jsonl"):  # the data file lies there
+    with pytest.raises(AdapterswapError, match=r"rows\.jsonl"):  # the data file is there
         train(recipe, out_path=tmp_path, overwrite=True)
     (tmp_path / "taken").mkdir()
     assert train(recipe, out_path=tmp_path / "taken").path == tmp_path / "taken"
@@ -474,10 +474,10 @@ def test_where_it_may_be_written(tmp_path: Path, make_recipe: MakeRecipe, pico: 
 
 
 @pytest.mark.parametrize("save_every_samples", [None, 8])
-def test_checkpoints_replace_no_files_of_others(
+def test_checkpoints_do_not_replace_other_files(
     save_every_samples: int | None, tmp_path: Path, make_recipe: MakeRecipe, pico: Any
 ) -> None:
-    """The folder beside the output may be somebody's, or hold the base itself."""
+    """The folder next to the output may belong to the user, or contain the base itself."""
     recipe = make_recipe(training={"max_steps": 2, "save_every_samples": save_every_samples})
     theirs = tmp_path / "expert.checkpoints"
     shutil.copytree(pico("llama"), theirs / "checkpoint-7")

@@ -1,4 +1,4 @@
-"""Two partitions in turns: what a step may not change is unchanged, bit for bit."""
+"""Training two partitions in turns: weights that a step may not change are unchanged, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def is_language_in_a(name: str) -> bool:
 
 
 @pytest.mark.parametrize("adapter", ["lora", "none"])
-def test_fifty_steps_leave_the_other_side_as_it_was(
+def test_fifty_steps_leave_the_other_side_unchanged(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, adapter: str
 ) -> None:
-    """With weight decay, clipping, accumulation and checkpointing: weights, both moments and their count of steps."""
+    """With weight decay, clipping, accumulation and checkpointing: weights, both moments and their step counts."""
     recipe = make_recipe(
         **({"adapter": "none"} if adapter == "none" else {}),
         datasets=two_sides(tmp_path),
@@ -80,8 +80,8 @@ def test_fifty_steps_leave_the_other_side_as_it_was(
     a_layer = {"lora": 2, "none": 1}[adapter]  # parameters to a module
     task, language = 5 * 3, 6 * 4 + 3
     if adapter == "none":
-        task, language = task + 5 * 2, language + 2  # norms go with their layer
-    # B of an adapter moves from the first step on, A only once B is not zero; then all that may move does.
+        task, language = task + 5 * 2, language + 2  # norms belong to their layer
+    # B of an adapter changes from the first step, A only once B is nonzero; then all trainable weights change.
     assert set(changed["task"][2:]) == {task * a_layer}
     assert set(changed["language"][2:]) == {language * a_layer}
     assert report.trainable_parameters == estimate(recipe).trainable_parameters
@@ -101,7 +101,7 @@ def test_rows_in_turns(task: int, language: int, steps: int, a_step: int, switch
         taken = rows[step * a_step : (step + 1) * a_step]
         assert all((row < task) == (side == "task") for row in taken)
         drawn[side] += taken
-    for side, count in (("task", task), ("language", language)):  # each pass takes every row once
+    for side, count in (("task", task), ("language", language)):  # each pass uses every row once
         whole = len(drawn[side]) // count * count
         for begin in range(0, whole, count):
             assert len(set(drawn[side][begin : begin + count])) == count
@@ -139,7 +139,7 @@ def test_validation_is_half_of_either_side(tmp_path: Path, make_recipe: MakeReci
         estimate(recipe)
 
 
-def test_an_epoch_is_over_when_the_longer_side_was_seen(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+def test_an_epoch_ends_with_the_longer_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     options = {"batch_size": 4, "gradient_accumulation": 2, "packing": False}
     recipe = make_recipe(datasets=two_sides(tmp_path), simultaneous={"partition": "C"}, training=options)
     expected = estimate(recipe)
@@ -175,7 +175,7 @@ def test_packed_sequences_hold_rows_of_one_side(tmp_path: Path, make_recipe: Mak
         ({"simultaneous": {"partition": "A", "steps_per_switch": 0}}, "steps_per_switch"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_conflicting_settings_are_refused(
     tmp_path: Path, make_recipe: MakeRecipe, changes: dict[str, Any], message: str
 ) -> None:
     sources = two_sides(tmp_path)
@@ -229,7 +229,7 @@ def test_samples_per_side_bounds_each_side(tmp_path: Path, make_recipe: MakeReci
 
 
 def test_rows_that_are_left_out_are_not_counted_as_cut(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    """All rows have 7 tokens, so all that are used are cut at 6; the others are not used."""
+    """All rows have 7 tokens, so all used rows are cut at 6; the others are unused."""
     recipe = make_recipe(datasets=two_sides(tmp_path), validation={"rows": 8}, samples_per_side=20)
     cut = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_length": 6})})
     rows = load_data(cut, open_base(recipe.base_model)).rows
@@ -240,7 +240,7 @@ def test_rows_that_are_left_out_are_not_counted_as_cut(tmp_path: Path, make_reci
     assert "32 rows were trained on, 8 held out, 0 dropped, 56 left out beyond samples_per_side." in card
 
 
-def test_the_clock_of_training_stands_while_the_loss_is_measured(
+def test_training_time_excludes_measuring_the_loss(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from adapterswap.training.trainer import ExpertTrainer
