@@ -1,4 +1,4 @@
-"""Folders of sweeps as `adapterswap sweep` writes them: its own cells, and scores drawn around a known truth."""
+"""Folders of sweeps as `adapterswap sweep` writes them: real cells, with scores drawn around a known truth."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def skill(cell: Cell, task: str) -> float:
 
 
 def craft(
-    folder: Path, asked: SweepRecipe | None = None, *, documents: int = 40, skill: Skill = skill,
+    folder: Path, requested: SweepRecipe | None = None, *, documents: int = 40, skill: Skill = skill,
     finished: Callable[[Cell], bool] = lambda cell: True, split: bool = True, corpus: tuple[str, ...] = (),
     values: Callable[[Cell, str], list[float]] | None = None, errors: Callable[[Cell], float] | None = None,
     changed: Mapping[str, Mapping[str, Any]] | None = None, text: str = "Jibu ni",
@@ -73,40 +73,40 @@ def craft(
 
     Args:
         skill: the probability of a right answer.
-        finished: which cells are there.
+        finished: which cells exist.
         split: whether there are select documents.
-        corpus: tasks whose scores are of the whole corpus.
-        values: the documents' scores, in the place of random ones.
+        corpus: tasks with one score for the whole corpus.
+        values: the documents' scores, instead of random ones.
         errors: the relative error of cells that were reduced to a rank; not recorded by default.
         text: the outputs.
-        changed: what sweep.json says otherwise: `{"settings": {"num_fewshot": 2}}`.
+        changed: changes to sweep.json: `{"settings": {"num_fewshot": 2}}`.
         codes: task → the code of its language.
-        shares: how much of the answers is in the task's language; not recorded by default.
+        shares: the share of the answers that is in the task's language; not recorded by default.
     """
-    asked = asked or recipe()
+    requested = requested or recipe()
     if folder.exists():
         shutil.rmtree(folder)
     (folder / "samples").mkdir(parents=True)
     (folder / "prompts").mkdir()
-    languages = {name: tuple(tasks) for name, tasks in target_groups(asked).items()}
+    languages = {name: tuple(tasks) for name, tasks in target_groups(requested).items()}
     target = tuple(dict.fromkeys(task for tasks in languages.values() for task in tasks))
-    cells = make_cells(asked, AskedTasks(languages, tuple(asked.retention)), 32).cells
+    cells = make_cells(requested, AskedTasks(languages, tuple(requested.retention)), 32).cells
     select, report = DocumentSplit().split(documents) if split else ((), tuple(range(documents)))
     tasks = {
         name: TaskInfo(
             name, "target" if name in target else "retention", codes.get(name, "swh_Latn"),
             ("exact_match", "normalized") if name not in corpus else ("chrf", "none"), True, documents, select, report,
         )
-        for name in (*target, *asked.retention)
+        for name in (*target, *requested.retention)
     }  # fmt: skip
     experts = {
         name: {"side": side, "source": f"you/{name}", "revision": "0" * 7 + name[-1], "sha256": "ab" * 32}
-        for side, names in (("task", asked.task_experts), ("language", asked.language_experts))
+        for side, names in (("task", requested.task_experts), ("language", requested.language_experts))
         for name in names
     }
     described: dict[str, Any] = {
-        "format": 1, "adapterswap_version": "0.0", "recipe": asked.model_dump(mode="json", exclude_defaults=True),
-        "base_model": {"source": asked.base_model, "revision": "abc1234"}, "experts": experts, "num_layers": 32,
+        "format": 1, "adapterswap_version": "0.0", "recipe": requested.model_dump(mode="json", exclude_defaults=True),
+        "base_model": {"source": requested.base_model, "revision": "abc1234"}, "experts": experts, "num_layers": 32,
         "tasks": {name: info.as_json() for name, info in tasks.items()},
         "settings": {"num_fewshot": 8, "batch_size": 4},
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "cells": [cell.as_json() for cell in cells],

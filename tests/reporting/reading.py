@@ -1,4 +1,4 @@
-"""What the tests of this folder ask of a report."""
+"""Helpers that write a report and read it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reported(folder: Path, **content: Any) -> Report:
 
 
 def strict(report: Report) -> None:
-    """No NaN anywhere, and a page, tables and JSON all the same."""
+    """Check that the page, the tables and the JSON exist and contain no NaN."""
     text = json.dumps(report.as_json(), allow_nan=False)
     for content in (text, render_page(report), csv_table(report), latex_tables(report)):
         assert "nan" not in content.lower().replace("finance", "")

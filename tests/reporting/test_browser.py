@@ -1,4 +1,4 @@
-"""The page in headless Chromium: it sorts, picks, fits a phone, asks for nothing, and runs nothing that a model wrote.
+"""The page in headless Chromium: sorting, picking, phone widths, no requests, and no code from model outputs.
 
 Skipped where Chromium or playwright is not installed.
 """
@@ -19,7 +19,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def show(browser: Any, written: Written) -> Iterator[Open]:
-    """`show(width, scheme)` is the report's page, watched: what it asks for and what goes wrong fails the test."""
+    """`show(width, scheme)` is the report's page; any request or error of the page fails the test."""
     said: list[str] = []
     pages = []
 
@@ -34,10 +34,10 @@ def show(browser: Any, written: Written) -> Iterator[Open]:
         return page
 
     yield opened
-    asked = [line for line in said if not line.endswith("/report.html")]
+    requested = [line for line in said if not line.endswith("/report.html")]
     for page in pages:
         page.close()
-    assert asked == []
+    assert requested == []
 
 
 def column(page: Any, number: int) -> list[str]:
@@ -47,7 +47,7 @@ def column(page: Any, number: int) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-def test_the_page_fits_and_is_quiet(show: Open, width: int, scheme: str) -> None:
+def test_the_page_fits_without_errors(show: Open, width: int, scheme: str) -> None:
     page = show(width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator("h1").inner_text() == "run"
@@ -80,7 +80,7 @@ def test_a_heading_sorts_by_click_and_by_keyboard(show: Open, width: int) -> Non
     assert column(page, 0) == sorted(column(page, 0), key=str.lower)
 
 
-def test_what_has_no_value_sorts_last(show: Open) -> None:
+def test_missing_values_sort_last(show: Open) -> None:
     page = show()
     button = page.locator("#target-1 thead th", has_text="difference").get_by_role("button")
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_outputs_are_text(show: Open, written: Written) -> None:
     assert (question.get_attribute("lang"), question.get_attribute("dir")) == ("sw", "auto")
 
 
-def test_a_script_that_slipped_in_would_not_run(browser: Any, written: Written) -> None:
+def test_an_injected_script_would_not_run(browser: Any, written: Written) -> None:
     """The content security policy, should escaping ever fail."""
     page = browser.new_page()
     page.route("**/report.html", lambda route: route.fulfill(
@@ -135,6 +135,6 @@ def test_a_script_that_slipped_in_would_not_run(browser: Any, written: Written) 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_told_from_its_ground(show: Open, scheme: str) -> None:
+def test_text_has_enough_contrast(show: Open, scheme: str) -> None:
     page = show(scheme=scheme)
     assert faint_texts(page) == []

@@ -29,8 +29,8 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys\nfrom adapterswap.cli import main\nmain(['report', '-h'], standalone_mode=False)\n"
         "assert not {'torch', 'transformers', 'scipy', 'jinja2', 'lm_eval'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert COMMANDS["report"] in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert COMMANDS["report"] in process.stdout
 
 
 def test_reporting_needs_no_torch() -> None:
@@ -41,7 +41,7 @@ def test_reporting_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_texts_that_utf8_cannot_say_are_written_as_escapes(written: Written, tmp_path: Path) -> None:
+def test_lone_surrogates_are_written_as_escapes(written: Written, tmp_path: Path) -> None:
     run = shutil.copytree(written.run, tmp_path / "sw")
     described = json.loads((run / "sweep.json").read_text(encoding="utf-8"))
     next(iter(described["experts"].values()))["source"] = "half-\ud800"
@@ -51,7 +51,7 @@ def test_texts_that_utf8_cannot_say_are_written_as_escapes(written: Written, tmp
     assert r"half-\ud800" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
 
 
-def test_it_writes_beside_the_run(written: Written, tmp_path: Path) -> None:
+def test_it_writes_next_to_the_run(written: Written, tmp_path: Path) -> None:
     run = shutil.copytree(written.run, tmp_path / "sw")
     result = call(run)
     assert result.exit_code == 0, result.stderr
@@ -97,7 +97,7 @@ def test_refusals(written: Written, tmp_path: Path) -> None:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    """A lab run's two files, with answers that are known."""
+    """A lab run's two files, with known answers."""
     folder = tmp_path / "lab-run"
     folder.mkdir()
     seeds = range(4)
@@ -147,7 +147,7 @@ def test_a_lab_run_has_figures_and_a_paragraph(lab: Path, tmp_path: Path) -> Non
     assert "4 settings are fewer than 5" in content["lacking"]["critical-difference"]
     assert len(content["figures"]["landscape"]["data"]["cells"]) == 6
     restricted = json.loads((tmp_path / "figures" / "figures.json").read_text())
-    assert "landscape" not in restricted["figures"]  # it is a mean over all seeds
+    assert "landscape" not in restricted["figures"]  # a mean over all seeds
     text = (tmp_path / "whole" / "methods.txt").read_text(encoding="utf-8")
     assert "development set" in text
     assert 'scene "gap"' in text

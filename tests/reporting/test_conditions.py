@@ -1,4 +1,4 @@
-"""Scores of different settings never enter one report unnoticed."""
+"""Scores under different settings are never mixed in one report without notice."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def test_lines_of_older_sweeps_have_no_conditions(tmp_path: Path) -> None:
 
 def test_one_run_judged_in_two_folders_gives_the_report_of_the_whole(tmp_path: Path) -> None:
     """Each folder holds half of the cells, and some of them hold both."""
-    asked = recipe(retention=[])
+    requested = recipe(retention=[])
     places: dict[str, int] = {}
 
     def half(number: int) -> Path:
         def finished(cell: Cell) -> bool:
             return places.setdefault(cell.cell, len(places)) % 3 in (number, 2)
 
-        return craft(tmp_path / f"half-{number}", asked, documents=12, finished=finished)
+        return craft(tmp_path / f"half-{number}", requested, documents=12, finished=finished)
 
-    whole = reported(craft(tmp_path / "whole", asked, documents=12))
+    whole = reported(craft(tmp_path / "whole", requested, documents=12))
     both = make_report(open_source(half(0), half(1)), draws=200)
     assert both.name == "half-0 + half-1"
     assert both.missing == {}
@@ -147,7 +147,7 @@ def test_runs_that_cannot_be_joined(tmp_path: Path) -> None:
             adapterswap.report(nothing)  # type: ignore[arg-type]
 
 
-def test_what_one_of_several_runs_registered_is_shown_with_what_differs(tmp_path: Path) -> None:
+def test_a_preregistration_of_one_run_is_shown_with_the_differences(tmp_path: Path) -> None:
     first = craft(tmp_path / "first", recipe(**SMALL), documents=6)
     second = craft(tmp_path / "second", recipe(**SMALL), documents=6)
     content = sealed(

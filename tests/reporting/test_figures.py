@@ -1,4 +1,4 @@
-"""Figures: their data are the report's, what is drawn is their data, and all of it can be read in print."""
+"""Figures: their data come from the report, they draw that data, and all of it is readable in print."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def truncated(tmp_path_factory: pytest.TempPathFactory) -> Report:
     def is_there(cell: Cell) -> bool:
         return (cell.composition.get("bottom"), cell.composition.get("top")) not in {(3, 2), (5, 0)}
 
-    asked = recipe(
+    requested = recipe(
         language_experts={name: name for name in ("sw1", "sw2", "sw3", "te1", "te2", "te3")},
         compositions={
             "layer_swap": {"bottom": [3, 4, 5], "top": [0, 1, 2]},
@@ -44,7 +44,7 @@ def truncated(tmp_path_factory: pytest.TempPathFactory) -> Report:
         tasks={"sw*": [SW], "te*": [TE]}, retention=[EN],
     )  # fmt: skip
     folder = craft(
-        tmp_path_factory.mktemp("figures") / "run", asked, documents=30, finished=is_there,
+        tmp_path_factory.mktemp("figures") / "run", requested, documents=30, finished=is_there,
         errors=lambda cell: 0.01 + cell.composition["density"] / 2,
     )  # fmt: skip
     return reported(folder)
@@ -55,7 +55,7 @@ def planned(report: Report, kind: str) -> PlannedFigure:
 
 
 @pytest.mark.parametrize("width", [2.5, 3.25, 6.75])
-def test_every_figure_can_be_read(written: Written, truncated: Report, width: float) -> None:
+def test_every_figure_is_readable(written: Written, truncated: Report, width: float) -> None:
     made = [each for report in (written.report, truncated) for each in plan_figures(report)[0]]
     assert {each.kind for each in made} == KINDS
     for each in made:
@@ -78,8 +78,8 @@ def test_one_figure_for_each_target_and_landscape(written: Written, truncated: R
     assert names == [
         "scores", "differences", "landscape-1", "landscape-2", "critical-difference", "indicators", "selection"
     ]  # fmt: skip
-    found, lacking = plan_figures(truncated)
-    assert [each.name for each in found if each.kind == "scores"] == ["scores-1", "scores-2"]
+    result, lacking = plan_figures(truncated)
+    assert [each.name for each in result if each.kind == "scores"] == ["scores-1", "scores-2"]
     assert lacking == {}
     assert plan_figures(written.report)[1].keys() == {"truncation"}
 
@@ -103,7 +103,7 @@ def test_scores_are_drawn_as_they_are(written: Written) -> None:
 
 
 def test_intervals_do_not_leave_the_scale(tmp_path: Path) -> None:
-    """Scores near 0 and near 1: neither the interval nor the axis goes beyond."""
+    """Scores near 0 and near 1: neither the interval nor the axis exceeds them."""
     good = {"base": 0.0, "soup": 0.03, "layer_swap": 0.97}
     folder = craft(
         tmp_path / "run", recipe(baselines=["base", "soup"], retention=[]), documents=30,
@@ -125,26 +125,26 @@ def test_intervals_do_not_leave_the_scale(tmp_path: Path) -> None:
 
 def test_differences_are_those_of_units(written: Written) -> None:
     task = read_run(written.run).tasks[SW]
-    found = row(written.report, "partition B").difference
-    assert found is not None
+    outcome = row(written.report, "partition B").difference
+    assert outcome is not None
     scores: dict[str, dict[Any, float]] = {"soup": {}, "partition B": {}}
     for result in read_run(written.run).results:
         if result.cell.family in scores:
             pair = result.cell.task_expert + result.cell.language_expert
             docs = result.results[SW].docs
             scores[result.cell.family][pair] = float(np.mean([docs[doc] for doc in task.report]))
-    for unit, value in found.by_unit:
+    for unit, value in outcome.by_unit:
         assert value == pytest.approx(scores["partition B"][unit[:2]] - scores["soup"][unit[:2]])
-    assert np.mean([value for _, value in found.by_unit]) == pytest.approx(found.mean)
+    assert np.mean([value for _, value in outcome.by_unit]) == pytest.approx(outcome.mean)
     each = planned(written.report, "differences")
     (drawn,) = (one for one in each.data["rows"] if one["label"] == "partition B")
-    assert [unit["value"] for unit in drawn["units"]] == [value for _, value in found.by_unit]
+    assert [unit["value"] for unit in drawn["units"]] == [value for _, value in outcome.by_unit]
     (axes,) = draw(each, 3.25).axes
     low, high = axes.get_xlim()
     assert low <= 0 <= high
 
 
-def test_missing_cells_are_hatched_and_none_is_zero(truncated: Report) -> None:
+def test_missing_cells_are_hatched_and_not_zero(truncated: Report) -> None:
     each = planned(truncated, "landscape")
     axes = draw(each, 3.25).axes[0]
     hatched = [patch for patch in axes.patches if patch.get_hatch() == HATCH]
@@ -166,7 +166,7 @@ def test_missing_cells_are_hatched_and_none_is_zero(truncated: Report) -> None:
 
 
 def test_lightness_alone_orders_a_landscape(written: Written) -> None:
-    """In grey, the better cell is the darker one, and its number can be read."""
+    """In grayscale, the better cell is darker, and its number is readable."""
     axes = draw(planned(written.report, "landscape"), 3.25).axes[0]
     full = [patch for patch in axes.patches if not patch.get_hatch()]
     cells = [
@@ -209,8 +209,8 @@ def test_cliques() -> None:
 def test_no_diagram_without_tests(tmp_path: Path) -> None:
     pairs = [{"task": "math1", "language": f"sw{i}"} for i in (1, 2, 3)]
     report = reported(craft(tmp_path / "run", recipe(pairs=pairs, retention=[]), documents=12))
-    found, lacking = plan_figures(report)
-    assert "critical-difference" not in {each.kind for each in found}
+    result, lacking = plan_figures(report)
+    assert "critical-difference" not in {each.kind for each in result}
     assert lacking["critical-difference"] == "3 settings are fewer than 5"
 
 
@@ -249,9 +249,9 @@ def test_truncation_is_every_cell(truncated: Report) -> None:
 
 
 def test_one_of_everything(tmp_path: Path) -> None:
-    """One pair, one document to report on, scores that are all alike: figures have no intervals, and no NaN."""
-    asked = recipe(task_experts={"math1": "m"}, language_experts={"sw1": "s"}, retention=[])
-    folder = craft(tmp_path / "run", asked, documents=2, values=lambda cell, task: [0.0, 0.0])
+    """One pair, one document to report on, equal scores: figures have no intervals and no NaN."""
+    requested = recipe(task_experts={"math1": "m"}, language_experts={"sw1": "s"}, retention=[])
+    folder = craft(tmp_path / "run", requested, documents=2, values=lambda cell, task: [0.0, 0.0])
     for each in plan_figures(reported(folder))[0]:
         check_figure(draw(each, 3.25), 3.25)
         assert "nan" not in repr(each.data)
@@ -266,20 +266,20 @@ def test_widths(text: str, inches: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "wide", "3.25 inches", "-3in", "1in", "nan", "300in", "0x10in"])
-def test_what_is_not_a_width(text: str) -> None:
+def test_invalid_widths(text: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         column_width(text)
     assert caught.value.parameter == "column_width"
 
 
-def test_series_can_be_told_apart_without_colour() -> None:
+def test_series_are_distinguishable_without_colour() -> None:
     number = 36
     assert len({(look.marker, look.line) for look in looks(number)}) == number
     assert wrapped("swahili " * 20, 12).count("\n") == 2
     assert "U+0B95" in wrapped("க", 20)
 
 
-def test_scores_that_are_equal_but_for_rounding_have_a_scale(written: Written) -> None:
+def test_scores_that_differ_only_by_rounding_have_a_scale(written: Written) -> None:
     each = planned(written.report, "indicators")
     panels = [{**panel, "points": [[name, x, 0.1 + 0.2 + place * 1e-17] for place, (name, x, _) in
                                    enumerate(panel["points"])]} for panel in each.data["panels"]]  # fmt: skip

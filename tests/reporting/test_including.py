@@ -20,7 +20,7 @@ from .crafting import craft, recipe
 from .reading import SW, reported, row
 
 
-def test_compositions_alone_are_ranked(written: Written) -> None:
+def test_only_compositions_are_ranked(written: Written) -> None:
     every = written.report.ranking
     assert every is not None
     assert every.single == ("base", "task expert", "language expert", "joint SFT")
@@ -74,7 +74,7 @@ def test_units_are_those_of_the_named_experts(written: Written) -> None:
         ({"units": ["sw9"]}, "units"), ({"units": []}, "units"), ({"units": ["base"]}, "units"),
     ],
 )  # fmt: skip
-def test_what_the_run_does_not_have(written: Written, content: dict[str, list[str]], parameter: str) -> None:
+def test_names_that_the_run_does_not_have(written: Written, content: dict[str, list[str]], parameter: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         reported(written.run, **content)
     assert caught.value.parameter == parameter
@@ -82,29 +82,29 @@ def test_what_the_run_does_not_have(written: Written, content: dict[str, list[st
 
 def test_effect_sizes_by_hand() -> None:
     # Differences of a and b: 3, -1, 2, 0, 4: ranks 4, 2, 3, 1, 5; (4 + 3 + 5 - 2) / 15.
-    found = rank([[3, 0], [0, 1], [2, 0], [1, 1], [4, 0]], "ab")
-    assert found is not None
-    assert found.comparisons[0].effect == pytest.approx(10 / 15)
+    result = rank([[3, 0], [0, 1], [2, 0], [1, 1], [4, 0]], "ab")
+    assert result is not None
+    assert result.comparisons[0].effect == pytest.approx(10 / 15)
     ahead = rank([[k + 1, k] for k in range(6)], "ab")
     assert ahead is not None
     assert ahead.comparisons[0].effect == 1
 
 
-def test_kendalls_w_is_what_ranks_agree_in() -> None:
+def test_kendalls_w_measures_the_agreement_of_ranks() -> None:
     generator = np.random.default_rng(3)
     table = generator.random((7, 4))
-    found = rank(table, "abcd")
-    assert found is not None
+    result = rank(table, "abcd")
+    assert result is not None
     # W is linear in the mean of Spearman's correlations of all pairs of settings: ρ = (n W - 1) / (n - 1).
     correlations = [stats.spearmanr(table[i], table[j]).statistic for i in range(7) for j in range(i)]
-    assert found.agreement == pytest.approx((np.mean(correlations) * 6 + 1) / 7)
+    assert result.agreement == pytest.approx((np.mean(correlations) * 6 + 1) / 7)
 
 
 def test_indicators_are_corrected_for_their_number(tmp_path: Path) -> None:
-    asked = recipe(
+    requested = recipe(
         task_experts={f"math{i}": f"m{i}" for i in range(1, 7)}, language_experts={f"sw{i}": f"s{i}" for i in (1, 2)}
     )
-    report = reported(craft(tmp_path / "run", asked, documents=24))
+    report = reported(craft(tmp_path / "run", requested, documents=24))
     swaps = [each for each in report.indicators if each.merged == "layer_swap, selected"]
     for attribute, corrected in (("pearson_p", "pearson_holm"), ("spearman_p", "spearman_holm")):
         plain = [getattr(each.correlation, attribute) for each in swaps]

@@ -1,4 +1,4 @@
-"""Runs that lack cells, splits, pairs or differences: what can be reported is reported, and nothing is NaN."""
+"""Runs without some cells, splits, pairs or differences: everything possible is reported, and nothing is NaN."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from .reading import SW, reported, row, strict
 
 def test_a_target_with_scores_of_a_whole_corpus(tmp_path: Path) -> None:
     report = reported(craft(tmp_path / "run", documents=8, corpus=(SW,)))
-    found = row(report, "layer_swap, default")
-    assert found.difference is not None
-    assert (found.difference.low, found.difference.high) == (None, None)
+    result = row(report, "layer_swap, default")
+    assert result.difference is not None
+    assert (result.difference.low, result.difference.high) == (None, None)
     assert [each.kind for each in report.targets[0].rows if each.family == "layer_swap"] == ["default"]
     assert report.ranking is not None
     strict(report)
 
 
-def test_without_a_split_the_best_is_told_by_the_papers_protocol_alone(tmp_path: Path) -> None:
+def test_without_a_split_the_best_follows_only_the_papers_protocol(tmp_path: Path) -> None:
     report = reported(craft(tmp_path / "run", documents=12, split=False))
     assert report.targets[0].select == 0
     kinds = {each.kind for each in report.targets[0].rows}
     assert kinds == {"only", "default"}
     free = reported(craft(tmp_path / "free", recipe(compositions=[{"bottom": [3, 4]}]), documents=12, split=False))
-    found = next(each for each in free.targets[0].rows if each.family == "layer_swap")
-    assert (found.kind, found.spread, found.difference, found.chosen) == ("none", None, None, ())
-    assert found.papers is not None
+    result = next(each for each in free.targets[0].rows if each.family == "layer_swap")
+    assert (result.kind, result.spread, result.difference, result.chosen) == ("none", None, None, ())
+    assert result.papers is not None
     strict(free)
 
 
-def test_what_a_search_left_out_is_told(tmp_path: Path) -> None:
+def test_what_a_search_left_out_is_reported(tmp_path: Path) -> None:
     """Three configurations of nine were judged with all pairs; two more were begun."""
 
     def finished(cell: Cell) -> bool:
@@ -63,30 +63,32 @@ def test_what_a_search_left_out_is_told(tmp_path: Path) -> None:
     lines = [json.dumps(RungResult(cell.cell, 2, {}, {}).as_json()) for cell in begun]
     (folder / "rungs.jsonl").write_text("\n".join(lines) + "\n")
     report = reported(folder)
-    (told,) = report.remarks
-    assert told.startswith("layer_swap: a search (tpe) evaluated 3 of 9 configurations, and stopped 2 more after some")
+    (message,) = report.remarks
+    assert message.startswith(
+        "layer_swap: a search (tpe) evaluated 3 of 9 configurations, and stopped 2 more after some"
+    )
     assert report.missing == {}
     whole = reported(craft(tmp_path / "whole", recipe(search={"trials": 9}), documents=8))
     assert whole.remarks == ()
 
 
 def test_one_pair(tmp_path: Path) -> None:
-    asked = recipe(task_experts={"m1": "m"}, language_experts={"s1": "s"}, retention=[])
-    report = reported(craft(tmp_path / "run", asked, documents=10))
+    requested = recipe(task_experts={"m1": "m"}, language_experts={"s1": "s"}, retention=[])
+    report = reported(craft(tmp_path / "run", requested, documents=10))
     assert report.ranking is None
     assert report.indicators == ()
-    found = row(report, "layer_swap, default")
-    assert (found.english, found.all_languages) == (None, None)
+    result = row(report, "layer_swap, default")
+    assert (result.english, result.all_languages) == (None, None)
     assert report.targets[0].languages == ()
     strict(report)
 
 
 def test_two_experts_on_a_side_have_no_interval(tmp_path: Path) -> None:
-    asked = recipe(task_experts={"m1": "m", "m2": "m"}, language_experts={"s1": "s", "s2": "s"}, retention=[])
-    report = reported(craft(tmp_path / "run", asked, documents=10))
-    found = row(report, "layer_swap, default").difference
-    assert found is not None
-    assert (found.units, found.low, found.high) == (4, None, None)
+    requested = recipe(task_experts={"m1": "m", "m2": "m"}, language_experts={"s1": "s", "s2": "s"}, retention=[])
+    report = reported(craft(tmp_path / "run", requested, documents=10))
+    result = row(report, "layer_swap, default").difference
+    assert result is not None
+    assert (result.units, result.low, result.high) == (4, None, None)
     assert report.ranking is not None
     assert (report.ranking.ranks.settings, report.ranking.ranks.p) == (4, None)
     page = render_page(report)
@@ -110,8 +112,8 @@ def test_tables_name_what_their_intervals_are_over(tmp_path: Path, tasks: int, l
         "task_experts": {f"m{i}": "m" for i in range(tasks)},
         "language_experts": {f"s{i}": "s" for i in range(languages)},
     }
-    asked = recipe(**sides, retention=[], compositions=[{"bottom": 5}])
-    report = reported(craft(tmp_path / "run", asked, documents=8))
+    requested = recipe(**sides, retention=[], compositions=[{"bottom": 5}])
+    report = reported(craft(tmp_path / "run", requested, documents=8))
     assert f"bootstrap over {over}, " in latex_tables(report)
     assert f"Intervals are over {over}.\n" in render_page(report)
 
@@ -139,8 +141,10 @@ def test_all_scores_equal(tmp_path: Path) -> None:
 )
 def test_a_default_row_has_one_configuration(tmp_path: Path, family: dict[str, Any]) -> None:
     def rows() -> dict[str, set[str]]:
-        found = reported(folder).targets[0].rows
-        return {each.label: {one.configuration for one in each.chosen} for each in found if each.family == "partitions"}
+        result = reported(folder).targets[0].rows
+        return {
+            each.label: {one.configuration for one in each.chosen} for each in result if each.family == "partitions"
+        }
 
     folder = craft(tmp_path / "run", recipe(compositions=[family], retention=[]), documents=12)
     if "weights" in family:
@@ -215,7 +219,7 @@ def test_cut_outputs_and_scores_of_zero_are_remarks(tmp_path: Path) -> None:
     assert "were cut at the token limit" in shown.stderr
 
 
-def test_missing_cells_are_told_and_left_out(tmp_path: Path) -> None:
+def test_missing_cells_are_reported_and_left_out(tmp_path: Path) -> None:
     def finished(cell: Cell) -> bool:
         return not (cell.family == "soup" and cell.task_expert == ("math1",)) and cell.composition.get("top") != 2
 
@@ -224,9 +228,9 @@ def test_missing_cells_are_told_and_left_out(tmp_path: Path) -> None:
     soup = row(report, "soup")
     assert (len(soup.chosen), soup.expected) == (6, 9)
     assert "layer_swap, default" not in [each.label for each in report.targets[0].rows]  # its default has top=2
-    found = row(report, "layer_swap, selected").difference
-    assert found is not None
-    assert found.units == 6
+    result = row(report, "layer_swap, selected").difference
+    assert result is not None
+    assert result.units == 6
     assert report.ranking is not None
     assert (report.ranking.ranks.settings, report.ranking.dropped) == (6, 3)
     strict(report)
@@ -285,14 +289,14 @@ def test_a_folder_without_samples_has_no_examples(tmp_path: Path) -> None:
 
     folder = craft(tmp_path / "run", documents=10)
     shutil.rmtree(folder / "samples")
-    (found,) = reported(folder).disagreements
-    assert found.examples == ()
-    assert found.better + found.worse > 0
+    (result,) = reported(folder).disagreements
+    assert result.examples == ()
+    assert result.better + result.worse > 0
 
 
 @pytest.mark.parametrize("documents", [1, 2, 4])
 def test_one_or_two_documents_have_no_interval(tmp_path: Path, documents: int) -> None:
-    """Whatever wins the only document is no better beyond doubt."""
+    """The winner on a single document is not significantly better."""
     folder = craft(
         tmp_path / "run",
         documents=documents,
@@ -300,16 +304,16 @@ def test_one_or_two_documents_have_no_interval(tmp_path: Path, documents: int) -
     )
     report = reported(folder)
     assert report.targets[0].report in (1, 2)
-    found = row(report, "layer_swap, default").difference
-    assert found is not None
-    assert (found.mean, found.low, found.high, found.over) == (1, None, None, ())
+    result = row(report, "layer_swap, default").difference
+    assert result is not None
+    assert (result.mean, result.low, result.high, result.over) == (1, None, None, ())
     assert 'class="apart"' not in render_page(report)
     shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
     assert "documents, at least 3 are needed" in shown.stderr
     strict(report)
 
 
-def test_a_score_of_the_whole_corpus_is_not_said_to_be_parted(tmp_path: Path) -> None:
+def test_a_corpus_score_is_not_described_as_split(tmp_path: Path) -> None:
     report = reported(craft(tmp_path / "run", documents=8, corpus=(SW,)))
     assert (report.targets[0].select, report.targets[0].report, report.targets[0].of_corpus) == (0, 8, True)
     assert "Selected on" not in latex_tables(report)
@@ -321,18 +325,18 @@ def test_a_score_of_the_whole_corpus_is_not_said_to_be_parted(tmp_path: Path) ->
 
 
 def test_rows_whose_intervals_are_over_something_else_are_named(tmp_path: Path) -> None:
-    asked = recipe(compositions=[{"bottom": 5}, {"name": "reset", "bottom": 5, "language": "base"}], retention=[])
-    report = reported(craft(tmp_path / "run", asked, documents=8), reference="task expert")
+    requested = recipe(compositions=[{"bottom": 5}, {"name": "reset", "bottom": 5, "language": "base"}], retention=[])
+    report = reported(craft(tmp_path / "run", requested, documents=8), reference="task expert")
     overs = {each.label: each.difference.over for each in report.targets[0].rows if each.difference}
     assert overs["reset"] == overs["base"] == ("task experts", "documents")
     assert overs["soup"] == overs["layer_swap"] == ("task experts", "language experts", "documents")
     assert "reset: task experts and documents" in latex_tables(report)
     joint = {f"joint{i}": "j" for i in range(3)}
-    asked = recipe(compositions=[{"bottom": 5}], retention=[], extra={"joint": list(joint)})
-    report = reported(craft(tmp_path / "joint", asked, documents=8))
-    found = row(report, "joint").difference
-    assert found is not None
-    assert found.over == ("task experts", "language experts", "adapters", "documents")
+    requested = recipe(compositions=[{"bottom": 5}], retention=[], extra={"joint": list(joint)})
+    report = reported(craft(tmp_path / "joint", requested, documents=8))
+    result = row(report, "joint").difference
+    assert result is not None
+    assert result.over == ("task experts", "language experts", "adapters", "documents")
 
 
 def test_configurations_over_other_pairs_are_not_compared(tmp_path: Path) -> None:
@@ -344,16 +348,16 @@ def test_configurations_over_other_pairs_are_not_compared(tmp_path: Path) -> Non
     def values(cell: Cell, task: str) -> list[float]:
         return [float(cell.short.startswith("math1+sw1@") and index % 2) for index in range(8)]
 
-    asked = recipe(compositions=[{"bottom": [4, 5], "top": [2]}])
-    folder = craft(tmp_path / "run", asked, documents=8, finished=finished, values=values)
-    found = next(each for each in summarize(read_run(folder)) if each.family == "layer_swap")
-    assert (found.n, found.best) == (10, "bottom=5,top=2")
-    assert found.mean == pytest.approx((0.5 + 0.5) / 10)
+    requested = recipe(compositions=[{"bottom": [4, 5], "top": [2]}])
+    folder = craft(tmp_path / "run", requested, documents=8, finished=finished, values=values)
+    result = next(each for each in summarize(read_run(folder)) if each.family == "layer_swap")
+    assert (result.n, result.best) == (10, "bottom=5,top=2")
+    assert result.mean == pytest.approx((0.5 + 0.5) / 10)
     landscape = render_page(reported(folder)).split('id="landscape"')[1].split("</section>")[0]
     assert landscape.count("1 of 9 pairs") == 1
 
 
-def test_a_difference_of_ranks_says_that_its_sign_is_turned(tmp_path: Path) -> None:
+def test_a_difference_of_ranks_states_its_reversed_sign(tmp_path: Path) -> None:
     folder = craft(tmp_path / "run", recipe(retention=[]), documents=8)
     assert "its sign is reversed" not in render_page(reported(folder))
     described = json.loads((folder / "sweep.json").read_text())
@@ -379,9 +383,9 @@ def test_a_difference_that_rounds_to_zero_has_no_sign(tmp_path: Path) -> None:
         tmp_path / "run", recipe(retention=[], compositions=[{"bottom": 5}]), documents=4000, split=False, values=values
     )
     report = reported(folder)
-    found = row(report, "layer_swap").difference
-    assert found is not None
-    assert found.mean == pytest.approx(-1 / 36000)
+    result = row(report, "layer_swap").difference
+    assert result is not None
+    assert result.mean == pytest.approx(-1 / 36000)
     shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
     for text in (shown.stdout, latex_tables(report), re.sub(r'data-value="[^"]*"', "", render_page(report))):
         assert re.search(r"[-\u2212+]0\.000(?!\d)", text) is None

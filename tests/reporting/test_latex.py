@@ -30,7 +30,7 @@ def plain(cell: str) -> str:
     return re.sub(r"\\(textbf|underline|mathbf)\{([^}]*)\}", r"\2", cell).replace("$", "")
 
 
-def test_rows_and_columns_in_the_order_asked(written: Written) -> None:
+def test_rows_and_columns_in_the_requested_order(written: Written) -> None:
     style = TableStyle(rows=["soup", "layer_swap", "base"], columns=["max", "mean", "difference", "effect", "p"])
     text = latex_tables(written.report, style)
     rows = body(text)
@@ -124,7 +124,7 @@ def test_lines_are_as_wide_as_the_table(written: Written, two: Report, layout: s
         (TableStyle(caption="50\\"), "caption"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_set(written: Written, style: TableStyle, parameter: str) -> None:
+def test_invalid_styles(written: Written, style: TableStyle, parameter: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         latex_tables(written.report, style)
     assert caught.value.parameter == parameter

@@ -1,4 +1,4 @@
-r"""pdfLaTeX sets every layout in the widths of papers: no errors, nothing beyond a column, text that can be read.
+r"""pdfLaTeX sets every layout in the widths of papers: no errors, nothing wider than a column, readable text.
 
 The pages have the widths of ACL's two columns (16 cm, 6 mm apart, 11 points) and of NeurIPS (5.5 in, 10 points). A
 table that is wider than its column is scaled to it; \resizebox is watched, and bounded for tables made for a width.
@@ -50,7 +50,7 @@ def compiled(tables: list[Table], page: str, folder: Path) -> dict[str, float]:
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
     log = (folder / f"{page}.log").read_text(encoding="latin-1")
     assert result.returncode == 0, log[-3000:]
-    assert not (found := WRONG.search(log)), log[max(0, found.start() - 500) : found.end() + 500]
+    assert not (outcome := WRONG.search(log)), log[max(0, outcome.start() - 500) : outcome.end() + 500]
     scaled = dict.fromkeys((table.name for table in tables), 1.0)
     for name, line, wide in re.findall(r"SCALED (\S+): ([\d.]+)pt of ([\d.]+)pt", log):
         scaled[name] = float(line) / float(wide)
@@ -83,7 +83,7 @@ def test_every_layout_compiles_and_stays_in_its_column(
     compiled(tables, page, tmp_path)
 
 
-def test_what_is_made_for_a_width_is_scaled_by_a_tenth_at_most(written: Written, two: Report, tmp_path: Path) -> None:
+def test_tables_made_for_a_width_are_scaled_by_a_tenth_at_most(written: Written, two: Report, tmp_path: Path) -> None:
     one = written.report
     narrow = TableStyle(columns=["n", "mean", "max", "difference"], percent=True)
     languages = TableStyle(layout="languages", percent=True)

@@ -1,4 +1,4 @@
-"""The methods paragraph: every number in it is the run's or the report's, and nothing is said that is not recorded."""
+"""The methods paragraph: every number comes from the run or the report, and only recorded facts are stated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .crafting import craft, recipe
 from .reading import SW, reported
 
 
-def test_it_says_what_the_run_recorded(written: Written) -> None:
+def test_it_states_what_the_run_recorded(written: Written) -> None:
     text = written.report.paragraph
     described = json.loads((written.run / "sweep.json").read_text())
     for name, expert in described["experts"].items():
@@ -38,8 +38,8 @@ def test_it_says_what_the_run_recorded(written: Written) -> None:
 @pytest.fixture
 def bare(tmp_path: Path) -> Report:
     """Of an older version: no settings, no versions, no revisions; one pair."""
-    asked = recipe(task_experts={"math1": "m"}, language_experts={"sw1": "s"}, baselines=["soup"], retention=[])
-    folder = craft(tmp_path / "run", asked, documents=12, split=False)
+    requested = recipe(task_experts={"math1": "m"}, language_experts={"sw1": "s"}, baselines=["soup"], retention=[])
+    folder = craft(tmp_path / "run", requested, documents=12, split=False)
     described = json.loads((folder / "sweep.json").read_text())
     del described["settings"], described["versions"], described["adapterswap_version"]
     for expert in described["experts"].values():
@@ -53,7 +53,7 @@ def bare(tmp_path: Path) -> Report:
     return reported(folder)
 
 
-def test_what_is_not_recorded_is_not_said(bare: Report) -> None:
+def test_unrecorded_facts_are_omitted(bare: Report) -> None:
     text = bare.paragraph
     for unsaid in ("None", "torch", "Friedman", "{", "()", "  ", "..", " ."):
         assert unsaid not in text

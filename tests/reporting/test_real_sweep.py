@@ -1,4 +1,4 @@
-"""A real sweep of pico models: the report says what the sweep found, and its commands compose what it judged."""
+"""A real sweep of pico models: the report shows the sweep's scores, and its commands compose the judged adapters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ world = sweeping.world  # its base and its experts
 
 
 def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {
+    requested = {
         "base_model": str(world / "base"),
         "task_experts": {name: str(world / name) for name in ("math1", "math2")},
         "language_experts": {name: str(world / name) for name in ("sw1", "sw2")},
@@ -36,7 +36,7 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "tasks": [TASK],
         "settings": {"limit": 40, "batch_size": 8},
     }
-    run = sweep(SweepRecipe.model_validate(asked), tmp_path / "run")
+    run = sweep(SweepRecipe.model_validate(requested), tmp_path / "run")
     report = make_report(open_source(tmp_path / "run"), reference="base", draws=100)
     strict(report)
     write_report(report, tmp_path / "report", run=tmp_path / "run")
@@ -48,9 +48,9 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     soups = [result for result in run.results if result.cell.family == "soup"]
     assert len(soups) == 4
-    found = row(report, "soup")
-    assert found.papers is not None
-    assert found.papers.mean == pytest.approx(np.mean([result.results[TASK].value for result in soups]))
+    answer_ = row(report, "soup")
+    assert answer_.papers is not None
+    assert answer_.papers.mean == pytest.approx(np.mean([result.results[TASK].value for result in soups]))
     (apart,) = report.disagreements
     assert apart.better + apart.worse > 0
     for example in apart.examples:
@@ -59,10 +59,10 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert not any(output.answers for output in example.outputs)
         assert example.question in page.replace("&#39;", "'").replace("&#34;", '"').replace("&amp;", "&")
 
-    monkeypatch.chdir(world)  # where the names that the run tells are folders
+    monkeypatch.chdir(world)  # where the names in the run are folders
     name, line, _ = report.compositions[0]
-    done = CliRunner().invoke(main, [*shlex.split(line)[1:-1], str(tmp_path / "composed")])
-    assert done.exit_code == 0, done.stderr
+    outcome = CliRunner().invoke(main, [*shlex.split(line)[1:-1], str(tmp_path / "composed")])
+    assert outcome.exit_code == 0, outcome.stderr
     record = json.loads((tmp_path / "composed" / "adapterswap.json").read_text())
     chosen = next(result.cell for result in run.results if result.cell.short == name)
     assert {key: record["composition"].get(key) for key in ("bottom", "top")} == {

@@ -1,4 +1,4 @@
-"""The numbers of a report against numbers taken from the cells by hand, and runs that lack things."""
+"""The numbers of a report against numbers computed from the cells by hand, and incomplete runs."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def test_a_default_is_reported_on_the_report_half(written: Written) -> None:
     task = read_run(written.run).tasks[SW]
     defaults = [result for result in cells(written.run, "layer_swap") if result.cell.default]
     scores = [mean(result, SW, task.report) for result in defaults]
-    found = row(written.report, "layer_swap, default")
-    assert found.spread is not None
-    assert (found.expected, found.spread.units, len(found.chosen)) == (9, 9, 9)
-    assert (found.spread.min, found.spread.mean, found.spread.max) == pytest.approx(
+    outcome = row(written.report, "layer_swap, default")
+    assert outcome.spread is not None
+    assert (outcome.expected, outcome.spread.units, len(outcome.chosen)) == (9, 9, 9)
+    assert (outcome.spread.min, outcome.spread.mean, outcome.spread.max) == pytest.approx(
         (min(scores), np.mean(scores), max(scores))
     )
     per_document = [np.mean([result.results[SW].docs[doc] for result in defaults]) for doc in task.report]
-    assert found.spread.stderr == pytest.approx(stats.sem(per_document))
-    assert found.english == pytest.approx(np.mean([mean(r, EN, task.report) for r in defaults]))
+    assert outcome.spread.stderr == pytest.approx(stats.sem(per_document))
+    assert outcome.english == pytest.approx(np.mean([mean(r, EN, task.report) for r in defaults]))
     over = [np.mean([mean(r, name, task.report) for r in defaults]) for name in (SW, EN, TE)]
-    assert found.all_languages == pytest.approx(np.mean(over))
+    assert outcome.all_languages == pytest.approx(np.mean(over))
     assert written.report.targets[0].languages == (SW, EN, TE)
-    assert found.papers is not None
-    assert found.papers.mean == pytest.approx(np.mean([mean(r, SW, tuple(range(40))) for r in defaults]))
+    assert outcome.papers is not None
+    assert outcome.papers.mean == pytest.approx(np.mean([mean(r, SW, tuple(range(40))) for r in defaults]))
 
 
-def test_the_best_is_chosen_on_one_half_and_told_of_the_other(written: Written) -> None:
+def test_the_best_is_chosen_on_one_half_and_reported_on_the_other(written: Written) -> None:
     task = read_run(written.run).tasks[SW]
     by_pair: dict[Any, list[CellResult]] = {}
     for result in cells(written.run, "layer_swap"):
         by_pair.setdefault((result.cell.task_expert, result.cell.language_expert), []).append(result)
-    found = row(written.report, "layer_swap, selected")
-    assert len(found.chosen) == len(by_pair) == 9
-    for chosen in found.chosen:
+    outcome = row(written.report, "layer_swap, selected")
+    assert len(outcome.chosen) == len(by_pair) == 9
+    for chosen in outcome.chosen:
         tried = by_pair[(chosen.unit[0],), (chosen.unit[1],)]
         best = max(mean(result, SW, task.select) for result in tried)
         (picked,) = (result for result in tried if result.cell.cell == chosen.cell)
@@ -62,8 +62,8 @@ def test_the_best_is_chosen_on_one_half_and_told_of_the_other(written: Written) 
         assert picked.cell.default == any(r.cell.default for r in equals)
         assert chosen.score == pytest.approx(mean(picked, SW, task.report))
     oracle = [max(mean(r, SW, tuple(range(40))) for r in tried) for tried in by_pair.values()]
-    assert found.papers is not None
-    assert (found.papers.min, found.papers.mean, found.papers.max) == pytest.approx(
+    assert outcome.papers is not None
+    assert (outcome.papers.min, outcome.papers.mean, outcome.papers.max) == pytest.approx(
         (min(oracle), np.mean(oracle), max(oracle))
     )
 
@@ -76,13 +76,13 @@ def test_differences_are_paired_by_expert_and_document(written: Written) -> None
         mean(experts[task_expert], SW, task.report) - mean(soup, SW, task.report)
         for (task_expert, _), soup in soups.items()
     ]
-    found = row(written.report, "task expert").difference
-    assert found is not None
-    assert (found.units, found.to) == (9, "soup")
-    assert found.mean == pytest.approx(np.mean(apart))
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low < found.mean < found.high
+    result = row(written.report, "task expert").difference
+    assert result is not None
+    assert (result.units, result.to) == (9, "soup")
+    assert result.mean == pytest.approx(np.mean(apart))
+    assert result.low is not None
+    assert result.high is not None
+    assert result.low < result.mean < result.high
     assert row(written.report, "soup").difference is None
     joint = row(written.report, "joint SFT")
     assert joint.spread is not None
@@ -184,7 +184,7 @@ def test_the_commands_run(written: Written) -> None:
         assert parsed["num_fewshot"] == 8
 
 
-def test_every_composition_can_be_said_as_a_command(tmp_path: Path) -> None:
+def test_every_composition_has_a_command(tmp_path: Path) -> None:
     from adapterswap.reporting.commands import compose_command
 
     run = read_run(craft(tmp_path / "run", recipe(
@@ -200,7 +200,7 @@ def test_every_composition_can_be_said_as_a_command(tmp_path: Path) -> None:
     assert any(line and line.count(" -t ") == 3 for line in lines.values())
 
 
-def test_what_was_set_in_the_recipe_stands_in_the_command(tmp_path: Path) -> None:
+def test_settings_of_the_recipe_are_in_the_command(tmp_path: Path) -> None:
     from adapterswap.reporting.commands import evaluate_command
 
     run = read_run(craft(tmp_path / "run", recipe(settings={"include_path": "own-tasks", "seed": 7}), documents=4))
@@ -221,12 +221,12 @@ def test_another_reference(written: Written) -> None:
 
 
 def test_each_language_has_its_own_experts(tmp_path: Path) -> None:
-    asked = recipe(
+    requested = recipe(
         language_experts={name: name for name in ("sw1", "sw2", "te1", "te2")},
         tasks={"sw*": [SW], "te*": [TE]},
         retention=[EN],
     )
-    report = reported(craft(tmp_path / "run", asked, documents=20))
+    report = reported(craft(tmp_path / "run", requested, documents=20))
     assert [(target.task, target.language) for target in report.targets] == [(SW, "sw"), (TE, "te")]
     for target in report.targets:
         swap = next(row for row in target.rows if row.label == "layer_swap, selected")
@@ -234,7 +234,7 @@ def test_each_language_has_its_own_experts(tmp_path: Path) -> None:
         assert {chosen.unit[1] for chosen in swap.chosen} == {f"{target.language}1", f"{target.language}2"}
         assert set(swap.tasks) == {target.task, EN}
         assert swap.english is not None
-        assert target.languages == (target.task, EN)  # these cells were not asked in the other language
+        assert target.languages == (target.task, EN)  # these cells were not judged in the other language
         assert swap.all_languages == pytest.approx((swap.tasks[target.task].mean + swap.english) / 2)
         alone = next(row for row in target.rows if row.label == "language expert")
         assert alone.expected == 2
@@ -257,5 +257,5 @@ def test_experts_at_one_point_share_its_label() -> None:
     from adapterswap.reporting.statistics import correlate
 
     points = (("math1", 0.2, 0.3), ("math2", 0.2, 0.3), ("math3", 0.4, 0.5))
-    found = scatter(Indicator("task expert", SW, SW, "soup", points, correlate([0.2, 0.2, 0.4], [0.3, 0.3, 0.5])))
-    assert [name for _, _, name in found.points] == ["math1, math2", "math3"]
+    result = scatter(Indicator("task expert", SW, SW, "soup", points, correlate([0.2, 0.2, 0.4], [0.3, 0.3, 0.5])))
+    assert [name for _, _, name in result.points] == ["math1, math2", "math3"]

@@ -1,4 +1,4 @@
-"""What is kept beside the target's score: understanding of its language, and answers that are written in it."""
+"""What is retained besides the target's score: understanding of its language, and answers written in it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def share(cell: Cell, task: str) -> float:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    asked = recipe(retention=[EN, TE, BELEBELE])
-    return reported(craft(tmp_path_factory.mktemp("kept") / "run", asked, shares=share))
+    requested = recipe(retention=[EN, TE, BELEBELE])
+    return reported(craft(tmp_path_factory.mktemp("kept") / "run", requested, shares=share))
 
 
 def test_understanding_is_of_other_tasks_in_the_language(kept: Report) -> None:
-    for found in kept.targets[0].rows:
-        assert found.understanding == near(found.tasks[BELEBELE].mean)
-        assert found.english == near(found.tasks[EN].mean)
+    for actual in kept.targets[0].rows:
+        assert actual.understanding == near(actual.tasks[BELEBELE].mean)
+        assert actual.english == near(actual.tasks[EN].mean)
 
 
 def test_fidelity_is_the_mean_over_cells(kept: Report) -> None:
@@ -58,7 +58,7 @@ def test_both_are_shown(kept: Report) -> None:
     assert {line["language_share"] for line in lines if line["task"] == SW and line["method"] == "soup"} == {"0.75"}
 
 
-def test_neither_is_there_where_nothing_has_it(tmp_path: Path) -> None:
+def test_both_are_absent_if_not_measured(tmp_path: Path) -> None:
     """A corpus score is not a share of right answers, and a sweep without `language_fidelity` has no share."""
     report = reported(craft(tmp_path / "run", recipe(retention=[EN, BELEBELE]), corpus=(BELEBELE,)))
     assert {(found.understanding, found.fidelity) for found in report.targets[0].rows} == {(None, None)}
@@ -71,11 +71,11 @@ def test_the_mean_over_languages_is_of_one_score(tmp_path: Path) -> None:
     """chrF of one language and exact match of the others have no mean."""
     report = reported(craft(tmp_path / "run", recipe(retention=[EN, TE]), corpus=(TE,)))
     assert report.targets[0].languages == (SW, EN)
-    for found in report.targets[0].rows:
-        assert found.all_languages == near((found.tasks[SW].mean + found.tasks[EN].mean) / 2)
+    for actual in report.targets[0].rows:
+        assert actual.all_languages == near((actual.tasks[SW].mean + actual.tasks[EN].mean) / 2)
 
 
-def test_a_benchmark_with_other_shots_is_no_other_benchmark(tmp_path: Path) -> None:
+def test_a_benchmark_with_other_shots_is_the_same_benchmark(tmp_path: Path) -> None:
     shots = [f"{SW}@8", f"{SW}@2"]
     report = reported(craft(tmp_path / "run", recipe(tasks=shots, retention=[]), codes=dict.fromkeys(shots, "sw")))
     assert [target.task for target in report.targets] == shots  # a table each

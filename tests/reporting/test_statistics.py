@@ -18,7 +18,7 @@ PAIRS = [(f"m{i}", f"s{j}") for i in range(3) for j in range(3)]
 SEEDS = [(str(i),) for i in range(5)]
 
 
-def test_standard_error_is_scipys() -> None:
+def test_standard_error_matches_scipy() -> None:
     values = [0.0, 1.0, 1.0, 0.0, 1.0]
     assert standard_error(values) == pytest.approx(stats.sem(values))
     assert standard_error([1.0]) is None
@@ -26,7 +26,7 @@ def test_standard_error_is_scipys() -> None:
     assert standard_error([2.0, 2.0]) == 0
 
 
-def test_over_documents_alone_it_is_scipys_percentile_bootstrap() -> None:
+def test_over_documents_alone_it_matches_scipys_percentile_bootstrap() -> None:
     values = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], 250, p=[0.1, 0.7, 0.2])
     ours = bootstrap(values, draws=20_000)
     theirs = stats.bootstrap(
@@ -38,7 +38,7 @@ def test_over_documents_alone_it_is_scipys_percentile_bootstrap() -> None:
     assert ours != bootstrap(values, draws=20_000, seed=1)
 
 
-def test_pairs_and_documents_are_drawn_apart() -> None:
+def test_pairs_and_documents_are_drawn_independently() -> None:
     """Against a loop that draws experts and documents by hand, on a grid with holes."""
     generator = np.random.default_rng(3)
     units = [("m1", "s1"), ("m1", "s2"), ("m2", "s1"), ("m3", "s3")]
@@ -51,9 +51,9 @@ def test_pairs_and_documents_are_drawn_apart() -> None:
         drawn = [place[task, language] for task in tasks for language in languages if (task, language) in place]
         if drawn:
             means.append(np.mean([values[unit, documents].mean() for unit in drawn]))
-    found = bootstrap(values, units, draws=8000)
+    result = bootstrap(values, units, draws=8000)
     mean = values.mean()
-    assert found.mean == pytest.approx(mean)
+    assert result.mean == pytest.approx(mean)
     tasks = [values[:2].mean(), values[2].mean(), values[3].mean()]
     languages = [values[[0, 2]].mean(), values[1].mean(), values[3].mean()]
     parts = [(np.var(each) / len(each), len(each)) for each in (tasks, languages, values.mean(0))]
@@ -63,11 +63,11 @@ def test_pairs_and_documents_are_drawn_apart() -> None:
     expected = mean + stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975) * spread * (
         np.quantile(means, [0.025, 0.975]) - mean
     )
-    assert (found.low, found.high) == pytest.approx(tuple(expected), abs=0.04 * float(np.ptp(expected)))
+    assert (result.low, result.high) == pytest.approx(tuple(expected), abs=0.04 * float(np.ptp(expected)))
 
 
 def test_experts_widen_the_interval() -> None:
-    values = np.repeat([[0.0], [1.0], [2.0]], 100, axis=1)  # documents do not differ, pairs do
+    values = np.repeat([[0.0], [1.0], [2.0]], 100, axis=1)  # documents are equal, pairs differ
     units = [("m", f"s{index}") for index in range(3)]
     apart = bootstrap(values, units)
     low, high = stats.t.interval(0.95, 2, loc=1, scale=stats.sem([0, 1, 2]))
@@ -78,13 +78,13 @@ def test_experts_widen_the_interval() -> None:
 
 def test_many_documents_give_students_interval() -> None:
     values = np.random.default_rng(7).normal(size=400)
-    found = bootstrap(values)
+    result = bootstrap(values)
     low, high = stats.t.interval(0.95, 399, loc=values.mean(), scale=stats.sem(values))
-    assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
+    assert (result.low, result.high) == pytest.approx((low, high), abs=0.01)
 
 
 @pytest.mark.parametrize(("units", "spread"), [(PAIRS, 0.05), (SEEDS, 0.1)], ids=["pairs", "seeds"])
-def test_the_interval_covers_as_often_as_it_says(
+def test_the_interval_has_its_nominal_coverage(
     units: list[tuple[str, ...]], spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made-up experts, and documents that are hard for all: about 0.95, where plain percentiles cover less."""
@@ -98,10 +98,10 @@ def test_the_interval_covers_as_often_as_it_says(
             effects = {name: generator.normal(0, spread) for unit in units for name in unit}
             values = np.array([[sum(effects[name] for name in unit)] for unit in units])
             values = values + generator.normal(0, 0.3, 125) + generator.normal(0, 0.3, (len(units), 125))
-            found = bootstrap(values, units, draws=300, seed=seed)
-            assert found.low is not None
-            assert found.high is not None
-            hits[-1] += found.low <= 0 <= found.high
+            result = bootstrap(values, units, draws=300, seed=seed)
+            assert result.low is not None
+            assert result.high is not None
+            hits[-1] += result.low <= 0 <= result.high
     assert 89 <= hits[0] <= 99
     assert hits[1] < hits[0]
 
@@ -135,8 +135,8 @@ def test_intervals_move_with_the_values(values: list[list[float]], shift: float)
 )
 def test_there_is_no_interval_over_two_levels(units: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).normal(size=(len(units), 20))
-    found = bootstrap(values, units, draws=50)
-    assert (found.mean, found.low, found.high) == (pytest.approx(values.mean()), None, None)
+    result = bootstrap(values, units, draws=50)
+    assert (result.mean, result.low, result.high) == (pytest.approx(values.mean()), None, None)
     if len(units) > 2 or len(units[0]) > 1:
         return
     monkeypatch.setattr(statistics, "MIN_LEVELS", 2)  # what it would hold where seeds differ more than documents
@@ -153,36 +153,36 @@ def test_there_is_no_interval_over_two_levels(units: list[tuple[str, ...]], monk
 
 def test_no_spread_no_width() -> None:
     for values in ([[0.25] * 3], [[0.25] * 7], [[0.25] * 7] * 3):
-        found = bootstrap(values)
-        assert (found.low, found.mean, found.high) == (0.25, 0.25, 0.25)
+        result = bootstrap(values)
+        assert (result.low, result.mean, result.high) == (0.25, 0.25, 0.25)
 
 
 @pytest.mark.parametrize("documents", [1, 2])
 @pytest.mark.parametrize("pairs", [1, 3])
 def test_there_is_no_interval_over_one_or_two_documents(documents: int, pairs: int) -> None:
-    found = bootstrap(np.ones((pairs, documents)), draws=50)
-    assert (found.low, found.mean, found.high) == (None, 1, None)
+    result = bootstrap(np.ones((pairs, documents)), draws=50)
+    assert (result.low, result.mean, result.high) == (None, 1, None)
 
 
-def test_correlations_are_scipys() -> None:
+def test_correlations_match_scipy() -> None:
     generator = np.random.default_rng(0)
     x = generator.normal(size=12)
     y = x + generator.normal(size=12)
     y[3] = y[4]  # a tie
-    found = correlate(x, y)
-    assert (found.pearson, found.pearson_p) == pytest.approx(tuple(stats.pearsonr(x, y)))
-    assert (found.spearman, found.spearman_p) == pytest.approx(tuple(stats.spearmanr(x, y)))
+    result = correlate(x, y)
+    assert (result.pearson, result.pearson_p) == pytest.approx(tuple(stats.pearsonr(x, y)))
+    assert (result.spearman, result.spearman_p) == pytest.approx(tuple(stats.spearmanr(x, y)))
 
 
 @pytest.mark.parametrize("y", [(4.0, 1.0, 3.0, 2.0, 9.0), (1.0, 2.0, 2.0, 3.0, 3.0), (2.0, 1.0, 3.0, 6.0, 5.0, 4.0)])
 def test_few_points_are_tested_over_all_their_orders(y: tuple[float, ...]) -> None:
     x = tuple(range(len(y)))
-    found = correlate(x, y)
-    assert found.spearman == pytest.approx(stats.spearmanr(x, y).statistic)
+    result = correlate(x, y)
+    assert result.spearman == pytest.approx(stats.spearmanr(x, y).statistic)
     ranks = stats.rankdata(y)
     strengths = [abs(np.corrcoef(order, ranks)[0, 1]) for order in permutations(x)]
-    expected = np.mean([strength >= abs(found.spearman or 0) - 1e-9 for strength in strengths])
-    assert found.spearman_p == pytest.approx(expected)
+    expected = np.mean([strength >= abs(result.spearman or 0) - 1e-9 for strength in strengths])
+    assert result.spearman_p == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -195,21 +195,24 @@ def test_few_points_are_tested_over_all_their_orders(y: tuple[float, ...]) -> No
     ],
 )
 def test_few_different_points_have_no_p_value(x: list[float], y: list[float]) -> None:
-    found = correlate(x, y)
-    assert (found.pearson, found.spearman) == pytest.approx((stats.pearsonr(x, y)[0], stats.spearmanr(x, y)[0]))
-    assert (found.points, found.pearson_p, found.spearman_p) == (len(x), None, None)
+    result = correlate(x, y)
+    assert (result.pearson, result.spearman) == pytest.approx((stats.pearsonr(x, y)[0], stats.spearmanr(x, y)[0]))
+    assert (result.points, result.pearson_p, result.spearman_p) == (len(x), None, None)
 
 
 @pytest.mark.parametrize(
     ("x", "y"), [([], []), ([1], [2]), ([1, 2], [2, 1]), ([1, 1, 1], [1, 2, 3]), ([0.1 + 0.2, 0.3, 0.3], [1, 2, 3])]
 )
-def test_correlations_that_cannot_be_known_are_none(x: list[float], y: list[float]) -> None:
-    found = correlate(x, y)
-    assert (found.points, found.pearson, found.pearson_p, found.spearman, found.spearman_p) == (len(x), *[None] * 4)
+def test_undefined_correlations_are_none(x: list[float], y: list[float]) -> None:
+    result = correlate(x, y)
+    assert (result.points, result.pearson, result.pearson_p, result.spearman, result.spearman_p) == (
+        len(x),
+        *[None] * 4,
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.1, 0.2, 0.30000000000000004, 0.3]), st.floats(0, 1)), max_size=10))
 def test_never_nan(points: list[tuple[float, float]]) -> None:
-    found = correlate([x for x, _ in points], [y for _, y in points])
-    for value in (found.pearson, found.pearson_p, found.spearman, found.spearman_p):
+    result = correlate([x for x, _ in points], [y for _, y in points])
+    for value in (result.pearson, result.pearson_p, result.spearman, result.spearman_p):
         assert value is None or math.isfinite(value)

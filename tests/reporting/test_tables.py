@@ -1,4 +1,4 @@
-"""CSV, LaTeX, JSON and the page as files: complete, deterministic, and harmless whatever names are in them."""
+"""CSV, LaTeX, JSON and the page as files: complete, deterministic, and safe with any names."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_hostile_names_stay_text(written: Written) -> None:
     assert ",'=1+" in csv_table(report).replace('"', "")
 
 
-def test_half_a_character_is_no_reason_to_fail(written: Written, tmp_path: Path) -> None:
+def test_lone_surrogates_do_not_fail(written: Written, tmp_path: Path) -> None:
     (found,) = written.report.disagreements
     example = found.examples[0]
     outputs = (replace(example.outputs[0], text="\ud83d \x00 \x1b[31m"), *example.outputs[1:])
@@ -85,7 +85,7 @@ def test_half_a_character_is_no_reason_to_fail(written: Written, tmp_path: Path)
     assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_page_needs_nothing_but_itself(written: Written) -> None:
+def test_the_page_is_self_contained(written: Written) -> None:
     seen: list[tuple[str, str]] = []
 
     class Links(HTMLParser):
@@ -124,13 +124,13 @@ def test_summary_is_json_without_outputs(written: Written) -> None:
 
 def test_the_page_ranks_and_shades_the_right_way_round(written: Written) -> None:
     ranks = written.page.split('id="ranks"')[1].split("</section>")[0]
-    for method in ("base", "partition B"):  # one that stands before the reference, one after it
+    for method in ("base", "partition B"):  # one listed before the reference, one after it
         spread, soup = row(written.report, method).spread, row(written.report, "soup").spread
         assert spread is not None
         assert soup is not None
-        told = re.search(rf'data-value="{method}">.*?</td>\s*<td data-value="([^"]+)"', ranks, flags=re.DOTALL)
-        assert told is not None
-        assert float(told[1]) == pytest.approx(spread.mean - soup.mean)
+        result = re.search(rf'data-value="{method}">.*?</td>\s*<td data-value="([^"]+)"', ranks, flags=re.DOTALL)
+        assert result is not None
+        assert float(result[1]) == pytest.approx(spread.mean - soup.mean)
     best = max(cell.mean for grid in written.report.grids for cell in grid.cells)
     shaded = re.findall(r'<td style="--v:([\d.]+)">([\d.]+)', written.page)
     assert {text for shade, text in shaded if float(shade) == 1} == {f"{best:.3f}"}
