@@ -56,12 +56,12 @@ def content(world: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def recipe(content: Callable[..., dict[str, Any]]) -> Callable[..., SweepRecipe]:
-    """The same as a recipe."""
+    """The same data as a recipe."""
     return lambda **changes: SweepRecipe.model_validate(content(**changes))
 
 
 def plain(folder: Path) -> dict[str, Any]:
-    """Every file of a sweep's folder; of cells.jsonl and rungs.jsonl all but the seconds, and the hash with them."""
+    """Every file of a sweep's folder; cells.jsonl and rungs.jsonl without the seconds and the hash over them."""
     import json
 
     files: dict[str, Any] = {}

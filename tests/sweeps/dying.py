@@ -1,4 +1,4 @@
-"""Run a sweep in child processes that die. Started by test_dying as a program of its own, so that it may fork:
+"""Run a sweep in child processes that are killed. test_dying starts it as a separate program, so that it can fork:
 libraries are imported and the sweep is prepared once, and a child costs little more than its cells.
 
 Usage: dying.py kill|fill '{"recipe": {…}, "folder": …, …}'; prints JSON.
@@ -27,7 +27,7 @@ def count_cells(folder: Path) -> int:
 
 
 def kill(work: Callable[[], None], folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Kills at random touches of the folder: from the start, or once another cell is written, so that it gets on.
+    """Kill at random accesses to the folder: from the start, or after each new cell, to make progress.
 
     The last two come while the process goes on, and may come too late.
     """
@@ -43,8 +43,8 @@ def kill(work: Callable[[], None], folder: Path, kills: int, seed: int) -> dict[
 
 
 def fill(work: Callable[[], None], folder: Path, steps: list[int]) -> dict[str, Any]:
-    """The disk is full once a file has so many bytes: RLIMIT_FSIZE stops a write in its middle."""
-    found = []
+    """The disk counts as full once a file reaches a size: RLIMIT_FSIZE stops a write in the middle."""
+    reports = []
     for size in steps:
 
         def limited(size: int = size) -> None:
@@ -60,11 +60,11 @@ def fill(work: Callable[[], None], folder: Path, steps: list[int]) -> dict[str, 
         code = result(forked(limited))
         raw = (folder / "cells.jsonl").read_bytes() if (folder / "cells.jsonl").exists() else b""
         left = sorted(path.name for path in folder.rglob("*.tmp")) if folder.exists() else []
-        found.append(
+        reports.append(
             {"code": code, "cells": count_cells(folder), "whole": raw.endswith(b"\n") or not raw, "left": left}
         )
     last = forked(work)
-    return {"found": found, "last": result(last)}
+    return {"found": reports, "last": result(last)}
 
 
 def held(folder: str, cells: int, arguments: list[str]) -> None:

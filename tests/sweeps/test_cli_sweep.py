@@ -23,9 +23,9 @@ def file(content: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
 
 
 def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path) -> None:
-    told = run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--json")
-    assert told.exit_code == 0, told.stderr
-    counted = json.loads(told.stdout)
+    result = run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--json")
+    assert result.exit_code == 0, result.stderr
+    counted = json.loads(result.stdout)
     assert counted == {
         "dry_run": True,
         "cells": 6,
@@ -50,7 +50,9 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
     assert "1 whose zones overlap" in shown.stdout
 
 
-def test_what_two_rows_have_is_asked_once(run: Call, content: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_cells_shared_by_rows_are_judged_once(
+    run: Call, content: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     path, out = tmp_path / "twice.yaml", tmp_path / "run"
     families = [{"bottom": [1, 2], "top": 1}, {"name": "again", "bottom": 1, "top": 1}]
     path.write_text(yaml.safe_dump(content(compositions=families, baselines=[])))
@@ -66,7 +68,7 @@ def test_what_two_rows_have_is_asked_once(run: Call, content: Callable[..., dict
     assert (counted["finished"], counted["copied"], counted["requests"], counted["seconds"]) == (2, 1, 0, 0)
 
 
-def test_a_sweep_prints_a_table_and_goes_on(run: Call, file: Path, tmp_path: Path) -> None:
+def test_a_sweep_prints_a_table_and_resumes(run: Call, file: Path, tmp_path: Path) -> None:
     whole = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu")
     assert whole.exit_code == 0, whole.stderr
     assert [line.split()[0] for line in whole.stdout.splitlines()[1:6]] == [
@@ -83,18 +85,18 @@ def test_a_sweep_prints_a_table_and_goes_on(run: Call, file: Path, tmp_path: Pat
     assert "5; 1 to evaluate" in dry.stdout
     assert "about" in dry.stdout
     again = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu", "--json")
-    told = json.loads(again.stdout)
-    assert (told["cells"], told["dry_run"]) == (6, False)
-    assert [row["n"] for row in told["families"]] == [1, 1, 1, 2, 1]
-    assert [row["relative_error"] is None for row in told["families"]] == [True, True, True, True, False]
-    assert len(told["remarks"]) == 2
+    output = json.loads(again.stdout)
+    assert (output["cells"], output["dry_run"]) == (6, False)
+    assert [row["n"] for row in output["families"]] == [1, 1, 1, 2, 1]
+    assert [row["relative_error"] is None for row in output["families"]] == [True, True, True, True, False]
+    assert len(output["remarks"]) == 2
     refused = run("sweep", file, "-o", tmp_path / "run", "--batch-size", 2)
     assert refused.exit_code == 1
     assert "begun with other settings.batch_size" in refused.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         ([], 2, "Missing argument"),
         (["nowhere.yaml", "-o", "x"], 1, "neither a file nor a shipped recipe"),
@@ -103,10 +105,10 @@ def test_a_sweep_prints_a_table_and_goes_on(run: Call, file: Path, tmp_path: Pat
         (["RECIPE", "-o", "x", "--device", "abacus", "--dry-run"], 1, "'abacus' cannot be used"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(
-    arguments: list[str], code: int, told: str, run: Call, file: Path
+def test_mistakes_are_reported_without_a_traceback(
+    arguments: list[str], code: int, message: str, run: Call, file: Path
 ) -> None:
     result = run("sweep", *(str(file) if argument == "RECIPE" else argument for argument in arguments))
     assert result.exit_code == code
-    assert told in result.stderr
+    assert message in result.stderr
     assert result.stdout == ""

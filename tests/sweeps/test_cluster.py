@@ -1,4 +1,4 @@
-"""Workers over Ray beside a single process: the same folder, also where one of them is killed in the middle."""
+"""Workers over Ray write the same folder as a single process, also if one of them is killed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ FAMILIES = [{"bottom": [1, 2], "top": [0, 1]}, {"method": "ties", "density": 0.5
 
 
 def processes() -> set[psutil.Process]:
-    """Those that Ray started: a browser of other tests may start some of its own meanwhile."""
-    found = set()
+    """The processes that Ray started; a browser in other tests may start processes meanwhile."""
+    result = set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             if any("/ray/" in part or part.startswith("ray::") for part in child.cmdline()):
-                found.add(child)
-    return found
+                result.add(child)
+    return result
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_two_workers_one_killed_write_what_one_process_writes(
 
 
 @needs_ray
-def test_mistakes_come_back_as_they_are(
+def test_errors_of_workers_are_reported_unchanged(
     content: Content, tmp_path: Path, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
@@ -125,9 +125,9 @@ def test_mistakes_come_back_as_they_are(
 
 
 def test_workers_go_with_an_address(run: Callable[..., Result], content: Content, tmp_path: Path) -> None:
-    told = run("sweep", "recipe.yaml", "-o", tmp_path / "run", "--workers", 2)
-    assert told.exit_code == 2
-    assert "--workers can only be used with --ray" in told.stderr
+    result = run("sweep", "recipe.yaml", "-o", tmp_path / "run", "--workers", 2)
+    assert result.exit_code == 2
+    assert "--workers can only be used with --ray" in result.stderr
     with refused(ArgumentError, "workers"):
         sweep(SweepRecipe.model_validate(content()), tmp_path / "run", workers=2)
 

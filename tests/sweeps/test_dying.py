@@ -1,4 +1,4 @@
-"""Killed anywhere, or out of room, a sweep goes on where it was, and its folder ends as that of one left in peace."""
+"""A sweep that is killed anywhere or runs out of disk space resumes, and ends with the folder of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ FAMILIES = [
 def dying(mode: str, **settings: Any) -> dict[str, Any]:
     program = [sys.executable, str(HERE / "dying.py"), mode, json.dumps(settings)]
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}"}
-    done = subprocess.run(program, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(program, capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
+    output: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return output
 
 
-def test_killed_six_times_and_ended_the_same(content: Content, tmp_path: Path) -> None:
+def test_killed_six_times_it_ends_the_same(content: Content, tmp_path: Path) -> None:
     recipe = content(compositions=FAMILIES)
     run = sweep(SweepRecipe.model_validate(recipe), tmp_path / "peace", device="cpu")
     assert len(run.results) == 3 + 4 + 1 + 1
-    found = dying("kill", recipe=recipe, folder=str(tmp_path / "killed"), kills=6, seed=0)
-    assert [code for code, _ in found["killed_at"]][:4] == [-9] * 4  # the last two may have been done before
-    counts = [count for _, count in found["killed_at"]]
+    result = dying("kill", recipe=recipe, folder=str(tmp_path / "killed"), kills=6, seed=0)
+    assert [code for code, _ in result["killed_at"]][:4] == [-9] * 4  # the last two may have been done before
+    counts = [count for _, count in result["killed_at"]]
     assert counts == sorted(counts)
     assert len(set(counts)) > 2
-    assert found["last"] == 0
+    assert result["last"] == 0
     assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
 
 
-def test_a_full_disk_costs_no_cell_that_was_finished(content: Content, tmp_path: Path) -> None:
+def test_a_full_disk_loses_no_finished_cell(content: Content, tmp_path: Path) -> None:
     recipe = content(compositions=FAMILIES[:1])
     sweep(SweepRecipe.model_validate(recipe), tmp_path / "peace", device="cpu")
     shutil.copytree(tmp_path / "peace", tmp_path / "full")
@@ -55,7 +55,7 @@ def test_a_full_disk_costs_no_cell_that_was_finished(content: Content, tmp_path:
     (tmp_path / "full" / "cells.jsonl").write_bytes(done)
     samples = (tmp_path / "peace" / "samples").iterdir()
     assert max(path.stat().st_size for path in samples) < len(done)
-    found = dying("fill", recipe=recipe, folder=str(tmp_path / "full"), steps=[100, len(done) + 100])
-    assert found["found"] == 2 * [{"code": 3, "cells": 4, "whole": True, "left": []}]  # in samples; in a line
-    assert found["last"] == 0
+    result = dying("fill", recipe=recipe, folder=str(tmp_path / "full"), steps=[100, len(done) + 100])
+    assert result["found"] == 2 * [{"code": 3, "cells": 4, "whole": True, "left": []}]  # in samples; in a line
+    assert result["last"] == 0
     assert plain(tmp_path / "full") == plain(tmp_path / "peace")

@@ -49,7 +49,7 @@ def run(finished: Run, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_what_is_finished_stays(run: Path, recipe: Recipe) -> None:
+def test_finished_cells_are_kept(run: Path, recipe: Recipe) -> None:
     before = (run / "cells.jsonl").read_bytes()
     cells = []
     sweep(recipe(), run, device="cpu", tell=lambda progress: cells.append(progress.cell))
@@ -69,7 +69,7 @@ def test_a_torn_line_is_cut_off_and_its_cell_judged_again(run: Path, recipe: Rec
     assert plain(run) == whole
 
 
-def test_a_damaged_line_is_reported_and_not_passed_over(run: Path, recipe: Recipe) -> None:
+def test_a_damaged_line_is_reported_and_not_skipped(run: Path, recipe: Recipe) -> None:
     lines = (run / "cells.jsonl").read_bytes().splitlines(keepends=True)
     (run / "cells.jsonl").write_bytes(lines[0] + b"{}\n" + lines[2])
     for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
@@ -122,7 +122,7 @@ def test_other_experts_under_the_same_names_are_refused(run: Path, recipe: Recip
         sweep(recipe(task_experts={"math1": str(tmp_path / "elsewhere" / "math1")}), run, device="cpu")
 
 
-def test_a_recipe_that_is_only_worded_differently_goes_on(run: Path, recipe: Recipe) -> None:
+def test_an_equivalent_recipe_resumes(run: Path, recipe: Recipe) -> None:
     sweep(recipe(baselines=["language", "task", "base"], pairs=[{"task": "math1", "language": ["sw1"]}]), run)
 
 
@@ -134,7 +134,7 @@ def test_other_prompts_are_refused(run: Path, recipe: Recipe) -> None:
         sweep(recipe(), run, device="cpu")
 
 
-def test_prompts_without_what_was_asked_are_refused(run: Path, recipe: Recipe) -> None:
+def test_missing_prompts_are_refused(run: Path, recipe: Recipe) -> None:
     """As a file of samples has lines of the same documents, with their targets."""
     (run / "cells.jsonl").unlink()
     path = run / "prompts" / "mgsm_direct_sw.jsonl"
@@ -184,8 +184,8 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], objec
 
 
 def scores(content: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(iter(content["results"].values()))
-    return found
+    result: dict[str, Any] = next(iter(content["results"].values()))
+    return result
 
 
 def repeat_line(run: Path) -> None:
@@ -239,7 +239,7 @@ def test_edited_files_beside_the_cells_are_refused(
 
 @pytest.mark.parametrize("key", ["recipe", "versions"])
 def test_an_edited_description_is_refused(key: str, run: Path, recipe: Recipe) -> None:
-    """Of a finished sweep too, which loads no model that could tell other versions."""
+    """Also for a finished sweep, which loads no model that could reveal other versions."""
     content = json.loads((run / "sweep.json").read_text())
     content[key]["edited"] = "1"
     (run / "sweep.json").write_text(json.dumps(content))
@@ -290,11 +290,11 @@ def test_a_task_that_was_changed_is_refused(kind: str, recipe: Recipe, tmp_path:
     (tasks / "own.yaml").write_text(TASK.replace("DATA", str(tasks / "rows.jsonl")))
     (tasks / "scoring.py").write_text("def acc(items):\n    return 1\n")
     (tasks / "weights.json").write_text("[1]")
-    asked = {"tasks": ["own"], "settings": {"include_path": str(tasks)}, "baselines": ["base"]}
-    prepared = prepare(recipe(**asked))
+    requested = {"tasks": ["own"], "settings": {"include_path": str(tasks)}, "baselines": ["base"]}
+    prepared = prepare(recipe(**requested))
     with recording(tmp_path / "run", prepared.described) as record:
         record.begin(prepared.described)
-    with recording(tmp_path / "run", prepare(recipe(**asked)).described):
+    with recording(tmp_path / "run", prepare(recipe(**requested)).described):
         pass
     name, old, new = CHANGES[kind]
     text = (tasks / name).read_text()
@@ -304,12 +304,12 @@ def test_a_task_that_was_changed_is_refused(kind: str, recipe: Recipe, tmp_path:
     _manager.cache_clear()
     with (
         refused(RunError, "out_path", match="task"),
-        recording(tmp_path / "run", prepare(recipe(**asked)).described),
+        recording(tmp_path / "run", prepare(recipe(**requested)).described),
     ):
         pass
 
 
-def test_overwrite_begins_anew_but_only_over_a_sweep(run: Path, recipe: Recipe, tmp_path: Path) -> None:
+def test_overwrite_starts_over_but_only_over_a_sweep(run: Path, recipe: Recipe, tmp_path: Path) -> None:
     changed = recipe(settings={**SETTINGS, "limit": 2}, baselines=["base"])
     strangers = [run / "report.html", run / "samples" / "mine.jsonl", run / "prompts" / "mine.jsonl", run / "notes.tmp"]
     for path in strangers:
@@ -342,7 +342,7 @@ def test_the_output_may_not_lie_in_an_expert(recipe: Recipe, world: Path, tmp_pa
 
 
 def test_two_sweeps_do_not_share_a_folder(run: Path, recipe: Recipe, tmp_path: Path) -> None:
-    """The lock is the kernel's: another process holds it, and dies with it."""
+    """The kernel holds the lock for another process, and releases it when that process dies."""
     script = (
         "import sys; from adapterswap.sweeps.recording import recording\n"
         f"with recording({str(run)!r}, {{}}): print('held', flush=True); sys.stdin.read()"
@@ -358,7 +358,7 @@ def test_two_sweeps_do_not_share_a_folder(run: Path, recipe: Recipe, tmp_path: P
     assert not (run / "sweep.lock").exists()
 
 
-def test_a_sweep_that_was_killed_before_it_was_known_as_one(run: Path, recipe: Recipe, tmp_path: Path) -> None:
+def test_a_sweep_that_was_killed_before_its_description_was_written(run: Path, recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "early").mkdir()
     (tmp_path / "early" / "sweep.lock").touch()
     (tmp_path / "early" / "sweep.json.tmp").write_text('{"format": 1, "recipe"')
@@ -366,13 +366,13 @@ def test_a_sweep_that_was_killed_before_it_was_known_as_one(run: Path, recipe: R
     assert plain(tmp_path / "early") == plain(run)
 
 
-def test_a_sweep_that_ends_before_it_began_leaves_nothing(tmp_path: Path) -> None:
+def test_a_sweep_that_fails_at_the_start_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), recording(tmp_path / "deep" / "run", {}):
         raise KeyboardInterrupt
     assert not (tmp_path / "deep" / "run").exists()
 
 
-def test_prompts_that_utf8_cannot_say_are_compared_as_they_were(tmp_path: Path) -> None:
+def test_prompts_with_lone_surrogates_are_compared_correctly(tmp_path: Path) -> None:
     rows = [{"doc_id": 0, "prompt": "half: \ud800", "target": "\udfff"}]
     for _ in range(2):  # written first, then read and compared
         Recording(tmp_path, Findings()).keep_questions("t", rows)
@@ -380,7 +380,7 @@ def test_prompts_that_utf8_cannot_say_are_compared_as_they_were(tmp_path: Path) 
         Recording(tmp_path, Findings()).keep_questions("t", [rows[0] | {"prompt": "half: ?"}])
 
 
-def test_what_is_not_a_sweep_is_refused(run: Path, tmp_path: Path) -> None:
+def test_other_folders_are_refused(run: Path, tmp_path: Path) -> None:
     with refused(NotFoundError, "run"):
         read_run(tmp_path)
     content = json.loads((run / "sweep.json").read_text())

@@ -1,4 +1,4 @@
-"""Pre-registration: written before, compared after; what was changed since is named."""
+"""Pre-registration: written before the run and compared afterwards; changes are named."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Recipe = Callable[..., SweepRecipe]
 FAMILIES = [{"bottom": [1, 2], "top": 1}]
 
 
-def test_what_was_registered_is_kept_to_or_not(recipe: Recipe, tmp_path: Path) -> None:
-    asked = recipe(compositions=FAMILIES, baselines=["base", "soup"])
-    content = freeze(prepare(asked), tmp_path / "run", reference="soup")
+def test_a_run_follows_its_registration_or_not(recipe: Recipe, tmp_path: Path) -> None:
+    requested = recipe(compositions=FAMILIES, baselines=["base", "soup"])
+    content = freeze(prepare(requested), tmp_path / "run", reference="soup")
     written = json.loads((tmp_path / "run" / "preregistration.json").read_text())
     assert written == content
     assert is_sealed(written)
     assert written["sweep"]["experts"]["math1"]["sha256"]
-    assert freeze(prepare(asked), tmp_path / "run", reference="soup") == content  # the same again changes nothing
-    sweep(asked, tmp_path / "run", device="cpu")
+    assert freeze(prepare(requested), tmp_path / "run", reference="soup") == content  # the same again changes nothing
+    sweep(requested, tmp_path / "run", device="cpu")
     source = open_source(tmp_path / "run")
     report = make_report(source, draws=50)
     assert report.preregistration is not None
@@ -38,13 +38,13 @@ def test_what_was_registered_is_kept_to_or_not(recipe: Recipe, tmp_path: Path) -
     other = make_report(source, draws=50, reference="base", methods=["base", "soup"], units=["sw1"]).preregistration
     assert other is not None
     assert len(other.differences) == 3
-    with pytest.raises(RunError) as caught:  # afterwards is too late
-        freeze(prepare(asked), tmp_path / "run")
+    with pytest.raises(RunError) as caught:  # too late after the run
+        freeze(prepare(requested), tmp_path / "run")
     assert caught.value.parameter == "out_path"
 
     changed = recipe(compositions=[{"bottom": [1], "top": 1}], baselines=["base", "soup"])
     sweep(changed, tmp_path / "run", device="cpu", overwrite=True)
-    assert json.loads((tmp_path / "run" / "preregistration.json").read_text()) == content  # what was said stays
+    assert json.loads((tmp_path / "run" / "preregistration.json").read_text()) == content  # unchanged
     later = make_report(open_source(tmp_path / "run"), draws=50).preregistration
     assert later is not None
     assert later.differences == ("registered compositions that are missing: 1",)
@@ -55,7 +55,7 @@ def test_what_was_registered_is_kept_to_or_not(recipe: Recipe, tmp_path: Path) -
         make_report(open_source(tmp_path / "run"), draws=50)
 
 
-def test_what_cannot_be_registered(recipe: Recipe, tmp_path: Path) -> None:
+def test_invalid_registrations(recipe: Recipe, tmp_path: Path) -> None:
     prepared = prepare(recipe(compositions=FAMILIES))
     for options, parameter in (
         ({"reference": "soup"}, "reference"), ({"methods": ["ties"]}, "methods"), ({"methods": ["base"]}, "methods")
@@ -76,9 +76,9 @@ def test_what_cannot_be_registered(recipe: Recipe, tmp_path: Path) -> None:
 def test_the_command(run: Callable[..., Result], content: Callable[..., dict[str, object]], tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(content(compositions=FAMILIES)))
-    told = run("sweep", file, "-o", tmp_path / "run", "--freeze", "--reference", "base", "--json")
-    assert told.exit_code == 0, told.stderr
-    summary = json.loads(told.stdout)
+    result = run("sweep", file, "-o", tmp_path / "run", "--freeze", "--reference", "base", "--json")
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
     assert (summary["reference"], summary["methods"], summary["cells"]) == ("base", None, 5)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["preregistration.json"]
     dry = run("sweep", file, "-o", tmp_path / "dry", "--freeze", "--dry-run")

@@ -1,4 +1,4 @@
-"""Cells that are judged as full weights, beside `merge` and an evaluation of the model that it writes."""
+"""Cells judged as full weights, against `merge` and an evaluation of the model that it writes."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def check_beside_merge(prepared: PreparedSweep, run: Run, full: Path, tmp_path: 
         cell, base, plan = result.cell, prepared.base, prepared.plans[result.cell.cell]
         composition = composition_of(cell)
         if composition is not None and way_of(prepared, cell) == "merged":
-            asked = composition.model_copy(update={"base_model": str(full / "base")})
-            merge(adapterswap.compose(asked, places), out_path=tmp_path / cell.cell)
+            requested = composition.model_copy(update={"base_model": str(full / "base")})
+            merge(adapterswap.compose(requested, places), out_path=tmp_path / cell.cell)
             base, plan = open_base(str(tmp_path / cell.cell)), None
         with load_subject(base, plan=plan, device="cpu") as model:
             alone = evaluate(model, base.tokenizer, cell.tasks, prepared.settings)
@@ -214,7 +214,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_judged(full: Pat
 
 
 def test_a_full_disk_names_the_temporary_folder(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is finished stays; the remedy speaks of the temporary folder, since the sweep's own has room."""
+    """Finished cells are kept; the remedy names the temporary folder, since the sweep's folder has space."""
     import tempfile
 
     from adapterswap.sweeps import judging

@@ -1,4 +1,4 @@
-"""From a recipe to cells, beside the grid written out by hand; and recipes that cannot be meant."""
+"""From a recipe to cells, against the grid written out by hand; and invalid recipes."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def grid_of(num_layers: int = 32, **content: Any) -> Grid:
 def test_the_first_papers_grid_has_81_configurations_of_9_pairs() -> None:
     zones = {"bottom": [3, 4, 5], "top": [0, 1, 2], "bottom_transition": [0, 1, 2], "top_transition": [0, 1, 2]}
     sides = {"task_experts": dict.fromkeys(("m1", "m2", "m3"), "x"), "language_experts": SIDES["language_experts"]}
-    found = grid_of(compositions=[zones], **sides)
-    assert (len(found.cells), found.left_out, found.repeated) == (9 * 81, 0, 0)
-    assert len({cell.cell for cell in found.cells}) == 729
-    default = [cell for cell in found.cells if cell.default]
+    result = grid_of(compositions=[zones], **sides)
+    assert (len(result.cells), result.left_out, result.repeated) == (9 * 81, 0, 0)
+    assert len({cell.cell for cell in result.cells}) == 729
+    default = [cell for cell in result.cells if cell.default]
     assert len(default) == 9
     assert {cell.configuration for cell in default} == {"bottom=5,top=2,bottom_transition=0,top_transition=0"}
 
 
-@settings(deadline=None)  # the first example imports pydantic models; a busy machine is no failure
+@settings(deadline=None)  # the first example imports pydantic models; slowness is not a failure
 @given(st.integers(2, 12), *[st.lists(st.integers(0, 5), min_size=1, max_size=3) for _ in range(4)])
 def test_a_grid_is_every_combination_that_fits(
     num_layers: int, bottom: list[int], top: list[int], above: list[int], below: list[int]
@@ -64,16 +64,16 @@ def test_a_grid_is_every_combination_that_fits(
         with refused(CompositionError, "compositions"):
             grid_of(num_layers, compositions=[family])
         return
-    found = grid_of(num_layers, compositions=[family])
-    assert found.left_out == 6 * (len(combinations) - len(fitting))
+    result = grid_of(num_layers, compositions=[family])
+    assert result.left_out == 6 * (len(combinations) - len(fitting))
     for pair in product(("m1", "m2"), ("s1", "s2", "s3")):
-        cells = [cell for cell in found.cells if (*cell.task_expert, *cell.language_expert) == pair]
-        asked = [composition_of(cell) for cell in cells]
-        assert {c.zones(num_layers) for c in asked if c is not None} == fitting
+        cells = [cell for cell in result.cells if (*cell.task_expert, *cell.language_expert) == pair]
+        requested = [composition_of(cell) for cell in cells]
+        assert {c.zones(num_layers) for c in requested if c is not None} == fitting
         assert len(cells) == len(fitting)
 
 
-def test_short_names_mean_what_is_composed() -> None:
+def test_short_names_match_the_composition() -> None:
     families = [
         {"bottom": [3], "top": [0, 1]},
         {"partition": ["A", "Z"]},
@@ -88,7 +88,7 @@ def test_short_names_mean_what_is_composed() -> None:
     assert len({cell.short for cell in cells}) == len(cells)
 
 
-def test_rows_are_called_after_what_is_done() -> None:
+def test_rows_are_named_after_the_method() -> None:
     families = [
         {"bottom": 3},
         {"partition": ["A", "B"]},
@@ -97,17 +97,19 @@ def test_rows_are_called_after_what_is_done() -> None:
         {"name": "mine", "bottom": 4},
         {"weights": "magnitude", "bottom_transition": 1},
     ]
-    found = grid_of(compositions=families, baselines=["base", "task", "language", "magnitude_soup"], extra={"sft": "x"})
-    rows = {cell.family: len([c for c in found.cells if c.family == cell.family]) for cell in found.cells}
+    result = grid_of(
+        compositions=families, baselines=["base", "task", "language", "magnitude_soup"], extra={"sft": "x"}
+    )
+    rows = {cell.family: len([c for c in result.cells if c.family == cell.family]) for cell in result.cells}
     assert rows == {
         "base": 1, "task expert": 2, "language expert": 3, "sft": 1, "magnitude soup": 6, "layer_swap": 6,
         "partition A": 6, "partition B": 6, "ties": 6, "reset": 2, "mine": 6, "magnitude layer_swap": 6,
     }  # fmt: skip
-    reset = next(cell for cell in found.cells if cell.family == "reset")
+    reset = next(cell for cell in result.cells if cell.family == "reset")
     assert (reset.language_expert, reset.short) == ((), "m1+base@bottom=3")
 
 
-def test_extra_adapters_are_rows_each_its_own_cell() -> None:
+def test_each_extra_adapter_is_a_row_with_one_cell() -> None:
     cells = grid_of(extra={"joint SFT": ["x", "y"], "joint-SFT": "z"}).cells
     assert [(cell.family, cell.short) for cell in cells] == [
         ("joint SFT", "joint SFT 1"), ("joint SFT", "joint SFT 2"), ("joint-SFT", "joint-SFT"),
@@ -116,8 +118,8 @@ def test_extra_adapters_are_rows_each_its_own_cell() -> None:
 
 
 def test_families_may_have_names_as_keys() -> None:
-    found = grid_of(compositions={"one": {"bottom": 1}, "two": {"bottom": 2}, "gone": None})
-    assert {cell.family for cell in found.cells} == {"one", "two"}
+    result = grid_of(compositions={"one": {"bottom": 1}, "two": {"bottom": 2}, "gone": None})
+    assert {cell.family for cell in result.cells} == {"one", "two"}
 
 
 @pytest.mark.parametrize(
@@ -153,10 +155,10 @@ def test_a_row_of_several_families_has_one_default_at_most() -> None:
     ties = [{"method": "ties", "density": 0.2, "max_rank": rank} for rank in (4, 8)]
     assert not any(cell.default for cell in grid_of(compositions=ties).cells)
     soups = [{"method": "soup"}, {"method": "soup", "task_weight": [1, 2]}]
-    # Twice the default, of which the second one is left out.
-    found = grid_of(compositions=soups, baselines=["soup"])
-    assert {cell.configuration for cell in found.cells if cell.default} == {"method=soup"}
-    assert sum(cell.default for cell in found.cells) == 6
+    # The default twice; the second one is left out.
+    result = grid_of(compositions=soups, baselines=["soup"])
+    assert {cell.configuration for cell in result.cells if cell.default} == {"method=soup"}
+    assert sum(cell.default for cell in result.cells) == 6
 
 
 def test_sides_are_souped_as_rows_of_their_own() -> None:
@@ -194,17 +196,17 @@ def test_pairs_restrict_and_soup() -> None:
 def test_each_language_is_judged_on_its_own_tasks() -> None:
     tasks = {"s[12]": ["swahili"], "s3": ["telugu", "hindi"]}
     content = {"compositions": [{"bottom": 3}], "retention": ["english"], "soup_sides": True}
-    found = grid_of(tasks=tasks, baselines=["base", "task", "language"], **content)
-    asked = {cell.short: cell.tasks for cell in found.cells}
+    result = grid_of(tasks=tasks, baselines=["base", "task", "language"], **content)
+    requested = {cell.short: cell.tasks for cell in result.cells}
     everything = ("swahili", "telugu", "hindi", "english")
-    assert asked["base"] == asked["m2"] == everything
-    assert asked["s2"] == asked["m1+s1@bottom=3"] == asked["m1&m2+s1&s2@bottom=3"] == ("swahili", "english")
-    assert asked["s3"] == asked["m1&m2+s3@bottom=3"] == ("telugu", "hindi", "english")
-    groups = [cell.tasks for cell in found.cells]
+    assert requested["base"] == requested["m2"] == everything
+    assert requested["s2"] == requested["m1+s1@bottom=3"] == requested["m1&m2+s1&s2@bottom=3"] == ("swahili", "english")
+    assert requested["s3"] == requested["m1&m2+s3@bottom=3"] == ("telugu", "hindi", "english")
+    groups = [cell.tasks for cell in result.cells]
     assert sum(one != other for one, other in pairwise(groups)) == 2  # each set of tasks once
 
 
-def test_cells_and_what_they_hold_can_be_read_back() -> None:
+def test_cells_can_be_read_back() -> None:
     for cell in grid_of(compositions=[{"bottom": 3}, {"method": "ties", "density": 0.2, "max_rank": 8}]).cells:
         assert Cell.from_json(cell.as_json()) == cell
 
@@ -300,7 +302,7 @@ def test_patterns_of_languages_must_match() -> None:
         target_groups(recipe_of(tasks={"te*": ["x"], "s1": ["y"]}, compositions=[{}]))
 
 
-def test_what_lies_beside_the_recipe_is_taken_from_there(
+def test_paths_are_relative_to_the_recipe(
     content: Callable[..., dict[str, Any]], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()

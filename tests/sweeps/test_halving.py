@@ -1,4 +1,4 @@
-"""Successive halving: who goes on is who should, what was given up is no cell, and a killed search ends the same."""
+"""Successive halving: the right trials continue, abandoned trials are not cells, and a killed search ends the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rungs_have_fewer_documents_than_there_are() -> None:
 
 
 @pytest.mark.parametrize("factor", [2, 3, 4])
-def test_those_go_on_that_should(factor: int) -> None:
+def test_the_right_trials_continue(factor: int) -> None:
     """By the rule itself: of n trials that came to a rung, one goes on if it is among the best n / factor there."""
     trials = [Trial({"bottom": number}, (str(number),)) for number in range(30)]
     settings = Search(sampler="random", trials=30, halving=Halving(min_documents=5, reduction_factor=factor))
@@ -86,11 +86,11 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_rung_on_other_documents_is_not_known() -> None:
     """A search that is resumed with another seed has rungs of the same size, with other documents."""
     cell = Cell("0123456789ab", "swap", ("math",), ("sw",), {}, {}, "math+sw", False, ("syllables",))
-    found = Findings()
+    result = Findings()
     value = TaskValue(None, None, {}, {1: 1.0, 2: 0.0})
-    found.rungs[cell.cell, 2] = RungResult(cell.cell, 2, {"syllables": value}, {})
-    assert found.get(Assignment(cell, {"syllables": (1, 2)})) == found.rungs[cell.cell, 2]
-    assert found.get(Assignment(cell, {"syllables": (1, 3)})) is None
+    result.rungs[cell.cell, 2] = RungResult(cell.cell, 2, {"syllables": value}, {})
+    assert result.get(Assignment(cell, {"syllables": (1, 2)})) == result.rungs[cell.cell, 2]
+    assert result.get(Assignment(cell, {"syllables": (1, 3)})) is None
 
 
 @pytest.fixture
@@ -116,13 +116,13 @@ def prepared_from(content: dict[str, Any]) -> PreparedSweep:
     return prepare(SweepRecipe.model_validate(content))
 
 
-def test_what_goes_on_is_judged_as_in_the_grid(halving: Content, tmp_path: Path) -> None:
+def test_continued_trials_are_judged_as_in_the_grid(halving: Content, tmp_path: Path) -> None:
     prepared = prepared_from(halving())
     assert rungs(prepared) == (3, 6, 12)
-    told: list[SweepProgress] = []
-    run = sweep(prepared, tmp_path / "run", device="cpu", tell=told.append)
-    assert (told[-1].done, told[-1].total) == (4 + 2 * 8, 4 + 2 * 8)
-    assert [progress.done for progress in told] == sorted(progress.done for progress in told)
+    reports: list[SweepProgress] = []
+    run = sweep(prepared, tmp_path / "run", device="cpu", tell=reports.append)
+    assert (reports[-1].done, reports[-1].total) == (4 + 2 * 8, 4 + 2 * 8)
+    assert [progress.done for progress in reports] == sorted(progress.done for progress in reports)
     swaps = [result.cell for result in run.results if result.cell.family == "swap"]
     given_up = {cell.configuration for cell in run.given_up}
     assert len(given_up) + len({cell.configuration for cell in swaps}) == 8
@@ -144,14 +144,14 @@ def test_what_goes_on_is_judged_as_in_the_grid(halving: Content, tmp_path: Path)
     assert nested[3] < nested[6] < nested[12]
 
 
-def test_a_grid_that_is_finished_answers_all_questions(halving: Content, tmp_path: Path) -> None:
+def test_a_finished_grid_answers_all_questions(halving: Content, tmp_path: Path) -> None:
     sweep(prepared_from(halving(search=None)), tmp_path / "run", device="cpu")
     before = plain(tmp_path / "run")
     sweep(prepared_from(halving()), tmp_path / "run", device="cpu")
     assert plain(tmp_path / "run") == before
 
 
-def test_cut_short_it_asks_the_same_questions(halving: Content, tmp_path: Path) -> None:
+def test_an_interrupted_search_asks_the_same_questions(halving: Content, tmp_path: Path) -> None:
     prepared = prepared_from(halving())
     sweep(prepared, tmp_path / "peace", device="cpu")
     sweep(prepared, tmp_path / "cut", device="cpu")
@@ -162,13 +162,13 @@ def test_cut_short_it_asks_the_same_questions(halving: Content, tmp_path: Path) 
             lines = path.read_bytes().splitlines(keepends=True)
             torn = lines[kept][:20]
             (tmp_path / "cut" / path.name).write_bytes(b"".join(lines[:kept]) + torn)
-        found = estimate(prepared, check_out_path(tmp_path / "cut", prepared.described, overwrite=False))
-        assert (found.cells, found.finished) == (4 + 2 * 8, kept_cells)
+        result = estimate(prepared, check_out_path(tmp_path / "cut", prepared.described, overwrite=False))
+        assert (result.cells, result.finished) == (4 + 2 * 8, kept_cells)
         sweep(prepared, tmp_path / "cut", device="cpu")
         assert plain(tmp_path / "cut") == plain(tmp_path / "peace")
 
 
-def test_killed_it_ends_the_same(halving: Content, tmp_path: Path) -> None:
+def test_a_killed_search_ends_the_same(halving: Content, tmp_path: Path) -> None:
     found = {}
     for name, kills in (("peace", 0), ("killed", 4)):
         found[name] = dying("kill", recipe=halving(), folder=str(tmp_path / name), kills=kills, seed=1)

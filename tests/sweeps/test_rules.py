@@ -86,7 +86,7 @@ def test_experts_of_every_role_are_judged_alone() -> None:
         ({"roles": {"culture": {"task": "x"}}, "compositions": {"x": {"rules": ["task"]}}}, "compositions"),
     ],
 )
-def test_what_is_refused(content: dict[str, Any], parameter: str) -> None:
+def test_invalid_rules_are_refused(content: dict[str, Any], parameter: str) -> None:
     with refused(FieldError, parameter):
         recipe_of(**content)
 
@@ -97,7 +97,7 @@ def test_names_of_roles(role: str) -> None:
         recipe_of(roles={role: {"x": "y"}})
 
 
-def test_methods_that_are_not_of_low_rank_need_a_bound() -> None:
+def test_methods_that_are_not_low_rank_need_a_bound() -> None:
     rules = ["m1 + s1 with method=ties, density=0.5"]
     with refused(FieldError, "max_rank"):
         grid_of(compositions={"x": {"rules": rules}})

@@ -39,22 +39,23 @@ def asked(search: Search, fields: dict[str, list[Any]], value: Callable[[Any], f
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_no_configuration_is_asked_for_twice_and_the_same_again(sampler: Any) -> None:
+def test_searches_are_reproducible_and_try_no_configuration_twice(sampler: Any) -> None:
     fields = {"bottom": [5, 3, 4], "density": [0.2, 0.9, 0.3], "weights": ["equal", "magnitude"], "seed": [7, 1]}
 
     def value(values: Any) -> float:
         return float(values["bottom"] - values["density"] + (values["weights"] == "equal"))
 
-    found = asked(Search(sampler=sampler, trials=20), fields, value)
-    assert len(found) == 20 == len({str(sorted(values.items())) for values in found})
-    assert found == asked(Search(sampler=sampler, trials=20), fields, value)
-    assert found[:12] == asked(Search(sampler=sampler, trials=12), fields, value)  # more trials go on where fewer ended
-    assert found != asked(Search(sampler=sampler, trials=20, seed=1), fields, value)
+    result = asked(Search(sampler=sampler, trials=20), fields, value)
+    assert len(result) == 20 == len({str(sorted(values.items())) for values in result})
+    assert result == asked(Search(sampler=sampler, trials=20), fields, value)
+    # a search with fewer trials is the beginning of a longer one
+    assert result[:12] == asked(Search(sampler=sampler, trials=12), fields, value)
+    assert result != asked(Search(sampler=sampler, trials=20, seed=1), fields, value)
     every = asked(Search(sampler=sampler, trials=1000), fields, value)
     assert len(every) == 36 == len({str(sorted(values.items())) for values in every})
 
 
-def test_what_is_found_is_better_than_by_chance() -> None:
+def test_searches_beat_chance() -> None:
     """A smooth hill over 4,096 configurations, 60 of them asked for: over ten seeds, against the random sampler."""
     fields = {name: list(range(8)) for name in ("bottom", "top", "bottom_transition", "top_transition")}
 
@@ -87,9 +88,9 @@ def test_a_search_judges_cells_of_the_grid(searching: Callable[..., SweepRecipe]
     assert estimate(prepared).families == {
         "base": 1, "task expert": 2, "language expert": 1, "swap": 2 * 5, "parts": 2 * 2,
     }  # fmt: skip
-    told: list[SweepProgress] = []
-    run = sweep(prepared, tmp_path / "run", device="cpu", tell=told.append)
-    assert (told[-1].done, told[-1].total) == (18, 18)
+    reports: list[SweepProgress] = []
+    run = sweep(prepared, tmp_path / "run", device="cpu", tell=reports.append)
+    assert (reports[-1].done, reports[-1].total) == (18, 18)
     swaps = [result.cell for result in run.results if result.cell.family == "swap"]
     assert [cell.configuration for cell in swaps[::2]] == [cell.configuration for cell in swaps[1::2]]  # both pairs
     assert len({cell.cell for cell in swaps}) == 10
@@ -102,22 +103,22 @@ def test_a_search_judges_cells_of_the_grid(searching: Callable[..., SweepRecipe]
     assert (row.n, row.configurations) == (10, 5)
 
 
-def test_only_the_documents_to_choose_on_are_looked_at(searching: Callable[..., SweepRecipe]) -> None:
+def test_only_the_documents_to_choose_on_are_used(searching: Callable[..., SweepRecipe]) -> None:
     """Other scores on the documents to report on change no question; other scores on the documents to choose on do."""
     prepared = prepare(searching(search={"trials": 15}, baselines=["base"]))
     task = prepared.tasks["mgsm_direct_sw"]
 
     def order(prepared: PreparedSweep, select: float, report: float) -> list[str]:
         """Scores that rise with the bottom zone, or fall, by half."""
-        found: list[str] = []
+        result: list[str] = []
         known = Findings()
         for batch in batches(prepared, known):
             for cell in (assignment.cell for assignment in batch):
                 height = cell.composition.get("bottom", 0)
                 docs = dict.fromkeys(task.select, select * height) | dict.fromkeys(task.report, report * height)
                 known.results[cell.cell] = CellResult(cell, {task.name: TaskValue(None, None, {}, docs)}, {})
-                found.append(cell.short)
-        return found
+                result.append(cell.short)
+        return result
 
     assert order(prepared, 1, 1) == order(prepared, 1, -9)
     assert order(prepared, 1, 1) != order(prepared, -1, 1)
@@ -126,7 +127,7 @@ def test_only_the_documents_to_choose_on_are_looked_at(searching: Callable[..., 
         order(blind, 1, 1)
 
 
-def test_resumed_it_asks_the_same_questions(searching: Callable[..., SweepRecipe], tmp_path: Path) -> None:
+def test_a_resumed_search_asks_the_same_questions(searching: Callable[..., SweepRecipe], tmp_path: Path) -> None:
     prepared = prepare(searching(search={"trials": 6}))
     sweep(prepared, tmp_path / "peace", device="cpu")
     sweep(prepared, tmp_path / "killed", device="cpu")

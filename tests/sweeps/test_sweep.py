@@ -1,4 +1,4 @@
-"""A sweep's cells beside the same things evaluated alone: live, from an adapter on disk, and by PEFT itself."""
+"""A sweep's cells against the same compositions evaluated alone: live, from disk, and by PEFT."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def rows(result: EvaluationResult) -> list[dict[str, Any]]:
     return [{key: sample.as_json()[key] for key in keys} for sample in result.samples]
 
 
-def test_every_cell_is_what_it_would_be_alone(swept: tuple[PreparedSweep, Run], tmp_path: Path) -> None:
+def test_every_cell_equals_a_separate_evaluation(swept: tuple[PreparedSweep, Run], tmp_path: Path) -> None:
     """In the model as `evaluate` loads it; and, but for rounding, from an adapter that was composed on disk."""
     prepared, run = swept
     assert len(run.results) == 4 + 14
@@ -104,13 +104,13 @@ def test_every_cell_is_what_it_would_be_alone(swept: tuple[PreparedSweep, Run], 
     assert len(outputs) > 12  # the methods do differ
 
 
-def test_only_what_needs_tensors_of_its_own_is_reduced(swept: tuple[PreparedSweep, Run]) -> None:
+def test_only_compositions_with_new_tensors_are_reduced(swept: tuple[PreparedSweep, Run]) -> None:
     prepared, run = swept
     reduced = {result.cell.family for result in run.results if way_of(prepared, result.cell) == "reduced"}
     assert reduced == {"ties", "dare_linear", "dare_ties", "magnitude_prune", "cut", "truncated"}
 
 
-def test_the_folder_says_what_was_asked(swept: tuple[PreparedSweep, Run], world: Path) -> None:
+def test_the_folder_describes_the_sweep(swept: tuple[PreparedSweep, Run], world: Path) -> None:
     prepared, run = swept
     assert run.unfinished == ()
     assert [result.cell for result in run.results] == list(run.cells) == list(prepared.grid.cells)
@@ -132,7 +132,7 @@ def test_the_folder_says_what_was_asked(swept: tuple[PreparedSweep, Run], world:
 
 
 def test_the_recipe_in_the_folder_can_be_run_again(swept: tuple[PreparedSweep, Run], world: Path) -> None:
-    """Once its names are paths again, it asks for the same cells."""
+    """With its names as paths again, it describes the same cells."""
     prepared, run = swept
     content = dict(run.described["recipe"])
     for side in ("task_experts", "language_experts"):
@@ -144,15 +144,15 @@ def test_the_recipe_in_the_folder_can_be_run_again(swept: tuple[PreparedSweep, R
 
 def test_a_composition_in_two_families_is_judged_once(recipe: Recipe, tmp_path: Path) -> None:
     families = [{"bottom": [1, 2], "top": 1}, {"name": "mine", "bottom": 2, "top": 1}]
-    told: list[SweepProgress] = []
-    run = sweep(recipe(baselines=[], compositions=families), tmp_path / "run", device="cpu", tell=told.append)
+    reports: list[SweepProgress] = []
+    run = sweep(recipe(baselines=[], compositions=families), tmp_path / "run", device="cpu", tell=reports.append)
     first, same = (r for r in run.results if r.cell.composition["bottom"] == 2)
     assert (first.cell.family, same.cell.family) == ("layer_swap", "mine")
     assert same.seconds == {"switch": 0, "evaluate": 0}
     assert same.results == first.results
     assert read_samples(run.folder, same.cell.cell) == read_samples(run.folder, first.cell.cell)
-    assert {progress.cell for progress in told if progress.requests} == {run.cells[0].short, run.cells[1].short}
-    assert (told[-1].done, told[-1].total) == (3, 3)
+    assert {progress.cell for progress in reports if progress.requests} == {run.cells[0].short, run.cells[1].short}
+    assert (reports[-1].done, reports[-1].total) == (3, 3)
 
 
 def test_a_truncated_cell_records_its_relative_error(world: Path, recipe: Recipe, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_truncated_cell_records_its_relative_error(world: Path, recipe: Recipe
     assert errors == {family: result.relative_error for family, result in found.items()}
 
 
-def test_each_pair_is_asked_in_its_own_language(world: Path, recipe: Recipe, tmp_path: Path) -> None:
+def test_each_pair_is_judged_in_its_own_language(world: Path, recipe: Recipe, tmp_path: Path) -> None:
     experts = {name: str(world / name) for name in ("sw1", "sw2")}
     tasks = {"sw1": ["mgsm_direct_sw"], "sw2": ["mgsm_direct_te"]}
     run = sweep(recipe(language_experts=experts, tasks=tasks, baselines=["base", "soup"]), tmp_path / "run")
@@ -250,7 +250,7 @@ def test_unsuitable_recipes_are_refused(
         prepare(recipe(**changes))
 
 
-def test_an_expert_that_gives_nothing_is_refused_unless_it_is_left_out(recipe: Recipe) -> None:
+def test_an_unused_expert_is_refused_unless_it_is_left_out(recipe: Recipe) -> None:
     with pytest.raises(AdapterswapError, match=r"math1\+sw1@bottom=0: .*'sw1'"):
         prepare(recipe(compositions=[{"bottom": [0, 1]}]))
     reset = recipe(compositions=[{"bottom": 0, "top": 0, "language": "base"}], baselines=[])

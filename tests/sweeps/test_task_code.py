@@ -1,4 +1,4 @@
-"""A sweep over tasks that bring Python: consent is the user's, each time, and reaches every worker."""
+"""A sweep over tasks with Python code: the user must consent each time, and every worker gets the consent."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_sweep_asks_for_trust_each_time(
         assert not tasks.ran
         assert not out.exists()
     for options in (["--dry-run"], []):
-        done = run(*command, *options, "--trust-task-code")
-        assert done.exit_code == 0, done.stderr
+        result = run(*command, *options, "--trust-task-code")
+        assert result.exit_code == 0, result.stderr
         assert tasks.ran
         tasks.marker.unlink()
     assert "trust_task_code" not in (out / "sweep.json").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Two processes that judge every cell together write what one writes, also where they are killed in the middle."""
+"""Two processes that judge every cell together write the same as one, also if they are killed."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def cells(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_two_processes_killed_and_gone_on_with_by_one_write_what_one_writes(content: Content, tmp_path: Path) -> None:
+def test_two_killed_processes_resumed_by_one_write_the_same(content: Content, tmp_path: Path) -> None:
     """The number of processes is no setting: a folder that two began may be completed by one."""
-    asked = content(compositions=FAMILIES, **TWO_TASKS)
-    sweep(SweepRecipe.model_validate(asked), tmp_path / "peace", device="cpu")
-    held = {"folder": str(tmp_path / "killed"), "cells": 4, "arguments": arguments(asked, tmp_path / "killed")}
+    requested = content(compositions=FAMILIES, **TWO_TASKS)
+    sweep(SweepRecipe.model_validate(requested), tmp_path / "peace", device="cpu")
+    held = {"folder": str(tmp_path / "killed"), "cells": 4, "arguments": arguments(requested, tmp_path / "killed")}
     with started(Path(__file__).with_name("dying.py"), "held", json.dumps(held)) as run:
         assert run.stdout is not None
         assert "held\n" in iter(run.stdout.readline, ""), run.communicate()[1]
@@ -56,29 +56,31 @@ def test_two_processes_killed_and_gone_on_with_by_one_write_what_one_writes(cont
                 process.kill()
         psutil.wait_procs(family)
     assert 4 <= cells(tmp_path / "killed") < len(read_run(tmp_path / "peace").results)
-    sweep(SweepRecipe.model_validate(asked), tmp_path / "killed", device="cpu")
+    sweep(SweepRecipe.model_validate(requested), tmp_path / "killed", device="cpu")
     assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
 
 
 @pytest.mark.slow
-def test_two_processes_search_as_one_does(content: Content, tmp_path: Path) -> None:
+def test_two_processes_search_like_one(content: Content, tmp_path: Path) -> None:
     """By halving, so that questions are about some of the documents; and a finished folder is left as it is."""
     pytest.importorskip("optuna")
     search = {"sampler": "random", "trials": 4, "halving": {"min_documents": 3, "reduction_factor": 2}}
     settings = content()["settings"] | {"limit": 13}
-    asked = content(compositions=[{"bottom": [1, 2, 3], "top": [0, 1]}], search=search, settings=settings, **TWO_TASKS)
-    alone = sweep(SweepRecipe.model_validate(asked), tmp_path / "alone", device="cpu")
+    requested = content(
+        compositions=[{"bottom": [1, 2, 3], "top": [0, 1]}], search=search, settings=settings, **TWO_TASKS
+    )
+    alone = sweep(SweepRecipe.model_validate(requested), tmp_path / "alone", device="cpu")
     assert len(alone.rungs) >= 4
     for _ in range(2):
-        with started("-m", "adapterswap", *arguments(asked, tmp_path / "together"), "--json") as run:
-            out, told = run.communicate()
-        assert run.returncode == 0, told
+        with started("-m", "adapterswap", *arguments(requested, tmp_path / "together"), "--json") as run:
+            out, message = run.communicate()
+        assert run.returncode == 0, message
         assert json.loads(out)["cells"] == cells(tmp_path / "alone")
-        assert told.count("written to") == 1
+        assert message.count("written to") == 1
         assert plain(tmp_path / "together") == plain(tmp_path / "alone")
 
 
-def test_processes_that_find_something_else_are_refused() -> None:
+def test_processes_with_different_results_are_refused() -> None:
     known = {"experts": {"math": "1"}, "settings": {"dtype": "float32"}, "recipe": {}, "versions": {"torch": "2"}}
     assert agreed(known, known) == known
     with refused(RunError, match="versions, dtype"):

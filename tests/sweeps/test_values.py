@@ -16,19 +16,19 @@ NAME = "perplexing"
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 @pytest.mark.parametrize("mean", [0.5, None])
-def test_one_document_without_a_score_leaves_its_cell_without(odd: float, mean: float | None) -> None:
+def test_a_document_without_a_score_leaves_its_cell_without_one(odd: float, mean: float | None) -> None:
     info = TaskInfo(NAME, "target", "sw", ("acc", "none"), True, 3, (0,), (1, 2))
     scores = [{"metric": "acc", "filter": "none", "value": mean, "stderr": None}]
     samples = [SimpleNamespace(task=NAME, doc_id=doc, scores={"none": {"acc": score}})
                for doc, score in enumerate([1.0, odd, 0.0])]  # fmt: skip
-    found: Any = SimpleNamespace(
+    result: Any = SimpleNamespace(
         as_json=lambda: {"tasks": [{"name": NAME, "scores": scores}]},
         tasks={NAME: SimpleNamespace(name=NAME, cut=None)},
         samples=samples,
     )
     prepared: Any = SimpleNamespace(tasks={NAME: info})
-    (value,) = _values(found, prepared).values()
+    (value,) = _values(result, prepared).values()
     assert (value.value, value.stderr, dict(value.docs), value.scores) == (None, None, {}, {"acc,none": None})
     samples[1].scores["none"]["acc"] = 1.0
-    (value,) = _values(found, prepared).values()
+    (value,) = _values(result, prepared).values()
     assert value.docs == {0: 1.0, 1: 1.0, 2: 0.0}

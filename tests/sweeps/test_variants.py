@@ -1,4 +1,4 @@
-"""Sweeps of DoRA and of modules trained in full: each cell beside the adapter that is written alone."""
+"""Sweeps of DoRA and of modules trained in full: each cell against the adapter written separately."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ COMPOSITIONS: list[dict[str, Any]] = [
     ],
     ids=["DoRA and a head", "a head"],
 )
-def test_cells_equal_what_is_written(
+def test_cells_equal_written_adapters(
     options: dict[str, Any], compositions: list[dict[str, Any]], trained: Callable[..., str], recipe: Recipe,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -113,8 +113,11 @@ def test_dora_beside_plain_lora_equals_merged_weights(
 def test_what_peft_cannot_switch_is_refused_before_weights_are_loaded(
     trained: Callable[..., str], recipe: Recipe
 ) -> None:
-    for options, told in (({"bias": "lora_only"}, "bias"), ({"modules_to_save": ["lm_head"], "bias": "all"}, "bias")):
-        with refused(UnsupportedError, "task_experts", match=told):
+    for options, message in (
+        ({"bias": "lora_only"}, "bias"),
+        ({"modules_to_save": ["lm_head"], "bias": "all"}, "bias"),
+    ):
+        with refused(UnsupportedError, "task_experts", match=message):
             prepare(recipe(task_experts={"math1": trained(9, **options)}))
     clashing = {"math1": trained(7, modules_to_save=["lm_head"])}, {"sw1": trained(8, target_modules=["lm_head"])}
     with pytest.raises(AdapterswapError, match="side by side"):
