@@ -1,4 +1,4 @@
-"""ΔW of what is written, against numpy in float64: sums, one rounding, identity, bytes that stay, determinism."""
+"""ΔW of written adapters, against numpy in float64: sums, one rounding, identity, copied bytes, determinism."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def deltas(folder: Path) -> dict[str, np.ndarray]:
     """ΔW of every module in float64, from the files alone and by PEFT's published rule."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = {key: value.double().numpy() for key, value in load_file(folder / "adapter_model.safetensors").items()}
-    found = {}
+    result = {}
     for key, a in tensors.items():
         if key.endswith(".lora_A.weight"):
             name = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
@@ -37,8 +37,8 @@ def deltas(folder: Path) -> dict[str, np.ndarray]:
             rank = config["rank_pattern"].get(name, config["r"])
             alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
             assert a.shape[0] == rank
-            found[name] = alpha / (mathematics.sqrt(rank) if config["use_rslora"] else rank) * (b @ a)
-    return found
+            result[name] = alpha / (mathematics.sqrt(rank) if config["use_rslora"] else rank) * (b @ a)
+    return result
 
 
 def handmade(
@@ -62,7 +62,7 @@ def handmade(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_every_module_is_what_the_zones_say(data: st.DataObject, tmp_path: Path) -> None:
+def test_every_module_follows_the_zones(data: st.DataObject, tmp_path: Path) -> None:
     layers = data.draw(st.integers(1, 9), "layers")
     zones = data.draw(
         st.lists(st.integers(0, layers), min_size=4, max_size=4).filter(lambda z: sum(z) <= layers), "zones"
@@ -167,7 +167,7 @@ def test_the_same_inputs_give_the_same_bytes(method: str, math: Path, swahili: P
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_mixed_dtypes_widen_only_where_they_meet(tmp_path: Path) -> None:
+def test_mixed_dtypes_widen_only_in_blends(tmp_path: Path) -> None:
     one = handmade(tmp_path / "one", layers=4, rank=2, alpha=4, rslora=True, seed=1, dtype=torch.bfloat16)
     two = handmade(tmp_path / "two", layers=4, rank=2, alpha=4, rslora=True, seed=2, dtype=torch.float16)
     plan = adapterswap.layer_swap(one, two, num_layers=4, bottom=1, top=0, bottom_transition=1)

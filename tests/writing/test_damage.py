@@ -26,7 +26,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture
 def refused(run: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
-    """`refused("what is printed", "compose", …)` runs a command that must fail, and looks at all that it did."""
+    """`refused("part of the message", "compose", …)` runs a command that must fail, and checks its effects."""
 
     def check(told: str, *arguments: object) -> None:
         before = snapshot(tmp_path)
@@ -45,7 +45,7 @@ def refused(run: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """Two sound adapters, math and swahili."""
+    """Two valid adapters, math and swahili."""
     return adapter(tmp_path / "math"), adapter(tmp_path / "swahili", tensors(seed=1))
 
 
@@ -139,10 +139,10 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGED_FILES)
 def test_a_damaged_file(damage: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path) -> None:
-    apply, told = DAMAGED_FILES[damage]
+    apply, message = DAMAGED_FILES[damage]
     apply(pair[1])
-    refused(told, *compose(*pair, tmp_path / "out"))
-    refused(told, "inspect", pair[1])
+    refused(message, *compose(*pair, tmp_path / "out"))
+    refused(message, "inspect", pair[1])
     with refusals.refused(ExpertError):
         adapterswap.open_adapter(pair[1])
 
@@ -198,7 +198,7 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-SOUND_TENSORS = {  # they are as they should be, and cannot be composed exactly
+SOUND_TENSORS = {  # valid, but cannot be composed exactly
     "a convolution", "float8", "integers", "float64", "a bias of the base",
     "trainable tokens", "the base's weight without LoRA", "a saved module of integers",
     "an encoder and a decoder",
@@ -206,12 +206,12 @@ SOUND_TENSORS = {  # they are as they should be, and cannot be composed exactly
 
 
 @pytest.mark.parametrize("wrong", WRONG_TENSORS)
-def test_tensors_that_are_no_lora(
+def test_tensors_that_are_not_lora(
     wrong: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
 ) -> None:
-    content, settings, told = WRONG_TENSORS[wrong]
+    content, settings, message = WRONG_TENSORS[wrong]
     adapter(tmp_path / "swahili", content, config(**settings))
-    refused(told, *compose(*pair, tmp_path / "out"))
+    refused(message, *compose(*pair, tmp_path / "out"))
     if wrong == "a whole weight":  # PEFT saves it beside new tokens; only its average with the base's own is refused
         adapterswap.open_adapter(pair[1])
         return
@@ -273,16 +273,16 @@ SOUND_CONFIGS = {  # likewise
 def test_configs_that_cannot_be_composed_exactly(
     wrong: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
 ) -> None:
-    changes, told = WRONG_CONFIGS[wrong]
+    changes, message = WRONG_CONFIGS[wrong]
     adapter(tmp_path / "swahili", None, config(**changes))
-    refused(told, *compose(*pair, tmp_path / "out"))
-    refused(told, "inspect", pair[1])
+    refused(message, *compose(*pair, tmp_path / "out"))
+    refused(message, "inspect", pair[1])
     with refusals.refused(UnsupportedError if wrong in SOUND_CONFIGS else ExpertError):
         adapterswap.open_adapter(pair[1])
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "message"),
     [
         (b"", "is not JSON"),
         (b"\xff\xfe{", "is not JSON in UTF-8"),
@@ -295,33 +295,35 @@ def test_configs_that_cannot_be_composed_exactly(
     ],
 )
 def test_a_damaged_config(
-    raw: bytes, told: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
+    raw: bytes, message: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
 ) -> None:
     (pair[0] / CONFIG).write_bytes(raw)
-    refused(told, *compose(*pair, tmp_path / "out"))
+    refused(message, *compose(*pair, tmp_path / "out"))
     with refusals.refused(ExpertError):
         adapterswap.open_adapter(pair[0])
 
 
-def test_all_mistakes_of_both_experts_are_told_together(pair: tuple[Path, Path], run: Callable[..., Result]) -> None:
+def test_all_mistakes_of_both_experts_are_reported_together(
+    pair: tuple[Path, Path], run: Callable[..., Result]
+) -> None:
     (pair[0] / WEIGHTS).write_bytes(b"")
     adapter(pair[1], None, config(layer_replication=[[0, 1]], bias="some"))
-    told = run(*compose(*pair, "out")).stderr.splitlines()
-    assert [line.split(": ", 2)[2].split(" ")[0] for line in told[1:]] == ["layer_replication", "bias"]
-    assert len(told) == 3
+    lines = run(*compose(*pair, "out")).stderr.splitlines()
+    assert [line.split(": ", 2)[2].split(" ")[0] for line in lines[1:]] == ["layer_replication", "bias"]
+    assert len(lines) == 3
 
 
 def test_the_same_mistake_everywhere_is_counted(pair: tuple[Path, Path], run: Callable[..., Result]) -> None:
     adapter(pair[1], tensors(layers=30, rank=3))
-    told = run(*compose(*pair, "out")).stderr.splitlines()
-    assert len(told) == 21
-    assert told[-1] == "Error: 40 more problems were found. Correct these first."
+    lines = run(*compose(*pair, "out")).stderr.splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "Error: 40 more problems were found. Correct these first."
 
 
 @pytest.mark.parametrize("options", [(), ("--method", "soup"), ("--method", "soup", "--max-rank", 1)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_numbers_that_are_none(
+def test_nan_and_infinity_are_refused(
     dtype: str, value: float, options: tuple[object, ...], refused: Callable[..., None], tmp_path: Path
 ) -> None:
     """In a tensor that is copied, in one that is blended, and in one that is truncated; in A and in B."""
@@ -375,7 +377,7 @@ def test_a_file_that_changes_between_its_header_and_its_bytes(pair: tuple[Path, 
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "message"),
     [
         (["adapter_model.bin"], "holds a pickled adapter (.bin), which can run code when loaded. If you trust it"),
         (["adapter_model-00001-of-00002.safetensors"], "holds a sharded adapter. Load it with PEFT and save it again"),
@@ -384,18 +386,18 @@ def test_a_file_that_changes_between_its_header_and_its_bytes(pair: tuple[Path, 
     ],
 )
 def test_other_kinds_of_files(
-    files: list[str], told: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
+    files: list[str], message: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
 ) -> None:
     (pair[1] / WEIGHTS).unlink()
     for file in files:
         (pair[1] / file).write_bytes(b"x")
-    refused(told, *compose(*pair, tmp_path / "out"))
+    refused(message, *compose(*pair, tmp_path / "out"))
     with refusals.refused(UnsupportedError if files else ExpertError):
         adapterswap.open_adapter(pair[1])
 
 
-def test_things_that_are_no_files(pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path) -> None:
-    """A pipe would wait for ever, a device never end; a folder is not a file."""
+def test_inputs_that_are_not_files(pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path) -> None:
+    """Reading a pipe would block, a device would never end, and a folder is not a file."""
     for file, damage in ((WEIGHTS, os.mkfifo), (CONFIG, os.mkfifo), (CONFIG, os.mkdir), (WEIGHTS, os.mkdir)):
         content = (pair[1] / file).read_bytes()
         (pair[1] / file).unlink()
@@ -411,7 +413,7 @@ def test_things_that_are_no_files(pair: tuple[Path, Path], refused: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("reference", "told"),
+    ("reference", "message"),
     [
         ("", "path is empty"),
         ("nowhere", "the path nowhere does not exist"),
@@ -423,12 +425,12 @@ def test_things_that_are_no_files(pair: tuple[Path, Path], refused: Callable[...
         ("org/name@/etc", "does not exist"),
     ],
 )
-def test_references_that_lead_nowhere(reference: str, told: str, refused: Callable[..., None]) -> None:
-    refused(told, "inspect", reference)
+def test_references_without_a_target(reference: str, message: str, refused: Callable[..., None]) -> None:
+    refused(message, "inspect", reference)
 
 
 @pytest.mark.parametrize(
-    ("base", "told"),
+    ("base", "message"),
     [
         ({"num_hidden_layers": 10**15}, "does not say how many layers it has"),
         ({"num_hidden_layers": -4}, "does not say how many layers it has"),
@@ -438,12 +440,12 @@ def test_references_that_lead_nowhere(reference: str, told: str, refused: Callab
         ({"text_config": {"text_config": {"num_hidden_layers": 2}}}, "adapts layer 3, but the base has 2 layers"),
     ],
 )
-def test_a_base_config_that_is_none(
-    base: Any, told: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
+def test_an_invalid_base_config(
+    base: Any, message: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
 ) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(base))
-    refused(told, "compose", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", "--base-model", tmp_path / "base")
+    refused(message, "compose", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", "--base-model", tmp_path / "base")
 
 
 def test_a_base_config_with_infinity(pair: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path) -> None:
@@ -463,21 +465,19 @@ def test_a_base_of_another_shape(refused: Callable[..., None], tmp_path: Path) -
     (base / "config.json").write_text(json.dumps(BASE_CONFIG))
     options = (*compose(math, swahili, tmp_path / "out"), "--base-model", base)
     refused("has no safetensors weights", *options)
-    for content, told in (
+    for content, message in (
         ({"lm_head.weight": ("F32", (5, 4), bytes(80))}, "lm_head.weight"),
         ({"lm_head.weight": ("F8_E4M3", (4, 4), bytes(16))}, "lm_head.weight"),
         ({"other": ("F32", (4, 4), bytes(64))}, "has no tensor lm_head.weight"),
     ):
-        found, data = parts(content)
-        raw = json.dumps(found).encode()
+        result, data = parts(content)
+        raw = json.dumps(result).encode()
         (base / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
-        refused(told, *options)
+        refused(message, *options)
 
 
-def test_a_record_that_is_none_is_not_believed(
-    pair: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path
-) -> None:
-    """adapterswap.json is read by `inspect`; whatever stands in it, the adapter itself is shown."""
+def test_an_invalid_record_is_ignored(pair: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path) -> None:
+    """`inspect` reads adapterswap.json, but shows the adapter whatever the record contains."""
     plain = run("inspect", pair[0])
     for raw in (
         b"\xff",
@@ -496,13 +496,13 @@ def test_a_record_that_is_none_is_not_believed(
     experts = {"\x1b[31mred\n": {"source": "a\x07b", "revision": None}}
     record = {"num_layers": 4, "experts": experts, "modules": {Q0.removeprefix(PREFIX): "\x1b[31mred\n"}}
     (pair[0] / "adapterswap.json").write_text(json.dumps(record))
-    told = run("inspect", pair[0]).stdout
-    assert r"\x1b[31mred\n from a\x07b" in told
-    assert told.replace("\n", "").isprintable()
+    output = run("inspect", pair[0]).stdout
+    assert r"\x1b[31mred\n from a\x07b" in output
+    assert output.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "message"),
     [
         (b"\xff", "is not valid YAML"),
         (b"experts: {a: b", "is not valid YAML"),
@@ -516,28 +516,28 @@ def test_a_record_that_is_none_is_not_believed(
         (b"allocation: [{layers: '" + b"0-9999," * 9000 + b"1', expert: a}]", "write ranges"),
     ],
 )
-def test_recipes_that_are_none(recipe: bytes, told: str, refused: Callable[..., None], tmp_path: Path) -> None:
+def test_invalid_recipes(recipe: bytes, message: str, refused: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_bytes(recipe)
-    refused(told, "compose", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
+    refused(message, "compose", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
     refused("is neither a file nor a shipped recipe", "compose", tmp_path / "other.yaml", "-o", tmp_path / "out")
     refused("is not a regular file", "compose", "/dev/zero", "-o", tmp_path / "out")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_terminals_that_cannot_show_all(encoding: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """What is printed holds α and √; a path may hold bytes that are not text at all."""
+def test_terminals_with_other_encodings(encoding: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Messages contain α and √, and a path may contain bytes that are not valid text."""
     out = os.fsencode(tmp_path) + b"/out-\xff"
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     program = [sys.executable, "-m", "adapterswap"]
     for command in (["inspect", pair[0]], ["inspect", pair[0], "--json"], [*compose(*pair, "x", "--json"), "-o", out]):
         arguments = [part if isinstance(part, bytes) else str(part) for part in command]
-        done = subprocess.run([*program, *arguments], capture_output=True, env=environment)
-        assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+        process = subprocess.run([*program, *arguments], capture_output=True, env=environment)
+        assert (process.returncode, b"Traceback" in process.stderr) == (0, False), process.stderr
         if "--json" in command:
-            json.loads(done.stdout)
+            json.loads(process.stdout)
 
 
-def test_whoever_reads_may_leave(pair: tuple[Path, Path]) -> None:
+def test_a_closed_pipe_is_not_an_error(pair: tuple[Path, Path]) -> None:
     """`adapterswap inspect … | head -1` ends in silence."""
     with subprocess.Popen(
         [sys.executable, "-m", "adapterswap", "inspect", str(pair[0]), "--json"], stdout=-1, stderr=-1
@@ -549,7 +549,7 @@ def test_whoever_reads_may_leave(pair: tuple[Path, Path]) -> None:
 
 
 def test_too_little_memory(refused: Callable[..., None], tmp_path: Path) -> None:
-    """Eight megabytes may stand for a ΔW of sixteen terabytes, which TIES would have to form."""
+    """A file of eight megabytes may define a ΔW of sixteen terabytes, which TIES would need in full."""
     large = {
         f"{Q0}.lora_A.weight": ("F16", (2, 2_000_000), bytes(8_000_000)),
         f"{Q0}.lora_B.weight": ("F16", (2_000_000, 2), bytes(8_000_000)),

@@ -46,8 +46,8 @@ def algorithm_1(
     """The first paper's Algorithm 1 on full weights, line by line, with its line 5 read as "and"."""
     merged = {}
     for name in task:
-        found = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
-        layer = int(found[1]) if found else None
+        result = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
+        layer = int(result[1]) if result else None
         if layer is not None and (layer < bottom or layer > LAYERS - 1 - top):
             merged[name] = language[name]
         elif layer is not None and layer > bottom - 1 + bottom_transition and layer < LAYERS - top - top_transition:

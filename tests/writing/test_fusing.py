@@ -54,7 +54,7 @@ def of_experts(name: str, count: int = 4, inner: int = 16, hidden: int = 32) -> 
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_what_is_known_to_be_fused_is_fused(name: str, tmp_path: Path) -> None:
+def test_bases_known_to_be_fused_are_fused(name: str, tmp_path: Path) -> None:
     model = build(ARCHITECTURES[name])
     model.config.save_pretrained(tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())

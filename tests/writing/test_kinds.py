@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[PeftConfig, PeftConfig, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_one_config_cannot_hold_is_merged_instead(case: str, base: Base, tmp_path: Path) -> None:
+def test_kinds_that_one_config_cannot_hold_are_merged_instead(case: str, base: Base, tmp_path: Path) -> None:
     math, swahili, words = REFUSED[case]
     experts = pair(base("llama"), tmp_path, math, swahili)
     plan = composed(experts)
@@ -323,7 +323,7 @@ def test_forms_of_plain_lora(options: Any, parameter: str, base: Base, tmp_path:
 
 @pytest.mark.parametrize("operation", ["diff", "analyze"])
 def test_rooms_that_need_factors_refuse(operation: str, base: Base, tmp_path: Path) -> None:
-    """They would measure s·B·A, which DoRA's ΔW is not."""
+    """They would measure s·B·A, which is not DoRA's ΔW."""
     expert = make(base("llama"), tmp_path / "math", dora(), 1)
     calls: dict[str, Callable[[], object]] = {
         "diff": lambda: adapterswap.diff(expert, expert),
@@ -336,10 +336,10 @@ def test_rooms_that_need_factors_refuse(operation: str, base: Base, tmp_path: Pa
 def test_inspect_lists_them(base: Base, tmp_path: Path, run: Run) -> None:
     loha = LoHaConfig(r=3, target_modules=TARGETS, task_type="CAUSAL_LM")
     expert = make(base("llama"), tmp_path / "math", loha, 1)
-    told = json.loads(run("inspect", expert, "--json").stdout)
-    assert told["peft_type"] == "LOHA"
-    assert len(told["opaque"]) == LAYERS * len(TARGETS)
-    assert told["parameters"] == sum(t.numel() for t in load_file(expert / "adapter_model.safetensors").values())
+    output = json.loads(run("inspect", expert, "--json").stdout)
+    assert output["peft_type"] == "LOHA"
+    assert len(output["opaque"]) == LAYERS * len(TARGETS)
+    assert output["parameters"] == sum(t.numel() for t in load_file(expert / "adapter_model.safetensors").values())
     assert "LoHa" in run("inspect", expert).stdout
 
 
@@ -350,7 +350,7 @@ def test_prompts_are_refused_with_the_reason(base: Base, tmp_path: Path) -> None
 
 
 def test_a_head_that_one_expert_trained_in_full_and_another_by_lora(base: Base, tmp_path: Path) -> None:
-    """The owner decides what it is; an average of the two is exact in full weights alone."""
+    """The owner decides the form; an average of the two is exact only in full weights."""
     full = dora(use_dora=False, modules_to_save=["lm_head"])
     low = dora(use_dora=False, target_modules=[*TARGETS, "lm_head"])
     experts = pair(base("llama"), tmp_path, full, low)
@@ -382,7 +382,7 @@ def test_a_module_inside_one_that_another_expert_holds_in_full(base: Base, tmp_p
 
 @pytest.mark.parametrize("version", [None, "0.18.1"])
 def test_fused_parameters_of_an_older_peft(version: str | None, tmp_path: Path) -> None:
-    """Before 0.19 PEFT stored A and B the other way round, which shapes do not tell where a matrix is square."""
+    """Before 0.19 PEFT stored A and B transposed, which the shapes do not reveal if a matrix is square."""
     experts = fused(tmp_path, "math", 1)
     config = experts / "adapter_config.json"
     content = {**json.loads(config.read_text()), "peft_version": version}
@@ -489,7 +489,7 @@ def test_the_page_lists_every_kind() -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_page_tells_what_can_be_done(name: str, base: Base, tmp_path: Path) -> None:
+def test_the_page_lists_supported_operations(name: str, base: Base, tmp_path: Path) -> None:
     """A tick where an operation succeeds, a reason where it is refused. Qwen2 has biases on q_proj and v_proj."""
     row = next(row for row in table("Which adapters") if (f"`{name}" in row[0] or row[0] == name))
     model = base("qwen2")
@@ -535,11 +535,11 @@ def test_unknown_keys_are_ignored_with_a_warning(base: Base, tmp_path: Path, run
     for version in (None, "0.5.0", "0.21.9"):
         config.write_text(json.dumps(content | {"peft_version": version}))
         assert read_adapter_config(config).unknown == ("enable_lora", "lorap_lr_ratio")
-    done = run(
+    result = run(
         "compose", "-t", experts["math"], "-l", experts["swahili"], "-o", tmp_path / "out", "--bottom", 1, "--top", 1
     )
-    assert done.exit_code == 0
-    assert "lorap_lr_ratio" in done.output
+    assert result.exit_code == 0
+    assert "lorap_lr_ratio" in result.output
     assert "lorap_lr_ratio" not in (tmp_path / "out" / "adapter_config.json").read_text()
     config.write_text(json.dumps(content | {"peft_version": "0.22.0"}))
     with pytest.raises(UnsupportedError):

@@ -76,8 +76,8 @@ def command(request: pytest.FixtureRequest) -> str:
 
 
 def test_an_output_is_replaced_by_the_same_command(command: str, here: Path, run: Run) -> None:
-    done = run(*arguments(command))
-    assert done.exit_code == 0, done.stderr
+    result = run(*arguments(command))
+    assert result.exit_code == 0, result.stderr
     first = snapshot(here / "out")
     record = COMMANDS[command][1]
     if record is not None:
@@ -88,8 +88,8 @@ def test_an_output_is_replaced_by_the_same_command(command: str, here: Path, run
     assert snapshot(here / "out") == first
     if record is not None:
         remove_list(here / "out" / record)
-        done = run(*arguments(command), "--overwrite")
-        assert done.exit_code == 0, done.stderr
+        result = run(*arguments(command), "--overwrite")
+        assert result.exit_code == 0, result.stderr
         assert snapshot(here / "out") == first
     edited = next(path for path in sorted((here / "out").rglob("*")) if path.is_file() and path.name != record)
     edited.write_text("edited by hand")
@@ -98,7 +98,7 @@ def test_an_output_is_replaced_by_the_same_command(command: str, here: Path, run
 
 
 @pytest.mark.parametrize("first_edition", [False, True])
-def test_what_others_put_there_is_named_and_kept(command: str, first_edition: bool, here: Path, run: Run) -> None:
+def test_other_files_are_named_and_kept(command: str, first_edition: bool, here: Path, run: Run) -> None:
     record = COMMANDS[command][1]
     if first_edition and record is None:
         pytest.skip("it has no record")
@@ -115,10 +115,10 @@ def test_what_others_put_there_is_named_and_kept(command: str, first_edition: bo
         make()
         before = snapshot(here)
         for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
-            told = run(*arguments(command), *options)
-            assert told.exit_code == 1
-            assert f"did not write: {named}." in told.stderr
-            assert "--overwrite" in told.stderr
+            result = run(*arguments(command), *options)
+            assert result.exit_code == 1
+            assert f"did not write: {named}." in result.stderr
+            assert "--overwrite" in result.stderr
             assert snapshot(here) == before
         path = out / named
         path.rmdir() if named == ".git/" else path.unlink()
@@ -140,23 +140,23 @@ def test_folders_that_no_command_wrote(command: str, here: Path, run: Run) -> No
     (here / "foreign" / "thesis.tex").write_text("years of work")
     before = snapshot(here)
     for folder in ("repository", "trained", "base-model", "evaluation", "foreign"):
-        told = run(*arguments(command, folder), "--overwrite")
-        assert told.exit_code == 1
-        assert "did not write" in told.stderr
+        result = run(*arguments(command, folder), "--overwrite")
+        assert result.exit_code == 1
+        assert "did not write" in result.stderr
         assert snapshot(here) == before
 
 
-def test_an_empty_folder_is_as_good_as_none(command: str, here: Path, run: Run) -> None:
+def test_an_empty_folder_is_treated_as_absent(command: str, here: Path, run: Run) -> None:
     (here / "out").mkdir(mode=0o700)
-    done = run(*arguments(command))
-    assert done.exit_code == 0, done.stderr
+    result = run(*arguments(command))
+    assert result.exit_code == 0, result.stderr
     assert any((here / "out").iterdir())
     assert (here / "out").stat().st_mode & 0o777 == 0o700
 
 
 def test_home_is_expanded(command: str, here: Path, run: Run) -> None:
-    done = run(*arguments(command, "~/made/out"))
-    assert done.exit_code == 0, done.stderr
+    result = run(*arguments(command, "~/made/out"))
+    assert result.exit_code == 0, result.stderr
     assert any((here.parent / "home" / "made" / "out").iterdir())
     assert not (here / "~").exists()
 
@@ -178,12 +178,12 @@ def test_home_is_expanded_in_inputs_and_what_is_written_of_them(here: Path, run:
     (here / "recipe.yaml").write_text(
         "experts: {task: ~/math, language: swahili}\nbase_model: ~/base-model\nbottom: 1\ntop: 1\n"
     )
-    done = run("compose", "recipe.yaml", "-o", "out")
-    assert done.exit_code == 0, done.stderr
+    result = run("compose", "recipe.yaml", "-o", "out")
+    assert result.exit_code == 0, result.stderr
     written = json.loads((here / "out" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(home / "base-model")
-    done = run("slice", "~/math", "--layers=0", "--base-model=~/base-model", "--out-path=~/sliced")
-    assert done.exit_code == 0, done.stderr
+    result = run("slice", "~/math", "--layers=0", "--base-model=~/base-model", "--out-path=~/sliced")
+    assert result.exit_code == 0, result.stderr
     assert (home / "sliced").is_dir()
 
 
@@ -207,8 +207,8 @@ def test_no_output_over_an_input(here: Path, run: Run) -> None:
         (["merge", "-t", "full-math", "-l", "full-swahili", *LAYERS, "--base-model", "base-model"], "base-model"),
     ):
         for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
-            told = run(*words, "-o", out, *options)
-            assert (told.exit_code, "overlaps the input" in told.stderr) == (1, True), (words, out, told.stderr)
+            result = run(*words, "-o", out, *options)
+            assert (result.exit_code, "overlaps the input" in result.stderr) == (1, True), (words, out, result.stderr)
             assert snapshot(here) == before
 
 
@@ -220,12 +220,12 @@ def test_links_in_an_input_lead_to_inputs(here: Path, run: Run) -> None:
     (here / "alias").symlink_to(here / "composed")
     before = snapshot(here)
     for expert in ("linked", "alias"):
-        told = run("slice", expert, "--layers", "0", "--num-layers", "4", "-o", "composed", "--overwrite")
-        assert told.exit_code == 1
-        assert "overlaps the input" in told.stderr
-        told = run("slice", "composed", "--layers", "0", "--num-layers", "4", "-o", "alias", "--overwrite")
-        assert told.exit_code == 1
-        assert "overlaps the input" in told.stderr
+        result = run("slice", expert, "--layers", "0", "--num-layers", "4", "-o", "composed", "--overwrite")
+        assert result.exit_code == 1
+        assert "overlaps the input" in result.stderr
+        result = run("slice", "composed", "--layers", "0", "--num-layers", "4", "-o", "alias", "--overwrite")
+        assert result.exit_code == 1
+        assert "overlaps the input" in result.stderr
     assert snapshot(here) == before
 
 
@@ -240,8 +240,8 @@ def test_no_output_over_the_recipe_or_what_it_extends(here: Path, run: Run) -> N
     before = snapshot(here)
     for recipe in ("recipe.yaml", "out/recipe.yaml"):
         for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
-            told = run("compose", recipe, "-o", "out", *options)
-            assert (told.exit_code, "overlaps the input" in told.stderr) == (1, True), told.stderr
+            result = run("compose", recipe, "-o", "out", *options)
+            assert (result.exit_code, "overlaps the input" in result.stderr) == (1, True), result.stderr
             assert snapshot(here) == before
 
 
@@ -249,8 +249,8 @@ def test_no_analysis_over_the_table_that_it_draws(here: Path, run: Run) -> None:
     pytest.importorskip("matplotlib")
     assert run(*arguments("analyze")).exit_code == 0
     before = snapshot(here)
-    told = run("analyze", "--from-csv", "out/changes.csv", "-o", "out", "--overwrite")
-    assert (told.exit_code, "overlaps the input" in told.stderr) == (1, True)
+    result = run("analyze", "--from-csv", "out/changes.csv", "-o", "out", "--overwrite")
+    assert (result.exit_code, "overlaps the input" in result.stderr) == (1, True)
     assert snapshot(here) == before
 
 
@@ -260,8 +260,8 @@ def test_no_copies_over_the_shipped_recipes(run: Run, tmp_path: Path, monkeypatc
     shutil.copytree(shipped._folder(), tmp_path / "recipes")
     monkeypatch.setattr(shipped, "_folder", lambda: tmp_path / "recipes")
     before = snapshot(tmp_path)
-    told = run("recipes", "cp", "compose/llama-3.1-8b/swahili", tmp_path / "recipes", "--overwrite")
-    assert (told.exit_code, "overlaps the input" in told.stderr) == (1, True)
+    result = run("recipes", "cp", "compose/llama-3.1-8b/swahili", tmp_path / "recipes", "--overwrite")
+    assert (result.exit_code, "overlaps the input" in result.stderr) == (1, True)
     assert snapshot(tmp_path) == before
 
 
@@ -273,16 +273,16 @@ def test_a_suggested_recipe_replaces_a_file_when_asked_and_never_an_input(here: 
     assert (here / "recipe.yaml").read_text() == "mine"
     before = snapshot(here)
     for out in ("math/adapter_config.json", "swahili/recipe.yaml", "math"):
-        told = run(*words, "-o", out, "--overwrite")
-        assert told.exit_code == 1
-        assert "overlaps the input" in told.stderr or "is a folder" in told.stderr
+        outcome = run(*words, "-o", out, "--overwrite")
+        assert outcome.exit_code == 1
+        assert "overlaps the input" in outcome.stderr or "is a folder" in outcome.stderr
     texts = ["--task-texts", "texts.txt", "--language-texts", "texts.txt", "--base-model", "full-math"]
     for out in ("texts.txt", "full-math/config.json"):
-        told = run(*words, *texts, "-o", out, "--overwrite", "--dry-run")
-        assert (told.exit_code, "overlaps the input" in told.stderr) == (1, True), told.stderr
+        outcome = run(*words, *texts, "-o", out, "--overwrite", "--dry-run")
+        assert (outcome.exit_code, "overlaps the input" in outcome.stderr) == (1, True), outcome.stderr
     assert snapshot(here) == before
-    done = run(*words, "-o", "recipe.yaml", "--overwrite")
-    assert done.exit_code == 0, done.stderr
+    result = run(*words, "-o", "recipe.yaml", "--overwrite")
+    assert result.exit_code == 0, result.stderr
     assert run("recipes", "validate", "recipe.yaml").exit_code == 0
     assert {path.name for path in here.iterdir()} == {name.split("/")[0] for name in before}
     assert run(*words, "-o", "~/recipe.yaml").exit_code == 0
@@ -291,8 +291,8 @@ def test_a_suggested_recipe_replaces_a_file_when_asked_and_never_an_input(here: 
 
 def test_base_is_the_base_and_dot_slash_base_a_folder(here: Path, run: Run) -> None:
     words = ["compose", "-t", "math", "--num-layers", "4", "--dry-run", "--json", "-o", "out"]
-    done = run(*words, "-l", "base")
-    assert (done.exit_code, done.stderr) == (0, "")
+    result = run(*words, "-l", "base")
+    assert (result.exit_code, result.stderr) == (0, "")
     adapter(here / "base", tensors(seed=2))
     reset = run(*words, "-l", "base")
     assert "pass ./base for the folder" in reset.stderr
@@ -376,8 +376,8 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nothing_that_is_not_ours_is_ever_lost(seed: int, here: Path, run: Run) -> None:
-    """Random folders of our files and others', as targets of random commands with random inputs, failing or not."""
+def test_other_files_are_never_lost(seed: int, here: Path, run: Run) -> None:
+    """Random folders of our files and other files, as targets of random commands, failing or not."""
     chance = random.Random(seed)
     assert run(*COMPOSE, "-o", "ours").exit_code == 0
     if chance.random() < 0.3:
@@ -420,10 +420,10 @@ def test_nothing_that_is_not_ours_is_ever_lost(seed: int, here: Path, run: Run) 
             path: data for path, data in held.items() if path.resolve().is_relative_to((here / experts[0]).resolve())
         }
     options = ["--overwrite"] if chance.random() < 0.8 else []
-    done = run(*words, "-o", str(out), *options)
-    assert done.exit_code in (0, 1)
-    assert done.exception is None or isinstance(done.exception, SystemExit)
+    result = run(*words, "-o", str(out), *options)
+    assert result.exit_code in (0, 1)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
     for path, data in {**others, **held}.items():
-        assert path.read_bytes() == data, (done.stdout, done.stderr)
+        assert path.read_bytes() == data, (result.stdout, result.stderr)
     assert {path: path.readlink() for path in links} == links
     assert not any(path.name.endswith((".tmp", ".lock")) for path in here.rglob("*"))

@@ -119,8 +119,8 @@ def merged(folder: Path, name: str, expert: str) -> STATE:
 
 def place(key: str) -> tuple[str, int] | None:
     """The stack and the layer, written out for these models."""
-    found = re.search(r"(?:^|\.)(encoder|decoder)\.(?:block|layers)\.(\d+)\.", key)
-    return (found[1], int(found[2])) if found else None
+    result = re.search(r"(?:^|\.)(encoder|decoder)\.(?:block|layers)\.(\d+)\.", key)
+    return (result[1], int(result[2])) if result else None
 
 
 def transplant(folder: Path, name: str, owner: Callable[[str, int], str]) -> STATE:
@@ -290,9 +290,9 @@ class TestOtherCommands:
         result = run("compose", *options, "-o", tmp_path / "out")
         assert result.exit_code == 0, result.output
         assert adapterswap.verify(tmp_path / "out", _experts(folder)).equal
-        found = adapterswap.inspect(tmp_path / "out")
-        assert found.strip[1:3] == ["encoder  mmmm", "decoder  smmmss"]
-        assert found.as_json()["composed_of"]["num_layers"] == DEPTH
+        outcome = adapterswap.inspect(tmp_path / "out")
+        assert outcome.strip[1:3] == ["encoder  mmmm", "decoder  smmmss"]
+        assert outcome.as_json()["composed_of"]["num_layers"] == DEPTH
         assert adapterswap.inspect(folder / "base").as_json()["num_layers"] == DEPTH
         shown = run("inspect", tmp_path / "out").output
         assert re.search(r"encoder self_attn\.q_proj +attention +0-3 ", shown)
@@ -305,11 +305,11 @@ class TestOtherCommands:
 
     def test_diff_counts_in_each_stack(self, stacked: Callable[[str], Path]) -> None:
         folder = stacked("t5")
-        found = adapterswap.diff(folder / "math", folder / "swahili")
-        names = [row.name for row in found.layers]
+        result = adapterswap.diff(folder / "math", folder / "swahili")
+        names = [row.name for row in result.layers]
         assert names == [f"{stack} {layer}" for stack, count in DEPTH.items() for layer in range(count)]
-        near_all = sum(row.norms[0] ** 2 for row in found.layers) ** 0.5
-        close(near_all, found.total.norms[0])
+        near_all = sum(row.norms[0] ** 2 for row in result.layers) ** 0.5
+        close(near_all, result.total.norms[0])
 
     @pytest.mark.parametrize("stack", [None, "decoder"])
     def test_slices_compose_as_whole_experts(self, stack: Any, stacked: Callable[[str], Path], tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ class TestOtherCommands:
         part = adapterswap.compose(Composition(**options), sliced).write(tmp_path / "part")
         files = [(place / "adapter_model.safetensors").read_bytes() for place in (whole, part)]
         assert files[0] == files[1]
-        with refused(CompositionError):  # a layer that was cut away
+        with refused(CompositionError):  # a layer that the slice lacks
             adapterswap.compose(Composition(**options | {"bottom": 2}), sliced)
         if stack is not None:
             with refused(CompositionError):
@@ -399,7 +399,9 @@ class TestRefused:
         with refused(ArgumentError, "layers"):
             adapterswap.slice_layers(stacked("t5") / "math", "5", stack="encoder")
 
-    def test_what_knows_one_list_of_layers(self, stacked: Callable[[str], Path], tmp_path: Path) -> None:
+    def test_commands_that_support_only_one_list_of_layers(
+        self, stacked: Callable[[str], Path], tmp_path: Path
+    ) -> None:
         folder = stacked("t5")
         plan = layer_swap(folder / "math", folder / "swahili", bottom=1, top=1)
         with refused(UnsupportedError):

@@ -74,7 +74,7 @@ def trained(bases: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFact
             settings = {"r": 2, "use_rslora": True, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
             generator = torch.Generator().manual_seed(1 + len(made))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PEFT tells of what it does about ties
+                warnings.simplefilter("ignore")  # PEFT warns about ties
                 adapted = get_peft_model(model, LoraConfig(**(settings | EXPERTS[name])))
                 for _, parameter in adapted.named_parameters():
                     if parameter.requires_grad:
@@ -150,7 +150,7 @@ def test_dora_beside_tokens(trained: Make, bases: Callable[[bool], Path], tmp_pa
         adapterswap.convert(expert, tmp_path / "converted", rank=4)
 
 
-def test_rows_of_one_owner_are_its_bytes(trained: Make, tmp_path: Path) -> None:
+def test_rows_of_one_owner_are_copied(trained: Make, tmp_path: Path) -> None:
     expert = trained("three")
     out = plan_of(expert, trained("plain"), None).write(tmp_path / "out")
     assert torch.equal(
@@ -173,7 +173,7 @@ def test_a_slice_and_a_conversion_keep_the_rows(trained: Make, bases: Callable[[
         adapterswap.convert(expert, tmp_path / "lowered", saved_rank=2)
 
 
-def test_inspect_says_whose_the_rows_are(trained: Make, tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_inspect_shows_owners_of_rows(trained: Make, tmp_path: Path, run: Callable[..., Any]) -> None:
     out = plan_of(trained("three"), trained("overlapping"), None).write(tmp_path / "out")
     (saved,) = json.loads(run("inspect", out, "--json").stdout)["saved"]
     assert saved["tokens"] == [1, 3, 7, 20]

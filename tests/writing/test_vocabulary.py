@@ -1,4 +1,4 @@
-"""Experts with tokens of their own: compared with a transplant by hand, row by row, of the weights that PEFT merges."""
+"""Experts with added tokens, against weights that PEFT merges, transplanted row by row."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_result_is_the_transplant(
         assert adapterswap.verify(folder, {"t": one, "l": two}, base_model=base).equal
 
 
-def test_inspect_says_whose_the_new_rows_are(
+def test_inspect_shows_owners_of_new_rows(
     trained: Make, bases: Callable[[bool], Path], tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     plan = plan_of(trained("both+2"), trained("plain"), bases(False))
