@@ -7,14 +7,14 @@ VLLM := .venv-vllm/.installed
 
 .PHONY: demo test test-fast matrix numerics lint format docs dist bench peers vllm clean
 
-demo: $(STAMP)  ## the whole story on a pico model: a table, a report page, pictures and results.json in lab-run/
+demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
 
 test: $(STAMP) lint  ## lint, types and every test
 	$(BIN)/pytest -n 2 --dist loadfile
 
-# The rules: what is read, refused, planned and computed. Left out is what trains, evaluates, serves, kills or compares with
-# full weights. A new file in these rooms is in, until it proves slow.
+# Tests of reading, refusing, planning and computing, without those that train, evaluate, serve, kill processes or
+# compare with full weights. New test files in these folders are included; list them here if they are slow.
 FAST := $(filter-out tests/test_fuzz.py tests/experts/test_architectures.py tests/experts/test_hub.py tests/files/test_kill.py \
 	tests/writing/test_equivalence.py tests/writing/test_overwrite.py, \
 	$(wildcard $(addsuffix /test_*.py,tests $(addprefix tests/,arithmetic changes checking experts files methods planning records writing)))) \
@@ -22,14 +22,14 @@ FAST := $(filter-out tests/test_fuzz.py tests/experts/test_architectures.py test
 	tests/reporting/test_ranks.py tests/reporting/test_tables.py tests/training/test_recipe.py \
 	tests/training/test_schedule.py tests/lab/test_world.py tests/lab/test_statistics.py
 
-test-fast: $(STAMP)  ## what one runs while working: under two minutes on 2 cores
+test-fast: $(STAMP)  ## the quick tests while you work: under two minutes on 2 cores
 	$(BIN)/ruff check .
 	$(BIN)/pytest -q -n 2 -m "not slow" $(FAST)
 
-matrix: $(STAMP)  ## every architecture × kind of adapters × operation against plain torch, of which `make test` runs a sample
+matrix: $(STAMP)  ## every architecture × kind of adapters × operation against plain torch; `make test` runs a sample
 	MATRIX=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/matrix
 
-numerics: $(STAMP)  ## the numerical tests with all kernels that this processor has, and with 1, 2 and 4 threads
+numerics: $(STAMP)  ## the numerical tests with every set of kernels of this processor, and with 1, 2 and 4 threads
 	$(BIN)/python scripts/numerics.py -n 2 --dist loadfile
 
 lint: $(STAMP)
@@ -54,7 +54,7 @@ dist:  ## the wheel and the sdist in dist/: checked, installed into fresh enviro
 	.venv-dist/bin/twine check --strict dist/*
 	$(PYTHON) scripts/check_dist.py dist/*
 
-vllm: $(VLLM)  ## vLLM for the CPU in an environment of its own (3.4 GB), where `make test` then tests serving
+vllm: $(VLLM)  ## vLLM for the CPU in a separate environment (3.4 GB), which `make test` then uses to test serving
 
 bench: $(STAMP)  ## the README's timings, as ratios measured side by side
 	$(BIN)/python benchmarks/compose.py
@@ -64,7 +64,7 @@ bench: $(STAMP)  ## the README's timings, as ratios measured side by side
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/sweep.py
 
-peers: $(STAMP)  ## the README's comparison with PEFT and mergekit, which gets an environment of its own
+peers: $(STAMP)  ## the README's comparison with PEFT and mergekit, which is installed in a separate environment
 	test -x .venv-peers/bin/mergekit-yaml || ($(PYTHON) -m venv .venv-peers && \
 		.venv-peers/bin/python -m pip install --quiet torch==2.13.0 mergekit==0.1.5)
 	$(BIN)/python benchmarks/peers.py --mergekit .venv-peers/bin/mergekit-yaml
@@ -72,7 +72,7 @@ peers: $(STAMP)  ## the README's comparison with PEFT and mergekit, which gets a
 	$(BIN)/python benchmarks/merge.py --mergekit .venv-peers/bin/mergekit-yaml
 	$(BIN)/python benchmarks/extract.py --mergekit .venv-peers/bin/mergekit-extract-lora
 
-# The stamp is newer than both files exactly when what is installed follows them.
+# The stamp is newer than both files if the installed packages match them.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
