@@ -112,8 +112,8 @@ class WordProblem:
 
     def prompt(self, language: str) -> str:
         """The story and the question, with the tag for an expression."""
-        asked = Fact("how many now", self.facts[0].who, self.facts[0].object)
-        return f"{self.story(language)} {asked.tell(language)} <calc>"
+        query = Fact("how many now", self.facts[0].who, self.facts[0].object)
+        return f"{self.story(language)} {query.tell(language)} <calc>"
 
 
 def draw_problem(rng: Random, *, part: str, two_steps: float = 0.0, aside: float = 0.4) -> WordProblem:
@@ -124,18 +124,18 @@ def draw_problem(rng: Random, *, part: str, two_steps: float = 0.0, aside: float
     while True:
         who, other = rng.sample(NAMES, 2)
         thing = rng.choice(_OBJECTS)
-        left = rng.randint(2, LARGEST)
-        facts = [Fact("has", who, thing, left)]
+        remaining = rng.randint(2, LARGEST)
+        facts = [Fact("has", who, thing, remaining)]
         for _ in range(2 if rng.random() < two_steps else 1):
             verb = rng.choice(_VERBS)
-            count = rng.randint(1, LARGEST if verb in GAIN_VERBS else max(1, min(left, LARGEST)))
-            left += count if verb in GAIN_VERBS else -count
+            count = rng.randint(1, LARGEST if verb in GAIN_VERBS else max(1, min(remaining, LARGEST)))
+            remaining += count if verb in GAIN_VERBS else -count
             facts.append(Fact("changes", who, thing, count, verb=verb))
         with_aside = rng.random() < aside
         place = rng.randint(0, len(facts))
-        told = draw_fact(rng, other, ("has", "likes", "is in"))
-        problem = WordProblem(tuple(facts), told if with_aside else None, place if with_aside else 0)
-        if left >= 0 and problem.part == part:
+        aside_fact = draw_fact(rng, other, ("has", "likes", "is in"))
+        problem = WordProblem(tuple(facts), aside_fact if with_aside else None, place if with_aside else 0)
+        if remaining >= 0 and problem.part == part:
             return problem
 
 
