@@ -22,11 +22,11 @@ Tasks = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class AskedTasks:
-    """The tasks that a cell is judged on.
+    """The tasks that a cell is evaluated on.
 
     Attributes:
         target: language expert → the target tasks of its pairs.
-        retention: the tasks that every cell is judged on too.
+        retention: the tasks that every cell is evaluated on too.
     """
 
     target: Tasks

@@ -114,6 +114,6 @@ def _primary(name: str, task: Any, requested: str | None) -> tuple[str, str]:
     metric, _, filter_name = requested.partition(",")
     filter_name = filter_name or (_OURS if _OURS in filters else filters[0])
     if metric not in metrics or filter_name not in filters:
-        known = ", ".join(f"{one},{other}" for one in metrics for other in filters)
-        raise FieldError(f"primary: {name} has no score {requested!r}", f"Use one of {known}", parameter="primary")
+        choices = ", ".join(f"{measure},{chosen}" for measure in metrics for chosen in filters)
+        raise FieldError(f"primary: {name} has no score {requested!r}", f"Use one of {choices}", parameter="primary")
     return metric, filter_name
