@@ -83,8 +83,8 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
                 )
             if {own.tensor.dtype, parameter.tensor.dtype} <= set(FLOATS):
                 sources[parameter.module] = parameter
-    found = [_matrix(name, source) for name, source in sources.items()]
-    return {matrix.name: matrix for matrix in sorted(found, key=lambda m: (-1 if m.layer is None else m.layer, m.key))}
+    parts = [_matrix(name, source) for name, source in sources.items()]
+    return {matrix.name: matrix for matrix in sorted(parts, key=lambda m: (-1 if m.layer is None else m.layer, m.key))}
 
 
 def _matrix(name: str, source: LoraModule | StoredTensor) -> Matrix:

@@ -88,8 +88,8 @@ def interfere(
         ExpertError: they share no matrix, or a matrix has different shapes; see also `delta_reader`.
     """
     names = check_shared(experts, base)
-    found = survey(experts, base, rows=False, progress=progress)
-    return Interference(names, tuple(found.meetings[names]))
+    comparison = survey(experts, base, rows=False, progress=progress)
+    return Interference(names, tuple(comparison.meetings[names]))
 
 
 def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint | None) -> tuple[str, str]:
@@ -109,8 +109,8 @@ def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint |
 
 
 def _norms(modules: list[ModuleInterference]) -> tuple[float, float]:
-    one, other = (math.sqrt(math.fsum(module.norms[side] ** 2 for module in modules)) for side in (0, 1))
-    return one, other
+    first, second = (math.sqrt(math.fsum(module.norms[side] ** 2 for module in modules)) for side in (0, 1))
+    return first, second
 
 
 def _band(modules: list[ModuleInterference]) -> dict[str, tuple[float, float] | None]:
@@ -124,11 +124,11 @@ def _band(modules: list[ModuleInterference]) -> dict[str, tuple[float, float] | 
         "conflict": [each / sum(elements) for each in elements] if sum(elements) else None,
     }
     ends = {"cosine": (-1.0, 1.0)}
-    found: dict[str, tuple[float, float] | None] = {}
+    bands: dict[str, tuple[float, float] | None] = {}
     for name, key in (("cosine", "product"), ("written", "written"), ("read", "read"), ("sign_conflicts", "conflict")):
         shares = weights[key]
         if shares is None:
-            found[name] = None
+            bands[name] = None
             continue
         mean = math.fsum(share * module.shuffled[key].mean for share, module in zip(shares, modules, strict=True))
         variance = math.fsum(
@@ -136,8 +136,8 @@ def _band(modules: list[ModuleInterference]) -> dict[str, tuple[float, float] | 
         )
         low, high = ends.get(name, (0.0, 1.0))
         half = _NORMAL * math.sqrt(variance)
-        found[name] = max(low, mean - half), min(high, mean + half)
-    return found
+        bands[name] = max(low, mean - half), min(high, mean + half)
+    return bands
 
 
 def _together(modules: list[ModuleInterference]) -> dict[str, float | None]:

@@ -128,10 +128,10 @@ def survey(
     Raises:
         ExpertError: a matrix has different shapes in two experts; see also `matrices` and `delta_reader`.
     """
-    found = {name: matrices(expert, base) for name, expert in experts.items()}
-    names = list(dict.fromkeys(name for held in found.values() for name in held))
+    matrices_by_expert = {name: matrices(expert, base) for name, expert in experts.items()}
+    names = list(dict.fromkeys(name for held in matrices_by_expert.values() for name in held))
     if not rows:
-        names = [name for name in names if sum(name in held for held in found.values()) > 1]
+        names = [name for name in names if sum(name in held for held in matrices_by_expert.values()) > 1]
     changes: dict[str, dict[str, ModuleChange]] = {name: {} for name in experts}
     meetings: dict[tuple[str, str], dict[str, ModuleInterference]] = {
         pair: {} for pair in combinations(experts, 2) if pairs
@@ -140,39 +140,46 @@ def survey(
         readers = {name: stack.enter_context(delta_reader(expert, base)) for name, expert in experts.items()}
         files = stack.enter_context(open_files(base.shards if base else []))
 
-        def measure(name: str) -> _Found:
-            held = {expert: found[expert][name] for expert in found if name in found[expert]}
+        def measure(name: str) -> _Measured:
+            held = {
+                expert: matrices_by_expert[expert][name]
+                for expert in matrices_by_expert
+                if name in matrices_by_expert[expert]
+            }
             return _measure(held, readers, _base_norm(name, base, files) if rows else None, rows=rows, pairs=pairs)
 
         dense = any(isinstance(expert, Checkpoint) for expert in experts.values())  # one at a time: they are large
-        for name, one in zip(names, map(measure, names) if dense else map_in_threads(measure, names), strict=True):
-            for expert, change in one.changes.items():
+        for name, measured in zip(names, map(measure, names) if dense else map_in_threads(measure, names), strict=True):
+            for expert, change in measured.changes.items():
                 changes[expert][name] = change
-            for pair, meeting in one.meetings.items():
+            for pair, meeting in measured.meetings.items():
                 meetings[pair][name] = meeting
             progress()
     return Survey(
-        {expert: [changes[expert][name] for name in held if name in changes[expert]] for expert, held in found.items()},
-        {pair: [both[name] for name in found[pair[0]] if name in both] for pair, both in meetings.items()},
+        {
+            expert: [changes[expert][name] for name in held if name in changes[expert]]
+            for expert, held in matrices_by_expert.items()
+        },
+        {pair: [both[name] for name in matrices_by_expert[pair[0]] if name in both] for pair, both in meetings.items()},
     )
 
 
 @dataclass
-class _Found:
+class _Measured:
     changes: dict[str, ModuleChange] = field(default_factory=dict)
     meetings: dict[tuple[str, str], ModuleInterference] = field(default_factory=dict)
 
 
 def _measure(
     held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_norm: float | None, *, rows: bool, pairs: bool
-) -> _Found:
+) -> _Measured:
     """Measure one matrix of all experts that have it."""
     deltas = {expert: readers[expert](matrix) for expert, matrix in held.items()}
-    for one, other in combinations(deltas, 2):
-        if deltas[one].shape != deltas[other].shape:
-            shapes = " in one expert and ".join("×".join(map(str, deltas[name].shape)) for name in (one, other))
+    for first, second in combinations(deltas, 2):
+        if deltas[first].shape != deltas[second].shape:
+            shapes = " in one expert and ".join("×".join(map(str, deltas[name].shape)) for name in (first, second))
             raise ExpertError(
-                f"{held[one].name} is {shapes} in the other", "Compare experts of one base", parameter="experts"
+                f"{held[first].name} is {shapes} in the other", "Compare experts of one base", parameter="experts"
             )
     factors = {expert: delta for expert, delta in deltas.items() if isinstance(delta, Factors)}
     joint = Joint(list(factors.values())) if factors else None
@@ -185,11 +192,11 @@ def _measure(
         else math.sqrt(dense.squares[expert])
         for expert in deltas
     }
-    found = _Found()
+    measured = _Measured()
     for expert, matrix in held.items():
-        found.changes[expert] = ModuleChange(matrix, dense.means.get(expert, _NONE), norms[expert], base_norm)
+        measured.changes[expert] = ModuleChange(matrix, dense.means.get(expert, _NONE), norms[expert], base_norm)
     if not couples:
-        return found
+        return measured
     some_dense = len(factors) < len(deltas)
     spaces: dict[str, tuple[Vectors, Vectors]] = {}  # where some are dense, in coordinates of the matrix itself
     full: dict[str, tuple[Vectors, Vectors]] = {}  # in coordinates of the matrix itself
@@ -208,29 +215,29 @@ def _measure(
         for expert, delta in deltas.items()
     }
     shuffles = max(2, min(8, _SHUFFLES // len(couples)))
-    for one, other in couples:
-        (columns, rows_), (other_columns, other_rows) = spaces[one], spaces[other]
+    for first, second in couples:
+        (columns, rows_), (other_columns, other_rows) = spaces[first], spaces[second]
         rank = max(columns.shape[1], other_columns.shape[1])
-        out, width = deltas[one].shape
-        both = joint is not None and one in place and other in place
-        found.meetings[one, other] = ModuleInterference(
-            matrix=held[one],
-            product=joint.inner(place[one], place[other]) if both and joint else dense.products[one, other],
-            norms=(norms[one], norms[other]),
+        out, width = deltas[first].shape
+        both = joint is not None and first in place and second in place
+        measured.meetings[first, second] = ModuleInterference(
+            matrix=held[first],
+            product=joint.inner(place[first], place[second]) if both and joint else dense.products[first, second],
+            norms=(norms[first], norms[second]),
             written=_overlap(columns, other_columns),
             read=_overlap(rows_, other_rows),
             by_chance=(min(1.0, rank / out), min(1.0, rank / width)),
-            conflicts=dense.conflicts[one, other],
-            elements=dense.elements[one, other],
+            conflicts=dense.conflicts[first, second],
+            elements=dense.elements[first, second],
             shuffled={
-                "product": shuffled_product(sums[one], sums[other]),
-                "written": shuffled_overlap(full[one][0], full[other][0], f"{held[one].name} written", shuffles),
-                "read": shuffled_overlap(full[one][1], full[other][1], f"{held[one].name} read", shuffles),
-                "conflict": _shuffled_conflict(dense.signs[one], dense.signs[other]),
+                "product": shuffled_product(sums[first], sums[second]),
+                "written": shuffled_overlap(full[first][0], full[second][0], f"{held[first].name} written", shuffles),
+                "read": shuffled_overlap(full[first][1], full[second][1], f"{held[first].name} read", shuffles),
+                "conflict": _shuffled_conflict(dense.signs[first], dense.signs[second]),
             },
-            start=_start(deltas[one], deltas[other]),
+            start=_start(deltas[first], deltas[second]),
         )
-    return found
+    return measured
 
 
 _NONE = np.zeros(0)
@@ -269,13 +276,13 @@ def _by_blocks(
     out, width = next(iter(deltas.values())).shape
     wide = max(1, -(-width // max(1, -(-width // _WIDTH))))  # columns at a time, in parts of one size
     step = max(1, min(out, _BLOCK // max(1, wide), _COUNTED))
-    found = _Dense()
+    dense = _Dense()
     whole = {expert for expert, delta in deltas.items() if not isinstance(delta, Factors)}
-    found.squares = dict.fromkeys(whole, 0.0)
-    found.products = {pair: 0.0 for pair in couples if whole & {*pair}}
-    found.conflicts, found.elements = dict.fromkeys(couples, 0), dict.fromkeys(couples, 0)
+    dense.squares = dict.fromkeys(whole, 0.0)
+    dense.products = {pair: 0.0 for pair in couples if whole & {*pair}}
+    dense.conflicts, dense.elements = dict.fromkeys(couples, 0), dict.fromkeys(couples, 0)
     absolute = {expert: np.zeros(out) for expert in deltas}
-    rows_of = {(what, expert): np.zeros(out) for what in ("sum", "sign") for expert in deltas}
+    rows_of = {(measure, expert): np.zeros(out) for measure in ("sum", "sign") for expert in deltas}
     columns_of = {key: np.zeros(width) for key in rows_of}
     nonzero = dict.fromkeys(deltas, 0)
     scratch, shared = np.empty(step * wide, np.float32), np.empty(step * wide, np.float32)
@@ -300,7 +307,7 @@ def _by_blocks(
                 sums = np.abs(finite(block, held[expert].name)).sum(axis=1, dtype=np.float64)
             absolute[expert][in_rows] += sums
             if expert in whole:
-                found.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))
+                dense.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))
             blocks[expert] = block
             if couples:
                 if expert in whole:
@@ -315,27 +322,29 @@ def _by_blocks(
                     nonzero[expert] -= int(by_row.sum())
                 rows_of["sign", expert][in_rows] += row_signs
                 columns_of["sign", expert][in_columns] += column_signs
-        for one, other in couples:
-            differ = negative[one] ^ negative[other]
-            nothing = [zeros[expert] for expert in (one, other) if expert in zeros]
+        for left_expert, right_expert in couples:
+            differ = negative[left_expert] ^ negative[right_expert]
+            nothing = [zeros[expert] for expert in (left_expert, right_expert) if expert in zeros]
             if nothing:
                 either = np.bitwise_or.reduce(nothing)
                 differ &= ~either
-            found.conflicts[one, other] += _ones(differ)
-            found.elements[one, other] += size - (_ones(either) if nothing else 0)
-            if (one, other) in found.products:
-                both = np.sum(np.multiply(blocks[one], blocks[other], dtype=np.float64))
-                found.products[one, other] += float(both)
+            dense.conflicts[left_expert, right_expert] += _ones(differ)
+            dense.elements[left_expert, right_expert] += size - (_ones(either) if nothing else 0)
+            if (left_expert, right_expert) in dense.products:
+                both = np.sum(np.multiply(blocks[left_expert], blocks[right_expert], dtype=np.float64))
+                dense.products[left_expert, right_expert] += float(both)
     if couples:
-        found.sums = {
-            each: Marginals(rows_of["sum", each], columns_of["sum", each], found.squares[each]) for each in whole
+        dense.sums = {
+            expert: Marginals(rows_of["sum", expert], columns_of["sum", expert], dense.squares[expert])
+            for expert in whole
         }
-        found.signs = {
-            each: Marginals(rows_of["sign", each], columns_of["sign", each], float(nonzero[each])) for each in deltas
+        dense.signs = {
+            expert: Marginals(rows_of["sign", expert], columns_of["sign", expert], float(nonzero[expert]))
+            for expert in deltas
         }
     if rows:
-        found.means = {expert: sums / np.float64(width) for expert, sums in absolute.items()}
-    return found
+        dense.means = {expert: sums / np.float64(width) for expert, sums in absolute.items()}
+    return dense
 
 
 def _counted(true: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -367,10 +376,10 @@ def _singular_vectors(
     return mixed([delta.b], right.T @ (space[1] / sigma), 1), mixed([delta.a], left.T @ (space[0] / sigma), 0).T
 
 
-def _shuffled_conflict(one: Marginals, other: Marginals) -> Null:
+def _shuffled_conflict(first: Marginals, second: Marginals) -> Null:
     """Of elements where neither is zero, the share whose signs differ: (1 − ⟨signs, signs⟩ / elements) / 2."""
-    product = shuffled_product(one, other)
-    elements = one.squares * other.squares / (len(one.rows) * len(one.columns))
+    product = shuffled_product(first, second)
+    elements = first.squares * second.squares / (len(first.rows) * len(first.columns))
     return Null((1 - product.mean / elements) / 2, product.variance / elements**2 / 4) if elements else Null(0.5, 0.0)
 
 
@@ -386,11 +395,11 @@ def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) ->
     return math.sqrt(total)
 
 
-def _start(one: Delta, other: Delta) -> float | None:
+def _start(first: Delta, second: Delta) -> float | None:
     """The mean cosine of corresponding rows of two A; rows of zeros count as 0."""
-    if not isinstance(one, Factors) or not isinstance(other, Factors) or one.a.shape != other.a.shape:
+    if not isinstance(first, Factors) or not isinstance(second, Factors) or first.a.shape != second.a.shape:
         return None
-    x, y = one.a.astype(np.float64), other.a.astype(np.float64)
+    x, y = first.a.astype(np.float64), second.a.astype(np.float64)
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     products = np.sum(x * y, axis=1)
     return float(np.mean(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)))
@@ -411,6 +420,6 @@ def _orthonormal(matrix: Vectors) -> Vectors:
     return basis
 
 
-def _overlap(one: Vectors, other: Vectors) -> float:
-    smaller = min(one.shape[1], other.shape[1])
-    return float(np.sum(np.square(one.T @ other, dtype=np.float64)) / smaller) if smaller else 0.0
+def _overlap(first: Vectors, second: Vectors) -> float:
+    smaller = min(first.shape[1], second.shape[1])
+    return float(np.sum(np.square(first.T @ second, dtype=np.float64)) / smaller) if smaller else 0.0
