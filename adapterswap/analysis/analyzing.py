@@ -84,16 +84,16 @@ class Analysis:
                 {"layer": layer, "module": module, "fraction": value} for (layer, module), value in table.cells.items()
             ]
             experts[table.expert] = {"threshold": table.threshold, "fractions_of_rows": cells}
-        for each in self.changes:
-            experts[each.expert] |= {
-                "mean_row_magnitude": each.magnitude,
+        for expert_changes in self.changes:
+            experts[expert_changes.expert] |= {
+                "mean_row_magnitude": expert_changes.magnitude,
                 "modules": {
                     change.matrix.name: {
                         "norm": change.norm,
                         "base_norm": change.base_norm,
                         "mean_row_magnitude": float(change.rows.mean()),
                     }
-                    for change in each.modules
+                    for change in expert_changes.modules
                 },
             }
         return {
@@ -124,17 +124,17 @@ class Analysis:
 
     def captions(self) -> dict[str, str]:
         """By name of a picture that `write` writes: a caption with its thresholds, and what its bands are."""
-        found = {"changes": describe_fractions(self.tables)}
+        captions_by_name = {"changes": describe_fractions(self.tables)}
         if self.changes:
-            found["norms"] = describe_norms(len(self.changes), relative=self._relative)
+            captions_by_name["norms"] = describe_norms(len(self.changes), relative=self._relative)
         if len(self.pairs) > 1:
-            found["cosines"] = describe_meetings(len(self.pairs))
-        return found | {"-".join(pair.experts): describe_interference(pair) for pair in self.pairs}
+            captions_by_name["cosines"] = describe_meetings(len(self.pairs))
+        return captions_by_name | {"-".join(pair.experts): describe_interference(pair) for pair in self.pairs}
 
     @property
     def _relative(self) -> bool:
         """Whether norms are shown relative to the base's."""
-        return all(change.base_norm for each in self.changes for change in each.modules)
+        return all(change.base_norm for expert_changes in self.changes for change in expert_changes.modules)
 
     def write(
         self, out_path: str | Path, *, column_width: str | float = WIDTH, overwrite: bool = False,
@@ -163,7 +163,10 @@ class Analysis:
             write_json(folder / "analysis.json", self.as_json())
             save(draw_fractions(list(self.tables), width), folder, "changes")
             if self.changes:
-                norms = {each.expert: each.layer_norms(relative=self._relative) for each in self.changes}
+                norms = {
+                    expert_changes.expert: expert_changes.layer_norms(relative=self._relative)
+                    for expert_changes in self.changes
+                }
                 save(draw_norms(norms, width, relative=self._relative), folder, "norms")
             if len(self.pairs) > 1:
                 save(draw_meetings(self.pairs, width), folder, "cosines")
@@ -215,19 +218,19 @@ def analyze(
         check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before anything is computed
     for name, expert in opened.items():
         check_layers(name, expert, base)
-    for one, other in combinations(opened, 2):
-        check_shared({one: opened[one], other: opened[other]}, base)
+    for first, second in combinations(opened, 2):
+        check_shared({first: opened[first], second: opened[second]}, base)
     names = {name for expert in opened.values() for name in matrices(expert, base)}
     with bars("matrices", len(names)) as step:
         measured = survey(opened, base, progress=step)
     changes = [Changes(name, tuple(measured.changes[name])) for name in opened]
     threshold = choose_threshold(changes) if threshold is None else threshold
-    tables = tuple(each.fractions(threshold) for each in changes)
+    tables = tuple(change_set.fractions(threshold) for change_set in changes)
     pairs = tuple(Interference(pair, tuple(modules)) for pair, modules in measured.meetings.items())
-    found = Analysis(tables, tuple(changes), pairs)
+    analysis = Analysis(tables, tuple(changes), pairs)
     if out_path is not None:
-        found.write(out_path, column_width=column_width, overwrite=overwrite, inputs=inputs)
-    return found
+        analysis.write(out_path, column_width=column_width, overwrite=overwrite, inputs=inputs)
+    return analysis
 
 
 def read_analysis(path: str | Path) -> Analysis:
@@ -280,8 +283,8 @@ def check_threshold(threshold: float | None) -> None:
 
 def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[str | Path | None]:
     """Paths that the output must not overlap: the experts, their base, and the bases that they name."""
-    folders = [each.source.folder for each in [*experts.values(), *([base] if base else [])]]
-    return [*folders, *(each.config.base_model for each in experts.values() if isinstance(each, Adapter))]
+    folders = [expert.source.folder for expert in [*experts.values(), *([base] if base else [])]]
+    return [*folders, *(expert.config.base_model for expert in experts.values() if isinstance(expert, Adapter))]
 
 
 def count_matrices(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, int]:

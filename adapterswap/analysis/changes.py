@@ -68,7 +68,7 @@ class Changes:
         for change in self.modules:
             if change.matrix.layer is not None:
                 rows.setdefault((change.matrix.layer, change.matrix.part), []).append(change.rows)
-        cells = {cell: float(np.mean(np.concatenate(found) > threshold)) for cell, found in rows.items()}
+        cells = {cell: float(np.mean(np.concatenate(magnitudes) > threshold)) for cell, magnitudes in rows.items()}
         return FractionTable(self.expert, threshold, cells)
 
     def layer_norms(self, *, relative: bool = False) -> dict[int, float]:
@@ -162,7 +162,7 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
         raise DataError(f"{path} is not a table of changes: {error}", remedy, parameter="path") from None
     if not cells:
         raise DataError(f"{path} has no rows", remedy, parameter="path")
-    return [FractionTable(expert, None, found) for expert, found in cells.items()]
+    return [FractionTable(expert, None, shares) for expert, shares in cells.items()]
 
 
 def write_fractions(tables: Sequence[FractionTable], path: Path) -> None:

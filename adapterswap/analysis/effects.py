@@ -105,8 +105,8 @@ def _joined(prompt: str, completion: str) -> str:
 
 def blocks_of(plan: Plan, expert: str) -> list[Block]:
     """The layers and kinds of modules that an expert of the plan adapts, in order."""
-    found = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
-    return sorted((layer, kind) for layer, kind in found if layer is not None)
+    blocks = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
+    return sorted((layer, kind) for layer, kind in blocks if layer is not None)
 
 
 def importance_of_activations(
@@ -193,8 +193,8 @@ def _divergence(before: torch.Tensor, now: torch.Tensor, mask: torch.Tensor) -> 
 
     total = 0.0
     with torch.inference_mode():
-        for one, other, kept in zip(before, now, mask, strict=True):
-            base = one.float().log_softmax(-1)
-            divergence = (base.exp() * (base - other.float().log_softmax(-1))).sum(-1)
+        for reference_logits, logits, kept in zip(before, now, mask, strict=True):
+            base = reference_logits.float().log_softmax(-1)
+            divergence = (base.exp() * (base - logits.float().log_softmax(-1))).sum(-1)
             total += float((divergence * kept).sum())
     return total
