@@ -133,9 +133,11 @@ def suggest_owners(
     base = None if base_model is None else open_checkpoint(base_model)
     with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
         changes = [measure(plan.adapters[name], name=name, base=base, progress=step) for name in experts]
-    sizes = {each.expert: _sizes(each, per, relative=base is not None) for each in changes}
-    for name, found in sizes.items():
-        if not any(found.values()):
+    sizes = {
+        expert_changes.expert: _sizes(expert_changes, per, relative=base is not None) for expert_changes in changes
+    }
+    for name, block_sizes in sizes.items():
+        if not any(block_sizes.values()):
             raise ExpertError(f"{name} changes nothing", "Check that these are the right expert and base")
     rules = choose_owners(sizes, margin=MARGIN if margin is None and tie is None else margin, tie=tie)
     used = {name for rule in rules for name in rule.experts}
@@ -154,10 +156,10 @@ def choose_owners(
     sizes: Mapping[str, Mapping[Block, float]], *, margin: float | None = None, tie: float | None = None
 ) -> tuple[Rule, ...]:
     """The rules for these sizes of ΔW, see `suggest_owners`. Modules outside the layers are blended in equal parts."""
-    blocks = sorted({block for found in sizes.values() for block in found})
+    blocks = sorted({block for block_sizes in sizes.values() for block in block_sizes})
     chosen: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for layer, kind in blocks:
-        values = {name: found.get((layer, kind), 0.0) for name, found in sizes.items()}
+        values = {name: block_sizes.get((layer, kind), 0.0) for name, block_sizes in sizes.items()}
         near = tuple(name for name, value in values.items() if _near(value, max(values.values()), margin, tie))
         chosen.setdefault((kind, near), []).append(layer)
     rules = [

@@ -141,12 +141,12 @@ def _by_modules(importance: Importance) -> Suggestion:
 
 
 def _energies(changes: Changes) -> dict[Block, float]:
-    found: dict[Block, float] = {}
+    energies: dict[Block, float] = {}
     for change in changes.modules:
         if change.matrix.layer is not None:
             block = (change.matrix.layer, change.matrix.source.kind)
-            found[block] = found.get(block, 0.0) + change.norm**2
-    return found
+            energies[block] = energies.get(block, 0.0) + change.norm**2
+    return energies
 
 
 def _shares(values: Mapping[Block, float]) -> dict[Block, float]:
