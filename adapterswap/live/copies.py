@@ -50,27 +50,27 @@ def check_copies(
     problems = Problems(ExpertError)
     with open_files([file]) as files:
         for module, copy in carried.items():
-            own = _own_weight(modules[module])
-            what = (
+            model_weight = _own_weight(modules[module])
+            conflict = (
                 f"{owner} carries a copy of {module}.weight ({copy.name}), with which PEFT would overwrite the model's "
                 "own"
             )
             if copy.dtype not in FLOATS:
                 problems.add(
-                    f"{what}, and its dtype is {copy.dtype}",
+                    f"{conflict}, and its dtype is {copy.dtype}",
                     f"Save it as one of {', '.join(FLOATS)}",
                     parameter="expert",
                 )
-            elif own is None:
+            elif model_weight is None:
                 problems.add(
-                    f"{what}. The two cannot be compared, because the model's is quantised, sharded or offloaded",
+                    f"{conflict}. The two cannot be compared, because the model's is quantised, sharded or offloaded",
                     "Load the model with that weight whole, in float32, bfloat16 or float16",
                     parameter="model",
                     kind=UnsupportedError,
                 )
-            elif not is_one_weight(stored_weight(copy, files[file.path]), own):
+            elif not is_one_weight(stored_weight(copy, files[file.path]), model_weight):
                 problems.add(
-                    f"{what}. The two differ, so the expert was trained on another base",
+                    f"{conflict}. The two differ, so the expert was trained on another base",
                     "Load it into the base that it was trained on, in the dtype in which that base is stored",
                     parameter="expert",
                 )
@@ -112,7 +112,7 @@ def folder_without_copies(file: TensorFile) -> Iterator[Path]:
     with TemporaryDirectory() as place:
         bare = Path(place) / "bare"
         with atomic_folder(bare) as folder, safe_open(file.path, "pt") as tensors:
-            kept = {key: tensors.get_tensor(key) for key in file.tensors if key not in copies}
-            (folder / WEIGHTS).write_bytes(save(kept))
+            others = {key: tensors.get_tensor(key) for key in file.tensors if key not in copies}
+            (folder / WEIGHTS).write_bytes(save(others))
             shutil.copyfile(source / CONFIG, folder / CONFIG)
         yield bare

@@ -73,12 +73,12 @@ def factors(layer: Any, name: str) -> LoadedFactors | None:
 
 def beside(layer: Any, name: str) -> dict[str, torch.Tensor]:
     """The tensors besides A and B that an adapter has at a layer, by the end of their key after the module's name."""
-    found = {}
+    tensors = {}
     if name in layer.lora_magnitude_vector:
-        found["lora_magnitude_vector"] = layer.lora_magnitude_vector[name].weight
+        tensors["lora_magnitude_vector"] = layer.lora_magnitude_vector[name].weight
     if name in layer.lora_B and layer.lora_B[name].bias is not None:
-        found["lora_B.bias"] = layer.lora_B[name].bias
-    return found
+        tensors["lora_B.bias"] = layer.lora_B[name].bias
+    return tensors
 
 
 def scale_of(layer: Any, name: str) -> float:
@@ -93,12 +93,12 @@ def find_layers(model: PeftModel) -> dict[str, Any]:
     """
     from peft.tuners.lora import LoraLayer
 
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             parameter = parameter_of(module)
-            found[f"{_INNER.sub('', name)}.{parameter}" if parameter else name] = module
-    return found
+            layers[f"{_INNER.sub('', name)}.{parameter}" if parameter else name] = module
+    return layers
 
 
 def parameter_of(layer: Any) -> str | None:
@@ -122,8 +122,8 @@ def layers_of_base(model: Any) -> NumLayers | None:
         return stacked_layers_in_config(config.to_dict())
     if not hasattr(config, "get_text_config"):
         return None
-    found = getattr(config.get_text_config(), "num_hidden_layers", None)
-    return found if isinstance(found, int) else None
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    return depth if isinstance(depth, int) else None
 
 
 class Inventory:
@@ -172,8 +172,10 @@ class Inventory:
     @property
     def is_stale(self) -> bool:
         """Whether adapters were added or deleted since."""
-        now = self.model.peft_config
-        return now.keys() != self._configs.keys() or any(now[name] is not self._configs[name] for name in now)
+        configs = self.model.peft_config
+        return configs.keys() != self._configs.keys() or any(
+            configs[name] is not self._configs[name] for name in configs
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -238,12 +240,12 @@ class Inventory:
                 kind=UnsupportedError,
             )
         layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
-        whole = {
+        saved_modules = {
             module: wrapper.modules_to_save[name]
             for module, wrapper in self.in_full.items()
             if name in wrapper.modules_to_save
         }
-        container = layer_container([*layers, *whole])
+        container = layer_container([*layers, *saved_modules])
         modules, opaque = {}, {}
         for module, layer in layers.items():
             tensors = factors(layer, name)
@@ -278,9 +280,9 @@ class Inventory:
         saved = {
             module: FullModule(
                 module, layer_of(module, container), kind_of(module),
-                {key: _placeless(f"{module}.{key}", parameter) for key, parameter in held.state_dict().items()},
+                {key: _placeless(f"{module}.{key}", parameter) for key, parameter in saved_module.state_dict().items()},
             )
-            for module, held in whole.items()
+            for module, saved_module in saved_modules.items()
         }  # fmt: skip
         problems.raise_if_any()
         file = TensorFile(Path(name), {}, 0, 0, b"", ())

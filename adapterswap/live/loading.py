@@ -85,14 +85,14 @@ def load_expert(
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     adapter = as_in_model(adapter, name, base)
     _check_name(name, getattr(model, "peft_config", {}))
-    kept = adapter if layers is None else slice_of(adapter, layers, layers_of_base(base))
-    _check_fit(kept, name, base)
+    part = adapter if layers is None else slice_of(adapter, layers, layers_of_base(base))
+    _check_fit(part, name, base)
     with _folder_of(adapter, layers, layers_of_base(base)) as folder:
         peft_model = _load(model, base, folder, name, autocast_adapter_dtype)
     loaded = {module for module, layer in find_layers(peft_model).items() if factors(layer, name) is not None}
     wrappers = find_wrappers(peft_model.get_base_model())
-    whole = {module for module, wrapper in wrappers.items() if name in wrapper.modules_to_save}
-    if odd := sorted((loaded ^ kept.factors.keys()) | (whole ^ kept.saved.keys())):
+    saved = {module for module, wrapper in wrappers.items() if name in wrapper.modules_to_save}
+    if odd := sorted((loaded ^ part.factors.keys()) | (saved ^ part.saved.keys())):
         _remove(peft_model, name)
         raise ExpertError(
             f"the expert {name!r} does not fit the model: its config and its file disagree on {odd[0]}",
@@ -108,8 +108,8 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
     If the model lacks a module under any name, the adapter is returned unchanged, and `_check_fit` reports the module.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-    held = {module for module, _ in base.named_modules()} | _parameters(base).keys()
-    if held.issuperset(adapter.parts):
+    names = {module for module, _ in base.named_modules()} | _parameters(base).keys()
+    if names.issuperset(adapter.parts):
         return adapter
     try:
         return under_canonical_names(adapter, ModelNames(base, "the model"), name)
@@ -119,11 +119,11 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
 
 def check_loadable(adapter: Adapter, name: str) -> None:
     """Raise `UnsupportedError` if PEFT cannot switch the adapter, or would change the base's weights by loading it."""
-    other = next((part for part in adapter.opaque.values() if part.peft_type != LORA), None)
-    if other is not None:
+    unsupported = next((part for part in adapter.opaque.values() if part.peft_type != LORA), None)
+    if unsupported is not None:
         raise UnsupportedError(
-            f"the expert {name!r} is {other.method} ({other.name}), and the live composer switches only LoRA and its "
-            "variants",
+            f"the expert {name!r} is {unsupported.method} ({unsupported.name}), and the live composer switches only "
+            "LoRA and its variants",
             "Write the composition with `compose` and load the result, or convert the expert to rsLoRA with `convert`",
         )
     if adapter.config.tied and adapter.saved:
@@ -208,9 +208,9 @@ def layers_taken(
     return format_layers(taken)
 
 
-def _check_name(name: str, taken: Any) -> None:
+def _check_name(name: str, loaded: Any) -> None:
     problems = Problems(ArgumentError)
-    if name in taken:
+    if name in loaded:
         problems.add(
             f"an adapter named {name!r} is already loaded",
             "Choose another name, or delete that adapter first (delete_adapter)",
@@ -252,19 +252,19 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
                 remedy,
                 parameter="expert",
             )
-    known = {module: shape_of(modules[module]) for module in adapter.factors if module in modules}
+    shapes = {module: shape_of(modules[module]) for module in adapter.factors if module in modules}
     compare_shapes(
         {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.factors.values()},
-        {module: f"{shape[0]}×{shape[1]}" for module, shape in known.items() if shape is not None},
+        {module: f"{shape[0]}×{shape[1]}" for module, shape in shapes.items() if shape is not None},
         one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems, parameter="expert",
     )  # fmt: skip
     ours: dict[str, str] = {}
     theirs: dict[str, str] = {}
     for part in adapter.saved.values():
-        held: Any = modules.get(part.name)
-        own = {} if held is None else getattr(held, "original_module", held).state_dict()
+        target: Any = modules.get(part.name)
+        state = {} if target is None else getattr(target, "original_module", target).state_dict()
         ours |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in part.tensors.items()}
-        theirs |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in own.items()}
+        theirs |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in state.items()}
     compare_shapes(
         ours, theirs, one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems,
         parameter="expert",
@@ -278,17 +278,17 @@ def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], probl
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    whole = {module for module, held in modules.items() if isinstance(held, ModulesToSaveWrapper)}
-    adapted = {module for module, held in modules.items() if isinstance(held, BaseTunerLayer)}
+    saved = {module for module, instance in modules.items() if isinstance(instance, ModulesToSaveWrapper)}
+    adapted = {module for module, instance in modules.items() if isinstance(instance, BaseTunerLayer)}
     for ours, theirs, words in (
         (adapter.saved.keys(), adapted, "holds {} in full and a loaded expert adapts {}"),
-        (adapter.factors.keys(), whole, "adapts {} and a loaded expert holds {} in full"),
+        (adapter.factors.keys(), saved, "adapts {} and a loaded expert holds {} in full"),
     ):
         for module in ours:
-            at = next((other for other in theirs if _overlap(module, other)), None)
-            if at is not None:
+            clashing = next((candidate for candidate in theirs if _overlap(module, candidate)), None)
+            if clashing is not None:
                 problems.add(
-                    f"the expert {name!r} {words.format(module, at)}, which PEFT cannot hold side by side",
+                    f"the expert {name!r} {words.format(module, clashing)}, which PEFT cannot hold side by side",
                     "Write the composition with `compose` and load the result, or write full weights with `merge`",
                     parameter="expert",
                     kind=UnsupportedError,
@@ -296,9 +296,9 @@ def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], probl
                 return
 
 
-def _overlap(one: str, other: str) -> bool:
+def _overlap(first: str, second: str) -> bool:
     """Whether two names are of the same module, or of one inside the other."""
-    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+    return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
 
 
 def _axes(shape: tuple[int, ...]) -> list[int]:
@@ -308,12 +308,12 @@ def _axes(shape: tuple[int, ...]) -> list[int]:
 
 def _parameters(base: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's matrices and stacks of matrices, by name, without the names of PEFT's layers."""
-    found = (
+    shapes = (
         (re.sub(r"(\.base_layer)+\.", ".", name), tuple(parameter.shape))
         for name, parameter in base.named_parameters()
         if parameter.dim() in (2, 3)
     )
-    return dict(found)
+    return dict(shapes)
 
 
 @contextmanager
@@ -327,8 +327,8 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | Non
 
     adapter = replace(adapter, original={})  # the names are the model's own: see `as_in_model`
     if layers is None:
-        whole = Composition(allocation=(Rule(expert="expert"),))
-        plan = make_plan(whole, {"expert": without_copies(adapter)}, num_layers=num_layers)
+        composition = Composition(allocation=(Rule(expert="expert"),))
+        plan = make_plan(composition, {"expert": without_copies(adapter)}, num_layers=num_layers)
     else:
         plan = slice_layers(without_copies(adapter), layers, num_layers=num_layers)
     with TemporaryDirectory() as place:
