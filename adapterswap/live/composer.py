@@ -263,6 +263,6 @@ class LiveComposer:
                 )
             layers = layers_taken(adapter, name, compositions, self._catalogue.inventory.num_layers)
         load_expert(self.model, adapter, name, layers=layers, autocast_adapter_dtype=autocast_adapter_dtype)
-        kept = adapter if layers is None else slice_of(adapter, layers, self._catalogue.inventory.num_layers)
-        self._catalogue.add(name, kept)
+        loaded_part = adapter if layers is None else slice_of(adapter, layers, self._catalogue.inventory.num_layers)
+        self._catalogue.add(name, loaded_part)
         return name

@@ -46,12 +46,12 @@ class Guard:
                 setattr(owner, name, method)
 
 
-def _followed(method: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+def _followed(method: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
         finally:
-            then()
+            after()
 
     return call
 

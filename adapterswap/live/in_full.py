@@ -63,12 +63,12 @@ def _fill(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
         wrapper.modules_to_save[_AVERAGE].requires_grad_(False)
     base = wrapper.original_module.state_dict()
     experts = {expert: wrapper.modules_to_save[expert].state_dict() for expert in coefficients}
-    rest = 1 - sum(coefficients.values())
+    base_coefficient = 1 - sum(coefficients.values())
     with torch.no_grad():
         for key, target in wrapper.modules_to_save[_AVERAGE].state_dict().items():
             parts = [(coefficient, experts[expert][key]) for expert, coefficient in coefficients.items()]
-            if abs(rest) > 1e-12:
-                parts.append((rest, base[key]))
+            if abs(base_coefficient) > 1e-12:
+                parts.append((base_coefficient, base[key]))
             if odd := [part for _, part in parts if part.is_meta or not part.is_floating_point()]:
                 raise UnsupportedError(
                     f"{name} is trained in full and {'offloaded' if odd[0].is_meta else 'quantised'}, so it cannot be "

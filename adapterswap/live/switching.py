@@ -62,7 +62,7 @@ def why_not_live(plan: Plan) -> str | None:
     if plan.composition.row_threshold is not None:
         return "a row threshold needs new tensors"
     for slot in plan:
-        if (reason := _why_not_one(slot)) is not None:
+        if (reason := _why_not_slot(slot)) is not None:
             return reason
     if (odd := clash(plan.adapters)) is not None:
         return odd
@@ -74,7 +74,7 @@ def why_not_live(plan: Plan) -> str | None:
     return None
 
 
-def _why_not_one(slot: Slot) -> str | None:
+def _why_not_slot(slot: Slot) -> str | None:
     """Why one module of a plan cannot be switched."""
     if slot.of_tokens:
         return f"{slot.name} has trained tokens (trainable_token_indices), which the live composer cannot switch"
@@ -109,12 +109,13 @@ def clash(adapters: Mapping[str, Adapter]) -> str | None:
     """Why PEFT cannot hold these adapters side by side: one holds a module in full that another adapts."""
     for expert, adapter in adapters.items():
         for name in adapter.saved:
-            for other, held in adapters.items():
-                inside = (part for part in held.parts if part.startswith(f"{name}.") or part == name)
-                found = next((part for part in inside if part != name or name not in held.saved), None)
-                if found is not None:
+            for second, second_adapter in adapters.items():
+                candidates = (part for part in second_adapter.parts if part.startswith(f"{name}.") or part == name)
+                adapted = next((part for part in candidates if part != name or name not in second_adapter.saved), None)
+                if adapted is not None:
                     return (
-                        f"{expert} holds {name} in full and {other} adapts {found}, which PEFT cannot hold side by side"
+                        f"{expert} holds {name} in full and {second} adapts {adapted}, which PEFT cannot hold side "
+                        "by side"
                     )
     return None
 
@@ -141,13 +142,13 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
         for term in slot.terms:
             if slot.in_full:
                 wrapper = inventory.in_full.get(slot.name)
-                known = wrapper is not None and term.expert in wrapper.modules_to_save
-                what = None if known else "is not loaded"
+                is_loaded = wrapper is not None and term.expert in wrapper.modules_to_save
+                mismatch = None if is_loaded else "is not loaded"
             else:
-                what = _mismatch(inventory.layers.get(slot.name), term.expert, term.lora.rank, term.lora.scale)
-            if what is not None:
+                mismatch = _mismatch(inventory.layers.get(slot.name), term.expert, term.lora.rank, term.lora.scale)
+            if mismatch is not None:
                 problems.add(
-                    f"the adapter {term.expert!r} {what} at {slot.name}",
+                    f"the adapter {term.expert!r} {mismatch} at {slot.name}",
                     f"Load the plan's expert under that name: composer.load_expert(folder, {term.expert!r})",
                     parameter="composition",
                 )
@@ -205,11 +206,11 @@ def apply_in_full(switch: Switch, inventory: Inventory) -> None:
 
 def check_loaded(switch: Switch, inventory: Inventory) -> None:
     """Raise `CompositionError` if a switch uses an expert that is no longer in the model."""
-    held = {module: layer.r for module, layer in inventory.layers.items()}
-    held |= {module: wrapper.modules_to_save for module, wrapper in inventory.in_full.items()}
+    loaded = {module: layer.r for module, layer in inventory.layers.items()}
+    loaded |= {module: wrapper.modules_to_save for module, wrapper in inventory.in_full.items()}
     for module, terms in (*switch.terms.items(), *switch.in_full.items()):
         for name in terms:
-            if name not in held.get(module, ()):
+            if name not in loaded.get(module, ()):
                 raise CompositionError(
                     f"the adapter {name!r} was deleted from the model", "Load it again", parameter="composition"
                 )
@@ -242,9 +243,9 @@ class InitialState:
         """Record the state of adapters that were loaded since. Earlier records stay."""
         for layer in inventory.layers.values():
             self._active.setdefault(layer, layer.active_adapter)
-            known = self._scaling.setdefault(layer, {})
+            scalings = self._scaling.setdefault(layer, {})
             for name, scaling in layer.scaling.items():
-                known.setdefault(name, scaling)
+                scalings.setdefault(name, scaling)
         for wrapper in inventory.wrappers:
             self._active.setdefault(wrapper, wrapper.active_adapter)
         self._in_full.update(inventory.in_full.values())
