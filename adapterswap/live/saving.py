@@ -54,8 +54,8 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
 def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
     """Whether a file holds exactly the numbers of a loaded expert."""
     loaded = {module: layer for module, layer in inventory.layers.items() if name in layer.r}
-    whole = {module: held for module, held in inventory.in_full.items() if name in held.modules_to_save}
-    if loaded.keys() != file.factors.keys() or whole.keys() != file.saved.keys():
+    saved = {module: wrapper for module, wrapper in inventory.in_full.items() if name in wrapper.modules_to_save}
+    if loaded.keys() != file.factors.keys() or saved.keys() != file.saved.keys():
         return False
     for module, layer in loaded.items():
         part = file.factors[module]
@@ -65,9 +65,9 @@ def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
         with open_files([file.file]) as files:
             handle = files[file.file.path]
             pairs = [pair for module, layer in loaded.items() for pair in _tensors(file.parts[module], layer, name)]
-            for module, held in whole.items():
-                inside = held.modules_to_save[name].state_dict()
-                pairs += [(place, inside.get(key)) for key, place in file.saved[module].tensors.items()]
+            for module, wrapper in saved.items():
+                state = wrapper.modules_to_save[name].state_dict()
+                pairs += [(place, state.get(key)) for key, place in file.saved[module].tensors.items()]
             return all(_equal(name, handle, place, tensor) for place, tensor in pairs)
     except AdapterswapError:  # the file is gone or was replaced
         return False
@@ -80,8 +80,8 @@ def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
     loaded = factors(layer, name)
     pairs: list[tuple[Tensor, Any]] = [(lora.a, loaded and loaded.a), (lora.b, loaded and loaded.b)]
     if isinstance(part, OpaqueModule):
-        found = beside(layer, name)
-        pairs += [(place, found.get(key)) for key, place in part.tensors.items() if key in LORA_PARTS]
+        extra = beside(layer, name)
+        pairs += [(place, extra.get(key)) for key, place in part.tensors.items() if key in LORA_PARTS]
     return pairs
 
 

@@ -90,10 +90,10 @@ def stream(
     if not compositions:
         raise ArgumentError("`compositions` is empty", "Pass at least one composition", parameter="compositions")
     news: queue.Queue[Answers | BaseException | None] = queue.Queue()
-    left = threading.Event()
+    closed = threading.Event()
 
     def is_stopped() -> bool:
-        return left.is_set() or (stopped is not None and stopped.is_set())
+        return closed.is_set() or (stopped is not None and stopped.is_set())
 
     def generate() -> None:
         try:
@@ -113,7 +113,7 @@ def stream(
                 raise item
             yield item
     finally:
-        left.set()
+        closed.set()
         worker.join()
 
 
@@ -128,21 +128,21 @@ def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def _allowed(composer: LiveComposer, ids: list[int], wanted: int) -> int:
+def _allowed(composer: LiveComposer, ids: list[int], max_new_tokens: int) -> int:
     """The most tokens that may follow the prompt."""
-    if wanted < 1:
-        raise ArgumentError(f"`max_new_tokens` is {wanted}", "Pass 1 or more", parameter="max_new_tokens")
+    if max_new_tokens < 1:
+        raise ArgumentError(f"`max_new_tokens` is {max_new_tokens}", "Pass 1 or more", parameter="max_new_tokens")
     config = composer.model.get_base_model().config.get_text_config()
     context: int | None = getattr(config, "max_position_embeddings", None)
     if context is None:
-        return wanted
+        return max_new_tokens
     if len(ids) >= context:
         raise ArgumentError(
             f"the prompt has {len(ids)} tokens, and the model's context has {context}",
             "Shorten the prompt",
             parameter="prompt",
         )
-    return min(wanted, context - len(ids))
+    return min(max_new_tokens, context - len(ids))
 
 
 def _generate(
@@ -163,7 +163,7 @@ def _generate(
 
     model = composer.model
     ends = _ends(model)
-    written = _Written(tokenizer, len(compositions), ends, report)
+    streamer = _Streamer(tokenizer, len(compositions), ends, report)
     tokens = torch.tensor([ids] * len(compositions), device=next(model.parameters()).device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
     config = GenerationConfig(
@@ -171,25 +171,25 @@ def _generate(
     )
     started = perf_counter()
     with composer.use_rows(compositions):
-        written.begin(started)
+        streamer.begin(started)
         with torch.inference_mode():
             model.generate(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config, streamer=written,
+                input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config, streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([Stopped()]),
             )  # fmt: skip
-    written.finish()
+    streamer.finish()
 
 
 def _ends(model: Any) -> set[int]:
     """The tokens that end an answer."""
-    found = model.generation_config.eos_token_id
-    if found is None:
+    token_ids = model.generation_config.eos_token_id
+    if token_ids is None:
         return set()
-    return {found} if isinstance(found, int) else set(found)
+    return {token_ids} if isinstance(token_ids, int) else set(token_ids)
 
 
-class _Written:
-    """What transformers calls a streamer: it is handed the prompt, and then a token of each row at a time."""
+class _Streamer:
+    """A streamer as transformers defines it: it receives the prompt, and then one token of each row at a time."""
 
     def __init__(self, tokenizer: Any, rows: int, ends: set[int], report: Callable[[Answers], None]) -> None:
         self._tokenizer, self._ends, self._report = tokenizer, ends, report
