@@ -94,7 +94,7 @@ class Rows:
         for row, switch in enumerate(self.switches):
             for expert, coefficient in switch.terms.get(name, {}).items():
                 by_expert.setdefault(expert, {})[row] = coefficient
-        return [_share(layer, expert, found, len(self.switches)) for expert, found in by_expert.items()]
+        return [_share(layer, expert, coefficients, len(self.switches)) for expert, coefficients in by_expert.items()]
 
     def _check_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = [*args, *map(kwargs.get, _INPUTS)]
@@ -121,8 +121,8 @@ def _share(layer: Any, expert: str, coefficients: Mapping[int, float], count: in
     rows = sorted(coefficients)
     index: slice | torch.Tensor | None = None
     if len(rows) < count:
-        together = rows[-1] - rows[0] == len(rows) - 1
-        index = slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=tensors.b.device)
+        consecutive = rows[-1] - rows[0] == len(rows) - 1
+        index = slice(rows[0], rows[-1] + 1) if consecutive else torch.tensor(rows, device=tensors.b.device)
     values = [coefficients[row] * scale for row in rows]
     factor: float | torch.Tensor = values[0]
     if len(set(values)) > 1:
@@ -215,7 +215,7 @@ def pad_left(batch: Mapping[str, Any]) -> dict[str, Any]:
     order = mask.bool().to(torch.uint8).argsort(dim=1, stable=True)
 
     def moved(value: Any) -> Any:
-        same = isinstance(value, torch.Tensor) and value.shape == mask.shape
-        return value.gather(1, order) if same else value
+        reordered = isinstance(value, torch.Tensor) and value.shape == mask.shape
+        return value.gather(1, order) if reordered else value
 
     return {key: moved(value) for key, value in batch.items()}
