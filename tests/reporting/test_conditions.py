@@ -125,15 +125,15 @@ def test_runs_of_other_settings_are_refused(tmp_path: Path, name: str) -> None:
         ({"split": False}, "select"),
         ({"corpus": (SW,)}, "primary"),
         ({"values": lambda cell, task: [0.5] * 6}, "base has different scores"),
-        ({"asked": recipe(**SMALL | {"compositions": [{"bottom": [3, 4]}]})}, "layer_swap"),
-        ({"asked": recipe(**SMALL | {"compositions": [{"bottom": [4, 5], "max_rank": 8}]})}, "layer_swap"),
+        ({"requested": recipe(**SMALL | {"compositions": [{"bottom": [3, 4]}]})}, "layer_swap"),
+        ({"requested": recipe(**SMALL | {"compositions": [{"bottom": [4, 5], "max_rank": 8}]})}, "layer_swap"),
     ],
 )
 def test_runs_of_other_documents_scores_or_families_are_refused(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     folder = craft(tmp_path / "run", recipe(**SMALL), documents=6)
-    other = craft(tmp_path / "other", **{"asked": recipe(**SMALL), "documents": 6} | changes)
+    other = craft(tmp_path / "other", **{"requested": recipe(**SMALL), "documents": 6} | changes)
     with refused(DataError, "run", match=named):
         open_source(folder, other)
 
