@@ -1,12 +1,12 @@
-"""Random full checkpoints of real shapes, and their tensors read back one at a time: shared by the benchmarks of full
+"""Create random full checkpoints of real shapes and read their tensors one at a time, for the benchmarks of full
 weights.
 
     python benchmarks/checkpoints.py FOLDER --size 1.1b [--seed 0] [--shards 5]
     python benchmarks/checkpoints.py FOLDER --size 1.1b --base BASE --seed 1
 
-The second form is a fine-tune of BASE: its numbers mean nothing, but its change falls off like a real one's, as a few
-strong directions over noise. The same seed gives the same checkpoint. Run as a program, since the peak memory of the
-process that makes a checkpoint would count for those that it starts.
+The second form is a fine-tune of BASE: its numbers mean nothing, but the spectrum of its change is like a real one's, a
+few strong directions over noise. The same seed gives the same checkpoint. This is a separate program, since the peak
+memory of the process that creates a checkpoint would count for the processes that it starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast composing is, beside `cp`: whole processes, medians of interleaved runs, Llama-3.1-8B's shape at rank 64.
+"""Composing compared with `cp`: whole processes, medians of interleaved runs, Llama-3.1-8B's shape at rank 64.
 
 python benchmarks/compose.py [--runs 5] [--scratch DIR]
 """
@@ -30,7 +30,7 @@ def main() -> None:
 def whole_processes(scratch: Path, runs: int) -> None:
     math, swahili = scratch / "math", scratch / "swahili"
     for folder, seed in ((math, 1), (swahili, 2)):
-        # In a process of its own: the peak memory of this one would be counted for the processes that it starts.
+        # In a separate process: the peak memory of this one would count for the processes that it starts.
         subprocess.run([sys.executable, Path(__file__).parent / "shapes.py", folder, str(seed)], check=True)
     adapterswap = [sys.executable, "-m", "adapterswap"]
     compose = [*adapterswap, "compose", "-t", math, "-l", swahili, "--num-layers", "32", "--overwrite"]

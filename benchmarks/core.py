@@ -2,8 +2,8 @@
 
 python benchmarks/core.py [--runs 3] [--scratch DIR] [--against CHECKOUT] [--skip analyze …]
 
-`--against` also runs each command in another checkout, in turn with this one. On a busy machine, processor seconds say
-more than wall seconds.
+`--against` also runs each command in another checkout, in turn with this one. On a busy machine, compare processor
+seconds rather than wall seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast exporting to GGUF is, beside `cp`: whole processes, medians of interleaved runs, Llama-3.1-8B's shape at
+"""Exporting to GGUF compared with `cp`: whole processes, medians of interleaved runs, Llama-3.1-8B's shape at
 rank 64 in bfloat16 (336 MB).
 
 python benchmarks/export.py [--runs 5] [--scratch DIR]
@@ -35,7 +35,7 @@ def measure(scratch: Path, runs: int) -> None:
     math, base = scratch / "math", scratch / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps(BASE))
-    # In a process of its own: the peak memory of this one would be counted for the processes that it starts.
+    # In a separate process: the peak memory of this one would count for the processes that it starts.
     subprocess.run([sys.executable, Path(__file__).parent / "shapes.py", math, "1"], check=True)
     export = [sys.executable, "-m", "adapterswap", "export", math, "--base-model", base, "--overwrite"]
     found = side_by_side(

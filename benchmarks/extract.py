@@ -1,9 +1,9 @@
-"""Cutting an adapter out of a full fine-tune, beside mergekit-extract-lora on the same pair: time, memory and error.
+"""Extracting an adapter from a full fine-tune, compared with mergekit-extract-lora: time, memory and error.
 
     python benchmarks/extract.py [--mergekit PATH/TO/mergekit-extract-lora] [--size 0.1b] [--rank 64] [--runs 1]
 
 The fine-tune is random: 16 strong directions of falling size per matrix, over noise. The error is ‖ΔW - s·B·A‖ / ‖ΔW‖
-over all matrices of the layers, in float64, read from what each wrote; the best that a rank allows is numpy's.
+over all matrices of the layers, in float64, from the written files; the smallest possible error comes from numpy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def compare(scratch: Path, options: argparse.Namespace) -> None:
 
 
 def judge(name: str, folder: Path, scratch: Path, size: str, rank: int) -> None:
-    """Print the error over every matrix, and over the first of each shape beside the smallest that there is."""
+    """Print the error over all matrices, and over the first of each shape with the smallest possible error."""
     import numpy as np
     from checkpoints import parameters, tensor
     from peers import delta

@@ -1,4 +1,4 @@
-"""Composing on a loaded model, beside PEFT's own ways: ratios measured in one run, medians.
+"""Composing on a loaded model compared with PEFT's own functions: ratios measured in one run, medians.
 
     python benchmarks/live.py [--json] [--device cuda] [--repeats 30]
 
@@ -115,7 +115,7 @@ def switching(model: Any, composer: LiveComposer, repeats: int, device: str) -> 
 
 
 def first_use(model: Any) -> float:
-    """Milliseconds of the first use of a name: the plan is made."""
+    """Milliseconds of the first use of a name, which makes the plan."""
     composer = LiveComposer(model)
     start = time.perf_counter()
     with composer.use("math+language0"):
@@ -126,13 +126,13 @@ def tensor_bytes() -> int:
     """The bytes of all tensors that are alive, each storage once."""
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at every object wakes deprecated ones
+        warnings.simplefilter("ignore")  # inspecting every object triggers deprecation warnings
         tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def memory_growth(composer: LiveComposer, switches: int = 1000) -> int:
-    """Bytes of tensors after that many switches, less before; the composition is still active at the second look."""
+    """Growth of the tensors in bytes over that many switches; the composition is still active at the second count."""
     before = tensor_bytes()
     for turn in range(switches):
         composer.set(f"math+{LANGUAGES[turn % 8]}@bottom={1 + turn % 5},top={turn % 3},bottom_transition={turn % 2}")
@@ -191,7 +191,7 @@ def decoding(model: Any, composer: LiveComposer, repeats: int, device: str) -> d
         "one by one": one_by_one,
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(repeats):  # in turn, so that a busy machine slows all of them alike
+    for _ in range(repeats):  # in turn, so that a busy machine slows all equally
         for way, call in ways.items():
             times[way].append(median(call, 1, device) if not times[way] else _once(call, device))
     return {way: statistics.median(taken) for way, taken in times.items()}

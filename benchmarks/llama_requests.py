@@ -1,6 +1,6 @@
-"""What a request costs in llama.cpp that composes by the scales of pieces, beside one to a ready composed file; and
-requests by several names at once beside as many by one name. A random model of 32 layers, four experts; processor
-seconds of this process, which runs llama.cpp (the package xllamacpp), as ratios of interleaved runs; medians.
+"""The cost of a request in llama.cpp that composes by scales of pieces, compared with one to a composed file; and of
+requests with several names at once, compared with as many with one name. A random model of 32 layers, four experts;
+processor seconds of this process, which runs llama.cpp (the package xllamacpp), as ratios of interleaved runs; medians.
 
 python benchmarks/llama_requests.py [--runs 15]
 """

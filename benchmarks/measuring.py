@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class Measured:
     """Medians over runs: wall seconds and processor seconds; and the largest peak of resident memory, in megabytes.
 
-    Wall seconds say little on a machine that does something else; processor seconds say more there.
+    On a busy machine, compare processor seconds rather than wall seconds.
     """
 
     seconds: float

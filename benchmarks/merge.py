@@ -1,4 +1,4 @@
-"""Full weights beside `cp`, PEFT and mergekit: time, memory, and how far the weights are from the exact ones.
+"""Full weights compared with `cp`, PEFT and mergekit: time, memory, and the distance from the exact weights.
 
     python benchmarks/merge.py [--mergekit PATH/TO/mergekit-yaml] [--size 1.1b] [--runs 3] [--scratch DIR]
 
@@ -6,7 +6,7 @@
    from_pretrained + merge_and_unload + save_pretrained of the same composed adapter.
 2. A layer swap of two full checkpoints of that size: adapterswap, mergekit's `slices`, `cp -r`.
 3. The error of merged weights, against the exact ones in float64: units in the last place of bf16.
-4. Bit by bit beside mergekit on a pair of 0.4 B (32 layers).
+4. A comparison with mergekit bit by bit on a pair of 0.4 B (32 layers).
 
 Whole processes, interleaved; medians of time and the largest peak of resident memory. Needs 20 GB of scratch.
 """

@@ -1,4 +1,4 @@
-"""TIES and task arithmetic beside mergekit's own results on full float32 models: the largest difference of any weight.
+"""TIES and task arithmetic against mergekit's results on full float32 models: the largest difference of any weight.
 
     python benchmarks/mergekit_methods.py --mergekit PATH/TO/mergekit-yaml
 

@@ -1,8 +1,8 @@
-"""Methods beside mergekit's own functions on the same float64 weights: the largest difference of any weight.
+"""Methods against mergekit's functions on the same float64 weights: the largest difference of any weight.
 
     python benchmarks/mergekit_tensors.py    # where mergekit 0.1.5 can be imported
 
-adapterswap computes in float32 from ΔW; mergekit gets the full weights W. Random methods get the same masks: ours.
+adapterswap computes in float32 from ΔW; mergekit gets the full weights W. Random methods share adapterswap's masks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same mergekit YAML by mergekit and by adapterswap, on full checkpoints: copies bit for bit, blends to rounding.
+"""The same mergekit YAML in mergekit and in adapterswap, on full checkpoints: equal copies, blends up to rounding.
 
     python benchmarks/mergekit_yaml.py --mergekit PATH/TO/mergekit-yaml [--dtype bfloat16]
 

@@ -1,4 +1,4 @@
-"""How fast an adapter with LoRA on each expert of a large mixture is composed, beside `cp`: 128 experts in 48 layers,
+"""Composing adapters with LoRA on each expert of a large mixture, compared with `cp`: 128 experts in 48 layers,
 as in Qwen3-30B-A3B, which makes 18,624 modules. Whole processes, medians of interleaved runs.
 
 python benchmarks/mixture.py [--runs 5] [--rank 8] [--scratch DIR]
@@ -27,7 +27,7 @@ OF_EXPERT = {
 
 
 def write_adapter(folder: Path, seed: int, rank: int, base: Path) -> None:
-    """An adapter in bfloat16, of the bits of random bytes without their signs and largest exponents."""
+    """An adapter in bfloat16 of random bits, with signs and the largest exponents cleared."""
     import numpy as np
 
     folder.mkdir()
@@ -60,7 +60,7 @@ def write_adapter(folder: Path, seed: int, rank: int, base: Path) -> None:
 
 
 def write_base(folder: Path) -> None:
-    """Its config alone: no weight of it is needed."""
+    """Only the config: no weights are needed."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": LAYERS,
         "num_experts": EXPERTS, "num_experts_per_tok": 8, "hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE,

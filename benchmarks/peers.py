@@ -1,9 +1,9 @@
-"""What composing two rsLoRA experts costs, and how far the result is from the exact average: adapterswap, PEFT,
+"""The cost of composing two rsLoRA experts, and the distance of the result from the exact average: adapterswap, PEFT,
 mergekit.
 
     python benchmarks/peers.py --mergekit PATH/TO/mergekit-yaml [--size 0.4b|pico] [--runs 3]
 
-mergekit wants an environment of its own (`make peers` builds one). Each route starts from the base and two adapter
+mergekit needs a separate environment (`make peers` builds one). Each route starts from the base and two adapter
 folders and ends with files on disk. The error is ‖ΔW - ΔW*‖ / ‖ΔW*‖ over all modules, against the average ΔW* in
 float64; for full weights, ΔW is what was written minus the base.
 """

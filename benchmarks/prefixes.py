@@ -1,4 +1,4 @@
-"""What shared prefixes would save a sweep: cells whose lower layers agree have the same hidden states up to there.
+"""What sharing prefixes would save in a sweep: cells with equal lower layers have equal hidden states up to there.
 
     OMP_NUM_THREADS=1 python benchmarks/prefixes.py [--turns 3]
 
@@ -139,14 +139,14 @@ def make_world(folder: Path) -> tuple[LiveComposer, Any]:
 
 
 def compare(folder: Path, turns: int) -> dict[str, Any]:
-    """Both ways, cell by cell in turn."""
+    """Judge the cells both ways, in turn."""
     from adapterswap.evaluation import Settings, evaluate
 
     composer, tokenizer = make_world(folder)
     decoder = composer.model.get_base_model().model
     settings = Settings(include_path=folder / "tasks", batch_size=16)
     calls: Counter[str] = Counter()
-    for layer in decoder.layers:  # a layer that is passed over does not call its attention
+    for layer in decoder.layers:  # a skipped layer does not call its attention
         layer.self_attn.register_forward_hook(lambda *_: calls.update(now=1))
     seconds: dict[str, list[float]] = {"whole": [], "shared": []}
 

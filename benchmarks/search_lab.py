@@ -1,4 +1,4 @@
-"""What a search finds of a grid, and what it costs: replayed on the lab's sweep, whose every cell is known.
+"""The result and cost of a search compared with a grid, replayed on the lab's sweep, in which every cell is known.
 
     python benchmarks/search_lab.py FOLDER [--seeds 20] [--json]
 
@@ -49,7 +49,7 @@ def chosen(results: Iterable[CellResult], run: Run) -> tuple[float, float]:
 
 
 def replay(prepared: PreparedSweep, run: Run) -> tuple[int, float, float]:
-    """(documents that are asked, chosen at, reported at) of one search."""
+    """(documents evaluated, score on the choosing half, score on the reporting half) of one search."""
     known = Findings.of(run.results, ())
     _, *asked = batches(prepared, known)  # the first are the baselines
     assignments = [assignment for batch in asked for assignment in batch]

@@ -1,4 +1,4 @@
-"""How long a request to a composition that nobody asked for before waits, beside one to a ready adapter folder.
+"""The latency of the first request for a composition, compared with a request for a ready adapter folder.
 
 .venv-vllm/bin/python benchmarks/serving.py [--runs 8] [--scratch DIR]
 

@@ -1,7 +1,7 @@
 """Fuzz for as long as you like: python fuzz/campaign.py --seconds 600 --seed 1 [--kinds weights config].
 
-Does what tests/test_fuzz.py does, with plain seeds in place of hypothesis, and goes on after a failure: one failure is
-printed for each place in the code, with the seed that reproduces it (--seed S --count 1). Ends with the figures.
+Does the same as tests/test_fuzz.py, with plain seeds instead of hypothesis, and continues after a failure: one failure
+is printed per place in the code, with the seed that reproduces it (--seed S --count 1). Ends with a summary.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _again(folder: Path, old: Subject) -> Subject:
-    """A fresh subject: the failed one may be half damaged."""
+    """A fresh subject, since the failed one may still be damaged."""
     fresh = Subject(Path(tempfile.mkdtemp(dir=folder)))
     fresh.slowest = old.slowest
     return fresh

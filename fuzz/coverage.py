@@ -1,8 +1,8 @@
-"""Fuzz what is read, guided by coverage: pip install atheris, then fuzz/coverage.py CORPUS -max_total_time=600.
+"""Fuzz the readers, guided by coverage: pip install atheris, then fuzz/coverage.py CORPUS -max_total_time=600.
 
-The first byte chooses what the others are: a whole safetensors file, a header before sound data, an
-adapter_config.json, an adapterswap.json, a recipe, or a key of a rank pattern. Nothing but AdapterswapError may come of
-it. The options are libFuzzer's.
+The first byte decides what the others are: a whole safetensors file, a header with valid data, an
+adapter_config.json, an adapterswap.json, a recipe, or a key of a rank pattern. Only AdapterswapError may be raised.
+The options are libFuzzer's.
 """
 
 from __future__ import annotations

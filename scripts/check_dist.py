@@ -3,8 +3,8 @@
     python scripts/check_dist.py dist/*                         # with every dependency, from constraints.txt
     python scripts/check_dist.py dist/*.whl --borrow .venv      # with the dependencies that are installed there
 
-What is tried there: the version, the package data (recipes, the lab's bases, types), a composition of two adapters that
-PEFT made, its verification, and `python -m adapterswap`. Fails with the output of what failed.
+It checks the version, the package data (recipes, the lab's bases, types), a composition of two adapters made by PEFT,
+its verification, and `python -m adapterswap`. On failure it prints the output of the failed command.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ print("ok", adapterswap.__version__, sys.version.split()[0])
 
 
 def check(artefact: Path, python: str, borrow: Path | None) -> str:
-    """Install `artefact` into an environment of its own and run the smoke test there; returns what that printed.
+    """Install `artefact` into a fresh environment and run the smoke test there; returns its output.
 
     Args:
         artefact: a wheel or an sdist.
@@ -96,7 +96,7 @@ def check(artefact: Path, python: str, borrow: Path | None) -> str:
 
 
 def run(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """What a command printed; where it fails, the script ends with its output."""
+    """The output of a command; if it fails, the script exits with that output."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
     if done.returncode:
         sys.exit(f"{' '.join(command[:3])} … exited with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -104,7 +104,7 @@ def run(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | No
 
 
 def main() -> None:
-    """Check every artefact that is named."""
+    """Check every artefact named on the command line."""
     parser = argparse.ArgumentParser(description="Install a wheel or an sdist into a fresh environment and use it.")
     parser.add_argument("artefacts", nargs="+", type=Path)
     parser.add_argument("--python", default=sys.executable, help="the interpreter to make the environment with")

@@ -1,4 +1,4 @@
-"""Write docs/commands.md from the commands' own --help; `--check` fails where the file has drifted."""
+"""Write docs/commands.md from the commands' --help; `--check` fails if the file is out of date."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reference() -> str:
 
 
 def _names() -> Iterator[str]:
-    """Every command, and below it its own commands where it has some."""
+    """Every command, followed by its subcommands."""
     for name in COMMANDS:
         yield name
         command = import_module(f"adapterswap.cli.{name}").command

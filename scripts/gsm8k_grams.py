@@ -1,9 +1,9 @@
-"""Write adapterswap/training/gsm8k_test.grams: hashes of GSM8K's test questions, from which no text can be read back.
+"""Write adapterswap/training/gsm8k_test.grams: hashes of GSM8K's test questions, which do not reveal the text.
 
     python scripts/gsm8k_grams.py test.jsonl
 
-`test.jsonl` is grade_school_math/data/test.jsonl of https://github.com/openai/grade-school-math (MIT). What a gram is
-says `adapterswap.training.grams`; run this again when that changes.
+`test.jsonl` is grade_school_math/data/test.jsonl of https://github.com/openai/grade-school-math (MIT).
+`adapterswap.training.grams` defines a gram; run this again when the definition changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write docs/methods.md from the registry of methods; `--check` fails where the file has drifted."""
+"""Write docs/methods.md from the registry of methods; `--check` fails if the file is out of date."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python scripts/numerics.py [--only NAME]... [PYTEST ARGUMENTS]
 
-PyTorch and its libraries choose their kernels when they are loaded, so each setting is a process of its own. Prints one
-line for each setting, and the failures of those that fail; exits with 1 if one did.
+PyTorch and its libraries choose their kernels when they are loaded, so each setting runs in a separate process. Prints
+one line for each setting and the failures, and exits with 1 if a setting failed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHOICES = {name for setting in SETTINGS.values() for name in setting}
 
 
 def processor_flags() -> set[str]:
-    """The instruction sets of this processor; empty where Linux does not list them."""
+    """The instruction sets of this processor; empty if Linux does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Write docs/fields.md from the models that recipes are read into; `--check` fails where the file has drifted."""
+"""Write docs/fields.md from the models of recipes; `--check` fails if the file is out of date."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _values(field: FieldInfo) -> str:
-    """What the field takes, with its bounds."""
+    """The values that the field accepts, with bounds."""
     text = _type(field.annotation)
     for bound in field.metadata:
         for name, sign in {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}.items():

@@ -1,6 +1,6 @@
-"""Run the notebooks of examples/notebooks and keep what they print: `python scripts/run_notebooks.py FOLDER [NAME …]`.
+"""Run the notebooks of examples/notebooks and save their output: `python scripts/run_notebooks.py FOLDER [NAME …]`.
 
-FOLDER is where they run, with or without a lab-run in it. Warnings and progress (standard error) are left out.
+They run in FOLDER, with or without a lab-run in it. Warnings and progress (standard error) are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the site shows beside docs/: the examples' pages, the change log, how to contribute. Used by mkdocs.yml."""
+"""Pages of the site from outside docs/: the examples, the change log, how to contribute. Used by mkdocs.yml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def pages_elsewhere() -> dict[str, str]:
-    """Pages that lie outside docs/, each with its place on the site."""
+    """Pages outside docs/, each with its path on the site."""
     pages = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
     for page in sorted(ROOT.glob("examples/*/README.md")):
         pages[page.relative_to(ROOT).as_posix()] = f"examples/{page.parent.name}.md"
@@ -23,15 +23,15 @@ def pages_elsewhere() -> dict[str, str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie outside docs/."""
+    """Add the pages outside docs/."""
     for source, place in pages_elsewhere().items():
-        if source != "README.md":  # the site's first page is its own
+        if source != "README.md":  # the site has its own first page
             files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links between files of the repository lead to pages of the site; those to other files become plain text."""
+    """Turn links between the repository's files into links between pages; links to other files become plain text."""
     elsewhere = pages_elsewhere()
     here = page.file.src_uri
     places = {place: source for source, place in elsewhere.items() if source != "README.md"}

@@ -38,7 +38,7 @@ _PATTERNS = {re.compile(pattern, re.IGNORECASE): instead for pattern, instead in
 
 
 def mistakes(text: str) -> Iterator[tuple[int, str, str]]:
-    """Each finding in a text: the line's number, the words, and what to write instead."""
+    """Yield the findings in a text: line number, words, and what to write instead."""
     for number, line in enumerate(text.splitlines(), start=1):
         if ALLOWED in line:
             continue
@@ -55,7 +55,7 @@ def tracked() -> list[Path]:
 
 
 def main(files: Iterable[Path]) -> int:
-    """Print every finding; 1 if there is one."""
+    """Print every finding; return 1 if there is one."""
     count = 0
     for path in files:
         for number, words, instead in mistakes(path.read_text(encoding="utf-8")):
