@@ -25,8 +25,8 @@ from adapterswap.live import LiveComposer, load_expert
 class Chat:
     """A conversation with one task expert and several languages.
 
-    The conversation is read anew for every answer: what the model remembers of it (its key-value cache) was computed
-    with the composition of that moment, and would not be what the new one computes.
+    The whole conversation is processed again for every answer: the key-value cache was computed with the composition
+    that was active then, and is not valid for the new one.
     """
 
     def __init__(self, composer: LiveComposer, tokenizer: PreTrainedTokenizerBase, task: str, language: str) -> None:
@@ -35,7 +35,7 @@ class Chat:
         self.speak(language)
 
     def speak(self, language: str) -> None:
-        """Change the language: a millisecond or so, and no memory."""
+        """Change the language, which takes about a millisecond and no memory."""
         self.composer.set(f"{self.task}+{language}")
 
     def answer(self, message: str, max_new_tokens: int) -> str:
@@ -106,7 +106,7 @@ def talk(chat: Chat, max_new_tokens: int) -> None:
         elif command == "/language":
             try:
                 chat.speak(rest)
-            except AdapterswapError as error:  # an unknown language is reported, and the conversation goes on
+            except AdapterswapError as error:  # an unknown language is reported, and the conversation continues
                 print(error, file=sys.stderr)
         elif line:
             chat.answer(line, max_new_tokens)

@@ -1,6 +1,6 @@
 """A random pico Llama with three random experts, so that the example runs offline in seconds.
 
-Its words are noise; that they change with the composition is what it shows. With a real base this file is not needed.
+Its words are noise, but they change with the composition. You do not need this file with a real base.
 """
 
 from __future__ import annotations

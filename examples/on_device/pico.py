@@ -2,7 +2,7 @@
 
     python examples/on_device/pico.py FOLDER
 
-Its words are noise; that they change with the composition is what it shows. With a real base this file is not needed:
+Its words are noise, but they change with the composition. You do not need this file with a real base:
 llama.cpp's convert_hf_to_gguf.py makes the GGUF file.
 """
 
@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
 
 
 def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
-    """A Llama in float32; what llama.cpp's converter does for any model."""
+    """Write a Llama in float32, as llama.cpp's converter does for any model."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(1024)

@@ -1,6 +1,6 @@
 """The loss of a base, with or without an adapter, on the completions of held-out rows: nats per token.
 
-Plain PyTorch and PEFT, so that the example measures what adapterswap wrote with something that is not adapterswap.
+Plain PyTorch and PEFT, so that adapterswap's output is measured independently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def read_pairs(data: Path) -> dict[str, list[tuple[str, str]]]:
-    """Prompts and completions of the held-out rows, in the form that the recipes give them."""
+    """Prompts and completions of the held-out rows, in the format of the recipes."""
     files = {name: (data / f"{name}_heldout.jsonl").read_text(encoding="utf-8") for name in ("math", "swahili")}
     rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in files.items()}
     return {
@@ -24,7 +24,7 @@ def read_pairs(data: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def heldout_losses(base: Path, adapter: Path | None, data: Path) -> dict[str, float]:
-    """Mean loss over all tokens of all completions, the end of sequence among them."""
+    """Mean loss over all tokens of all completions, including the end of sequence."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base)
     if adapter is not None:

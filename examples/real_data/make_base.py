@@ -1,7 +1,7 @@
-"""A base for the example: a BPE tokenizer and a small Llama, made on the spot from the example's own training text.
+"""A base for the example: a BPE tokenizer and a small Llama, built from the example's own training text.
 
 With a real base this file is not needed. The Llama starts from random weights and reads both texts a few times, so that
-"before" in the example's table means a model that has seen words and sentences, rather than noise.
+"before" in the example's table is a model that has seen words and sentences, not noise.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def main() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # PEFT asks transformers by a name that it has renamed; nothing here can be done about it.
+    # PEFT uses a name that transformers has renamed; it cannot be fixed here.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     began = time.monotonic()
     results = run(

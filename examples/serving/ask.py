@@ -3,7 +3,7 @@
     adapterswap serve --base-model BASE --experts examples/serving/experts.yaml
     python examples/serving/ask.py --url http://127.0.0.1:8000 --prompt "Bei ya..." math+swahili math+telugu
 
-The server composes each on its first request, and answers them together, in one batch. Only Python's own library.
+The server composes each on its first request and answers all in one batch. Needs only Python's standard library.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Ask LoRAX for compositions that lie in folders of its machine.
+"""Ask LoRAX for compositions in folders on its machine.
 
     adapterswap compose -t experts/math -l experts/swahili --layout portable -o /data/served/math-swahili
     lorax-launcher --model-id BASE
     python examples/serving/lorax.py --prompt "Bei ya..." /data/served/math-swahili
 
-Not run here. The request is that of LoRAX's documentation (docs/models/adapters/index.md and docs/reference). Only
-Python's own library.
+Not run here. The request follows LoRAX's documentation (docs/models/adapters/index.md and docs/reference). Needs only
+Python's standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def request(adapter: str, prompt: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
-    """The path and body: an adapter is named in the parameters, with where it comes from."""
+    """The path and body: the parameters name an adapter and its source."""
     parameters = {"adapter_id": adapter, "adapter_source": "local", "max_new_tokens": max_tokens, "do_sample": False}
     return "/generate", {"inputs": prompt, "parameters": parameters}
 

@@ -5,8 +5,8 @@
         --max-loras-per-batch 4
     python examples/serving/sglang.py --base BASE --prompt "Bei ya..." math-swahili
 
-Not run here. The requests are those of SGLang's documentation (docs/advanced_features/lora.ipynb, November 2026). Only
-Python's own library.
+Not run here. The requests follow SGLang's documentation (docs/advanced_features/lora.ipynb, November 2026). Needs only
+Python's standard library.
 """
 
 from __future__ import annotations

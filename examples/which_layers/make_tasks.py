@@ -2,8 +2,8 @@
 
     python examples/which_layers/make_tasks.py lab-tasks [--problems 100]
 
-The problems are those of the lab's development set. A problem is right if the greedy answer is: a likelihood task, with
-one forward pass for each, as the lab itself scores them.
+The problems come from the lab's development set. A problem counts as right if the greedy answer is right: a likelihood
+task with one forward pass per problem, as the lab itself scores them.
 """
 
 from __future__ import annotations

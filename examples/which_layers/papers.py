@@ -70,7 +70,7 @@ def draw_figures(folder: Path) -> None:
 
 
 def _write_numbers(axes: Any, table: FractionTable) -> None:
-    """Every share in its cell, as in the paper's appendix."""
+    """Write every share in its cell, as in the paper's appendix."""
     image = axes.images[0]
     for (layer, module), value in table.cells.items():
         colour = readable_on(image.cmap(image.norm(value)))
@@ -80,7 +80,7 @@ def _write_numbers(axes: Any, table: FractionTable) -> None:
 
 
 class Lab:
-    """The lab's base, tasks and experts in a folder; an expert is trained the first time that it is wanted."""
+    """The lab's base, tasks and experts in a folder; an expert is trained when it is first needed."""
 
     def __init__(self, folder: Path, rows: int | None, problems: int) -> None:
         self.folder, self.rows = folder, rows
@@ -88,7 +88,7 @@ class Lab:
         make_tasks(folder / "tasks", problems)
 
     def expert(self, name: str, sides: Sequence[str], seed: int = 0, **recipe: Any) -> str:
-        """Train an expert on the rows of one side or of both, and give its folder."""
+        """Train an expert on the rows of one side or of both, and return its folder."""
         place = self.folder / "experts" / name
         print(f"training {name}", file=sys.stderr)
         sources = [self._source(side, seed) for side in sides]
