@@ -36,7 +36,7 @@ def random_expert(base: Path, folder: Path, seed: int, size: float = 0.08) -> Pa
 
 @pytest.fixture(scope="session")
 def lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `adapterswap lab` leaves behind, with random experts."""
+    """The files of an `adapterswap lab` run, with random experts."""
     place = tmp_path_factory.mktemp("studio") / "lab-run"
     seed = place / "seed-0"
     seed.mkdir(parents=True)
@@ -86,7 +86,7 @@ Visit = Callable[..., Any]
 
 @pytest.fixture
 def visit(browser: Any, served: Served) -> Iterator[Visit]:
-    """`visit("?bottom=2")` is the studio's page once it has answered: what it asks for elsewhere fails the test."""
+    """`visit("?bottom=2")` is the studio's page once it has loaded; requests to other hosts fail the test."""
     said: list[str] = []
     contexts = []
 
@@ -111,5 +111,5 @@ def visit(browser: Any, served: Served) -> Iterator[Visit]:
     yield opened
     for context in contexts:
         context.close()
-    # What Gradio's own page says of streams that a reload cut off.
+    # Messages of Gradio's page about streams that a reload interrupted.
     assert [line for line in said if "AbortError" not in line and "errored out" not in line] == []

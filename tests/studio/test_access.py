@@ -1,4 +1,4 @@
-"""Who uses the page without a mouse, without colours or by ear: contrast, names of controls, and the keyboard."""
+"""The page without a mouse, without colours and with a screen reader: contrast, names of controls, the keyboard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTROLS = ("button", "checkbox", "combobox", "link", "radio", "slider", "spinbu
 
 
 def panels(page: Any) -> Any:
-    """Each panel with all that it can show, by its name."""
+    """Each panel by name, with everything that it can show."""
     for accordion in ("More", "Options"):
         page.get_by_role("button", name=re.compile(rf"^{accordion}\b")).click()
     yield "Try"
@@ -37,7 +37,7 @@ def panels(page: Any) -> Any:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_told_from_its_ground_and_every_control_has_a_name(visit: Visit, scheme: str) -> None:
+def test_text_has_enough_contrast_and_every_control_has_a_name(visit: Visit, scheme: str) -> None:
     """On all panels, with clicked layers, a blend, an error and results; and no panel is wider than a phone."""
     page = visit(EVERYTHING, scheme=scheme)
     page.locator("#scores .score").first.wait_for()
@@ -58,8 +58,8 @@ def test_text_can_be_told_from_its_ground_and_every_control_has_a_name(visit: Vi
     assert [line for line in faint_texts(page) if "problem" in line] == []
 
 
-def test_the_page_is_used_by_keyboard_alone(visit: Visit) -> None:
-    """From the strip by Tab to the first control and to a tab's panel; the focus can be seen everywhere."""
+def test_the_page_works_with_only_the_keyboard(visit: Visit) -> None:
+    """Tab moves from the strip to the first control and to a tab's panel; the focus is always visible."""
     page = visit("?bottom=1&top=0")
     page.locator("[data-cell='0']").focus()
     page.keyboard.press("ArrowDown")

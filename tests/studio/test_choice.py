@@ -1,4 +1,4 @@
-"""What a visitor has chosen, as an address and as a composition, and the lines that make it: nothing is lost."""
+"""A visitor's choice as an address, a composition, a command and Python lines: nothing is lost."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_command_the_lines_and_the_recipe_make_the_same_bytes(
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_an_address_says_all_of_a_choice(workspace: Workspace, query: str) -> None:
+def test_an_address_contains_the_whole_choice(workspace: Workspace, query: str) -> None:
     first = first_choice(list(workspace.experts))
     choice = from_address(query, first)
     again = from_address(choice.address(), first)
@@ -83,14 +83,14 @@ def test_an_address_says_all_of_a_choice(workspace: Workspace, query: str) -> No
 @pytest.mark.parametrize(
     "query", ["?nonsense=1", "?give=mlp", "?give=mlp.x=math", "?give=mlp.9-1=math", "?prompt=" + "a" * 9000]
 )
-def test_a_strange_address_is_refused(query: str) -> None:
+def test_an_invalid_address_is_refused(query: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         from_address(query, first_choice(["math"]))
     assert caught.value.parameter == "query"
 
 
 @given(st.text(max_size=60))
-def test_no_address_is_anything_but_read_or_refused(text: str) -> None:
+def test_any_address_is_read_or_refused(text: str) -> None:
     try:
         choice = from_address("?" + text, first_choice(["math", "language"]))
         choice.composition(6)
@@ -106,8 +106,8 @@ def test_no_address_is_anything_but_read_or_refused(text: str) -> None:
     bottom=st.integers(0, 3),
     top=st.integers(0, 3),
 )
-def test_painted_layers_change_hands_and_no_others(painted: Any, bottom: int, top: int) -> None:
-    """Each module's owner is the painted one, or that of the composition: compared rule by rule."""
+def test_only_painted_layers_change_owners(painted: Any, bottom: int, top: int) -> None:
+    """Each module belongs to the painted expert or to the composition's owner: compared rule by rule."""
     plain = Composition(task="math", language="language", bottom=bottom, top=top)
     rules = paint(plain, painted, 6).rules(6)
     for layer in range(6):
@@ -133,7 +133,7 @@ def test_a_layer_that_does_not_exist_cannot_be_painted() -> None:
     assert caught.value.parameter == "layers"
 
 
-def test_mistakes_are_the_plans_own(workspace: Workspace) -> None:
+def test_mistakes_are_reported_by_the_plan(workspace: Workspace) -> None:
     first = first_choice(list(workspace.experts))
     with pytest.raises(CompositionError) as overlap:
         workspace.plan(workspace.composition(from_address("?bottom=5&top=5", first)))
@@ -168,7 +168,7 @@ def test_experts_are_added_by_path_only_where_that_is_allowed(lab_run: Path, tmp
         opened.add(str(third))
 
 
-def test_a_folder_that_is_no_lab_run(tmp_path: Path, lab_run: Path) -> None:
+def test_a_folder_that_is_not_a_lab_run(tmp_path: Path, lab_run: Path) -> None:
     with pytest.raises(NotFoundError):
         open_lab(tmp_path)
     (tmp_path / "results.json").write_text("[]")
@@ -180,12 +180,12 @@ def test_a_folder_that_is_no_lab_run(tmp_path: Path, lab_run: Path) -> None:
 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 10), (10, 10), (3, 7), (59, 100), (1, 1)])
-def test_the_interval_is_wilsons(right: int, of: int) -> None:
+def test_the_interval_matches_wilson(right: int, of: int) -> None:
     expected = binomtest(right, of).proportion_ci(method="wilson")
     np.testing.assert_almost_equal(judging.interval(right, of), (expected.low, expected.high), decimal=7)
 
 
-def test_what_a_browser_kept_is_checked() -> None:
+def test_stored_browser_state_is_checked() -> None:
     row = {"composition": "=1+1", "address": "?task=math", "task": "lab", "right": 3, "of": 4, "low": 0.1, "high": 0.9}
     kept = [row, {**row, "of": 0}, {**row, "address": "javascript:alert(1)"}, {"right": 1}, 7, {**row, "low": "x"}]
     assert [found.right for found in judging.as_rows(kept)] == [3]

@@ -1,4 +1,4 @@
-"""The Judge panel in headless Chromium: a visitor's file, MGSM, Stop and Clear, beside the library's own scores."""
+"""The Judge panel in headless Chromium: a visitor's file, MGSM, Stop and Clear, against the library's scores."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def upload(page: Any, path: Path) -> None:
     page.locator("#rows .filename", has_text=path.stem).wait_for()
 
 
-def test_an_uploaded_file_is_judged_and_stays_where_it_can_be_looked_at(
-    visit: Visit, workspace: Workspace, tmp_path: Path
-) -> None:
+def test_an_uploaded_file_is_judged_and_stays_visible(visit: Visit, workspace: Workspace, tmp_path: Path) -> None:
     composition = workspace.composition(from_address(QUERY, first_choice(["math", "language"])))
     prompt = "Eva ka leles fika paris ."
     *_, last = workspace.answers(prompt, [composition], max_new_tokens=256, chat=False)
@@ -70,7 +68,7 @@ def test_an_uploaded_file_is_judged_and_stays_where_it_can_be_looked_at(
 def test_mgsm_is_judged_as_evaluate_judges_it(
     visit: Visit, serve: Callable[[Workspace], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that answers 18 to everything, on the first ten questions, as long as the composition is set."""
+    """A model that answers 18 to everything while the composition is set, on the first ten questions."""
     pico_model(layers=2).save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     for seed, name in enumerate(("math", "language"), 1):
@@ -102,7 +100,7 @@ def test_mgsm_is_judged_as_evaluate_judges_it(
     assert golds.count(18) == 1
 
 
-def test_a_task_that_the_model_cannot_hold_says_so(visit: Visit) -> None:
+def test_a_task_that_does_not_fit_the_model_is_reported(visit: Visit) -> None:
     page = visit(QUERY)
     judge_on(page, "mgsm_direct_en")
     page.locator("#judge").click()

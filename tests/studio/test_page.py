@@ -1,4 +1,4 @@
-"""The page in headless Chromium, panel by panel, beside what the library says itself."""
+"""The page in headless Chromium, panel by panel, against the library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def letters(page: Any, kind: str = "mlp") -> str:
 
 
 def moved(page: Any, label: str, value: int) -> None:
-    """Set a slider by keyboard, as its number field takes it, and wait until nothing more is written."""
+    """Set a slider through its number field, and wait until the page stops changing."""
     field = page.get_by_role("spinbutton", name=label)
     field.fill(str(value))
     field.press("Tab")
@@ -90,7 +90,7 @@ def test_answers_follow_a_number_that_is_typed(visit: Visit, workspace: Workspac
     assert page.locator("#scores .score b").all_inner_texts() == scores
 
 
-def test_a_click_gives_a_layer_away_and_the_keyboard_too(visit: Visit) -> None:
+def test_a_click_or_a_key_reassigns_a_layer(visit: Visit) -> None:
     page = visit("?bottom=1&top=0")
     page.locator("[data-cell='3.mlp']").click()
     page.wait_for_function("document.querySelector('#strip [data-cell=\"3.mlp\"]').textContent === 'l'")
@@ -113,7 +113,7 @@ def test_a_click_gives_a_layer_away_and_the_keyboard_too(visit: Visit) -> None:
     assert letters(page) == "lmmmmm"
 
 
-def test_what_is_not_possible_says_why(visit: Visit, workspace: Workspace) -> None:
+def test_impossible_choices_are_explained(visit: Visit, workspace: Workspace) -> None:
     page = visit("?bottom=4&top=4")
     shown = page.locator("#problem .problem").inner_text()
     with pytest.raises(ValueError, match="the zones overlap") as caught:
@@ -160,10 +160,10 @@ def test_answers_are_those_of_each_composition_alone(visit: Visit, workspace: Wo
         assert score == f"{int(right.sum())} / {len(right)}"
 
 
-def test_a_copied_command_makes_what_the_page_offers(
+def test_a_copied_command_writes_the_offered_files(
     visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a composition with a layer given away by a click: the command alone, without the YAML."""
+    """For a composition with a layer reassigned by a click: only the command, without the YAML."""
     page = visit("?task=math&language=language&bottom=2&top=0&give=mlp.3=base")
     page.locator("[data-cell='4.attention']").click()
     page.wait_for_function("location.search.includes('attention.4')")
@@ -198,7 +198,7 @@ def test_a_copied_command_makes_what_the_page_offers(
     assert Path(download.value.path()).read_bytes() == Path("own.gguf").read_bytes()
 
 
-def test_understand_shows_what_analyze_and_suggest_say(visit: Visit, workspace: Workspace) -> None:
+def test_understand_shows_analyze_and_suggest(visit: Visit, workspace: Workspace) -> None:
     page = visit("?task=math&language=language&bottom=1&top=0")
     page.get_by_role("tab", name="Understand").click()
     page.locator("#measured table").first.wait_for()
@@ -268,10 +268,10 @@ def test_pages_at_once(visit: Visit, browser: Any, served: Served, workspace: Wo
     context.close()
 
 
-def test_a_tab_that_is_closed_in_the_midst_holds_nobody_up(
+def test_a_tab_closed_during_a_generation_blocks_nobody(
     visit: Visit, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A generation that would take minutes ends when its reader has left."""
+    """A generation that would take minutes ends when its visitor has left."""
     page = visit("?bottom=2&top=0")
     going = threading.Event()
     forward, answers = workspace.live.model.get_base_model().forward, workspace.answers
@@ -280,7 +280,7 @@ def test_a_tab_that_is_closed_in_the_midst_holds_nobody_up(
         going.set()
         time.sleep(0.3)
         out = forward(*args, **kwargs)
-        out.logits[..., workspace.tokenizer.eos_token_id] = -1e9  # it never ends by itself
+        out.logits[..., workspace.tokenizer.eos_token_id] = -1e9  # it would never end
         return out
 
     def long(prompt: str, compositions: Any, **options: Any) -> Any:
@@ -298,7 +298,7 @@ def test_a_tab_that_is_closed_in_the_midst_holds_nobody_up(
     assert waited < 15
 
 
-def test_running_out_of_memory_is_said_and_survived(
+def test_running_out_of_memory_is_reported_and_survived(
     visit: Visit, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = visit("?bottom=2&top=0")
@@ -362,7 +362,7 @@ def test_the_page_fits(visit: Visit, scheme: str) -> None:
 
 
 def test_strangers_cannot_use_the_page(served: Served) -> None:
-    """A name that resolves to this machine, a path on it, and the policy against other places."""
+    """A host name that resolves to this machine, a local path, and the content security policy."""
     import httpx
 
     assert httpx.get(served.url, headers={"host": "evil.example"}).status_code == 400
@@ -407,7 +407,7 @@ def test_a_file_is_judged_by_its_answers(workspace: Workspace) -> None:
 
 
 def test_judging_lets_others_in_and_can_be_stopped(workspace: Workspace) -> None:
-    """Between two batches somebody else gets an answer, and what is judged is none the worse."""
+    """Between two batches another visitor gets an answer, and the scores are unaffected."""
     composition = workspace.composition(from_address("?bottom=2&top=0", first_choice(["math", "language"])))
     task, got = "lab problems in en", []
 
@@ -443,7 +443,7 @@ def test_judging_lets_others_in_and_can_be_stopped(workspace: Workspace) -> None
 def test_two_judgings_at_once_each_compute_their_own_composition(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each steps aside for the other between batches."""
+    """Each yields to the other between batches."""
     first = first_choice(["math", "language"])
     asked = {
         language: workspace.composition(from_address(query, first))
