@@ -83,9 +83,9 @@ def test_answers_follow_a_number_that_is_typed(visit: Visit, workspace: Workspac
     page = visit("?bottom=1&top=0")
     moved(page, "Bottom layers", 3)
     composition = workspace.composition(from_address("?bottom=3&top=0", first_choice(["math", "language"])))
-    found = workspace.scores(composition)
-    assert found is not None
-    scores = [f"{right} / {number}" for right, number in found.values()]
+    result = workspace.scores(composition)
+    assert result is not None
+    scores = [f"{right} / {number}" for right, number in result.values()]
     page.locator("#scores", has_text=scores[0]).wait_for()
     assert page.locator("#scores .score b").all_inner_texts() == scores
 
@@ -208,9 +208,9 @@ def test_understand_shows_analyze_and_suggest(visit: Visit, workspace: Workspace
     assert cell == f"{100 * table.cells[2, table.modules[0]]:.0f}"
     page.locator("#suggest").click()
     page.locator("#suggested h4").wait_for()
-    found = workspace.suggestion("math", "language").composition
+    result = workspace.suggestion("math", "language").composition
     page.locator("#use-suggestion").click()
-    page.wait_for_function(f"location.search.includes('bottom={found['bottom']}&top={found['top']}')")
+    page.wait_for_function(f"location.search.includes('bottom={result['bottom']}&top={result['top']}')")
 
 
 def test_judging_collects_rows_that_survive_a_reload(visit: Visit, workspace: Workspace) -> None:
@@ -445,12 +445,12 @@ def test_two_judgings_at_once_each_compute_their_own_composition(
 ) -> None:
     """Each yields to the other between batches."""
     first = first_choice(["math", "language"])
-    asked = {
+    requested = {
         language: workspace.composition(from_address(query, first))
         for language, query in (("xx", "?bottom=2&top=0"), ("en", "?bottom=0&top=3"))
     }
     wanted = {}
-    for language, composition in asked.items():
+    for language, composition in requested.items():
         with workspace.turns.turn(), workspace.live.use(composition):
             wanted[language] = repr(workspace.live.plan)
     computed: list[tuple[str, str]] = []
@@ -473,10 +473,10 @@ def test_two_judgings_at_once_each_compute_their_own_composition(
 
     def judged(language: str) -> None:
         task = f"lab problems in {language}"
-        list(judging.judge(workspace, asked[language], task, 300, label="", address="?", stopped=threading.Event()))
+        list(judging.judge(workspace, requested[language], task, 300, label="", address="?", stopped=threading.Event()))
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(judged, asked))
+        list(pool.map(judged, requested))
     languages = [language for language, _ in computed]
     assert wanted["xx"] != wanted["en"]
     assert languages.count("xx") == languages.count("en") == 6
