@@ -11,6 +11,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
+_SHORT_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>([^<]{1,32})</code>")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -48,3 +49,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{picture}[{text}]({relpath(place, dirname(here) or '.')}{anchor or ''})"
 
     return _LINK.sub(link, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep short inline code on one line: browsers would break `--max-rank` after a hyphen."""
+    return _SHORT_CODE.sub(r'<code class="whole">\1</code>', html)
