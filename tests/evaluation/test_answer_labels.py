@@ -1,4 +1,4 @@
-"""How often each scorer agrees with `answer_labels.json`: the figures in docs/evaluate.md."""
+"""How often each scorer agrees with `answer_labels.json`: the figures in docs/scores.md."""
 
 from __future__ import annotations
 

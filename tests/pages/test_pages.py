@@ -40,12 +40,12 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/compose.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
     ("docs/engines.md", r"from transformers import|hotswap", "tests/live/test_recipes.py compares it with PEFT"),
     (
-        "docs/evaluate.md",
+        "docs/tasks.md",
         r"flores|FLORES",
         "needs FLORES's sentences, which are not shipped: tests/evaluation/test_flores.py",
     ),
     (
-        "docs/evaluate.md",
+        "docs/tasks.md",
         r"mgsm_rev2|MGSM_REV2|afrimgsm|multijail|MULTIJAIL|score_labels",
         "needs data that are not shipped: tests/evaluation/test_downloaded_tasks.py",
     ),
