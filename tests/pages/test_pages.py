@@ -27,7 +27,7 @@ ELSEWHERE = {
 
 # What does not run here: a page (* is every page), a pattern that a step matches, and why.
 NOT_RUN: list[tuple[str, str, str]] = [
-    ("*", r"^pip install|^\. \.venv|^jupyter", "installs packages: `make dist` installs the wheel and uses it"),
+    ("*", r"^pip install|^python3 -m venv|^\. \.venv|^jupyter", "installs packages: `make dist` does too"),
     ("*", r"^make ", "makes an environment: continuous integration runs it"),
     ("*", r"--push-to-hub", "needs the Hub: tests/experts/test_hub.py uploads to a small server"),
     ("*", r"torchrun|accelerate launch|compute_environment", "needs several GPUs: tests/training/test_processes.py"),
@@ -37,7 +37,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("*", r"^adapterswap lab", "trains for minutes: tests/lab trains for less"),
     ("*", r"^adapterswap train train/", "needs data from the Hub: tests/recipes trains on rows like them"),
     ("README.md", r"sweep sweep\.yaml|report sweep-swahili", "evaluates for hours: tests/sweeps evaluates a little"),
-    ("docs/compose.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
+    ("docs/models.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
     ("docs/engines.md", r"from transformers import|hotswap", "tests/live/test_recipes.py compares it with PEFT"),
     (
         "docs/tasks.md",

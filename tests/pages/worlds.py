@@ -70,7 +70,7 @@ def full_checkpoint(folder: Path, *, seed: int) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
-def compose_page() -> None:
+def models_page() -> None:
     """Two adapters of a pico NLLB, of twelve layers on either side."""
     from transformers import M2M100Config, M2M100ForConditionalGeneration
 
@@ -187,12 +187,12 @@ def report_page() -> None:
 
 
 SETUPS: dict[str, Callable[[], None]] = {
-    "docs/compose.md": compose_page,
     "docs/convert.md": convert_page,
     "docs/engines.md": engines_page,
     "docs/evaluate.md": evaluate_page,
     "docs/extract.md": extract_page,
     "docs/merge.md": merge_page,
+    "docs/models.md": models_page,
     "docs/publish.md": publish_page,
     "docs/recipes.md": papers_experts,
     "docs/report.md": report_page,
