@@ -64,7 +64,8 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ),
     ("docs/serving.md", r"^# experts\.yaml", "tests/serving/test_manifest.py"),
     ("docs/terminal.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
-    ("docs/train.md", r"^(base_model|selection|datasets):", "needs data from the Hub: tests/training/test_recipe.py"),
+    ("docs/checkpoints.md", r"^selection:", "evaluates during training: tests/training has smaller runs"),
+    ("docs/train.md", r"^(base_model|datasets):", "needs data from the Hub: tests/training/test_recipe.py"),
     ("examples/live/README.md", r"chat\.py", "talks with its user: tests/live/test_example.py"),
 ]
 
