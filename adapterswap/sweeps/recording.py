@@ -2,9 +2,9 @@
 
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell with a complete line is
 finished. An incomplete last line is removed, also in rungs.jsonl. Every step is synced to disk before the next, so
-this also holds after a power loss. Each line contains its own hash, the hashes of its samples and prompts, and the
-conditions under which the cell was judged. A lock keeps a second sweep out of the folder. Knows nothing of models or
-of making cells.
+this also holds after a power loss. Each line contains its own hash and the conditions under which its cell was judged;
+a line of cells.jsonl also contains the hashes of its samples and prompts. A lock keeps a second sweep out of the
+folder. Knows nothing of models or of making cells.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -170,9 +170,9 @@ class Recording:
         self._place(self._samples(result), self._samples(like).read_text(encoding="utf-8"))
         self._finish(result)
 
-    def add_rung(self, result: RungResult) -> None:
-        """Record the scores of a cell on a rung."""
-        self._append(RUNGS, result.as_json())
+    def add_rung(self, cell: Cell, result: RungResult) -> None:
+        """Record the scores of `cell` on a rung."""
+        self._append(RUNGS, {**result.as_json(), "conditions": self._conditions(cell, tuple(result.results))})
         self.found.rungs[result.cell, result.documents] = result
 
     def keep_questions(self, task: str, questions: Sequence[Mapping[str, Any]]) -> None:
@@ -211,12 +211,14 @@ class Recording:
             if path not in self._hashes:
                 self._hashes[path] = sha256_of(path)
             hashes[name] = self._hashes[path]
-        self._append(CELLS, {**result.as_json(), "files": hashes, "conditions": self._conditions(result.cell)})
+        self._append(
+            CELLS, {**result.as_json(), "files": hashes, "conditions": self._conditions(result.cell, result.cell.tasks)}
+        )
         self.found.results[result.cell.cell] = result
 
-    def _conditions(self, cell: Cell) -> dict[str, Any]:
+    def _conditions(self, cell: Cell, tasks: Collection[str]) -> dict[str, Any]:
         composition = composition_of(cell)
-        return conditions_of(self._described, () if composition is None else composition.expert_names, cell.tasks)
+        return conditions_of(self._described, () if composition is None else composition.expert_names, tasks)
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
         path, line = self._folder / name, _line(sealed(content)).encode("utf-8", "backslashreplace")

@@ -105,8 +105,8 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
         NotFoundError: it is not the folder of a sweep.
         DataError: its format is unknown, or a file or line in it is damaged or was changed: a cell, task or document is
             missing, repeated or does not belong to the sweep; a score is not a finite number or not the mean of its
-            documents; samples or prompts are missing; a hash does not match; or a cell was judged under other
-            conditions.
+            documents; samples or prompts are missing; a hash does not match; or a line was judged under other
+            conditions than the sweep's, or does not record them although other lines do.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
@@ -166,6 +166,7 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
         if value.value is not None and value.docs
     }
     conditions = conditions_of(run.described)
+    recorded = any("conditions" in content for content in (*cell_lines, *rung_lines))  # not in older sweeps
     for number, (content, result) in enumerate(zip(cell_lines, run.results, strict=True), 1):
         name = result.cell.cell
         reason = None
@@ -183,7 +184,7 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
             reason = next(filter(None, reasons), None) or _why_no_error(result) or _why_not_sampled(run, result)
             if reason is None and not _as_written(content, whole):
                 reason = "it has another hash"
-            reason = reason or _why_of_another_sweep(content, conditions)
+            reason = reason or _why_of_another_sweep(content, conditions, recorded)
             if reason is None:
                 _check_files(run, result, content.get("files", {}), hashes, whole, problems)
         seen.add(name)
@@ -204,6 +205,7 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
         )  # fmt: skip
         if reason is None and not _as_written(content, whole):
             reason = "it has another hash"
+        reason = reason or _why_of_another_sweep(content, conditions, recorded)
         if reason is not None:
             problems.add(
                 f"{run.folder / RUNGS}: line {number} is not as the sweep wrote it: {reason}",
@@ -212,11 +214,17 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
     problems.raise_if_any()
 
 
-def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """Which conditions of a cell's line differ from those of the sweep; None if none do, or if it records none."""
+def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any], recorded: bool) -> str | None:
+    """Which conditions of a line differ from those of the sweep; None if none do.
+
+    Args:
+        content: the line.
+        expected: the conditions of the sweep.
+        recorded: whether any line of the folder records its conditions. Sweeps of older versions have none.
+    """
     conditions = content.get("conditions")
-    if conditions is None:  # sweeps of older versions
-        return None
+    if conditions is None:
+        return "it does not record its conditions, and other lines do" if recorded else None
     if not isinstance(conditions, dict):
         return "its conditions are not an object"
     others = differing(conditions, expected)

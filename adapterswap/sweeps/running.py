@@ -193,7 +193,7 @@ class _Completion:
             self._begin(f"{assignment.cell.short} on {assignment.rung} documents", pending)
             found = next(judged).result
             result = RungResult(assignment.cell.cell, assignment.rung, found.results, found.seconds)
-            self._record.add_rung(result)
+            self._record.add_rung(assignment.cell, result)
 
     def _begin(self, judging: str, pending: Sequence[Assignment]) -> None:
         """Report which cell is judged now. Cells that were given up count as done."""

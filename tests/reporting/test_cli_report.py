@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from refusals import refused
 
 from adapterswap.cli import COMMANDS, main
+from adapterswap.errors import ArgumentError
 from adapterswap.lab.seed import METHODS
 from adapterswap.reporting import make_report, open_source
 
 from .conftest import Written
+from .crafting import craft
 from .reading import row, strict
 
 
@@ -151,6 +154,21 @@ def test_a_lab_run_has_figures_and_a_paragraph(lab: Path, tmp_path: Path) -> Non
     text = (tmp_path / "whole" / "methods.txt").read_text(encoding="utf-8")
     assert "development set" in text
     assert 'scene "gap"' in text
+
+
+def test_lab_runs_are_reported_one_by_one(lab: Path, tmp_path: Path) -> None:
+    """Two lab runs, a lab run and a sweep in either order; and the same lab run twice."""
+    other, sweep = tmp_path / "other-lab", craft(tmp_path / "sweep", documents=6)
+    shutil.copytree(lab, other)
+    for runs in ((lab, other), (lab, sweep), (sweep, lab)):
+        with refused(ArgumentError, "run", match="is a lab run"):
+            open_source(*runs)
+        result = call(*runs, "-o", tmp_path / "report")
+        assert result.exit_code == 1
+        assert "lab run" in result.stderr
+        assert not (tmp_path / "report").exists()
+    with refused(ArgumentError, "run", match="twice"):
+        open_source(lab, lab)
 
 
 def test_a_damaged_lab_run(lab: Path) -> None:

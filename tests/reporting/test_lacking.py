@@ -22,6 +22,7 @@ from adapterswap.reporting.page import render_page
 from adapterswap.reporting.tables import csv_table
 from adapterswap.sweeps import summarize
 from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.conditions import conditions_of
 from adapterswap.sweeps.results import read_run
 from adapterswap.sweeps.values import RungResult
 
@@ -60,7 +61,8 @@ def test_what_a_search_left_out_is_reported(tmp_path: Path) -> None:
 
     folder = craft(tmp_path / "run", recipe(search={"trials": 5}), documents=8, finished=finished)
     begun = [cell for cell in read_run(folder).cells if cell.configuration in ("bottom=3,top=0", "bottom=4,top=0")]
-    lines = [json.dumps(RungResult(cell.cell, 2, {}, {}).as_json()) for cell in begun]
+    conditions = conditions_of(read_run(folder).described, (), ())
+    lines = [json.dumps({**RungResult(cell.cell, 2, {}, {}).as_json(), "conditions": conditions}) for cell in begun]
     (folder / "rungs.jsonl").write_text("\n".join(lines) + "\n")
     report = reported(folder)
     (message,) = report.remarks

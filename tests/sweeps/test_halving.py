@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from refusals import refused
 
-from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, sweep
+from adapterswap.errors import DataError
+from adapterswap.files.sealing import sealed
+from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, read_run, sweep
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
@@ -168,7 +171,54 @@ def test_an_interrupted_search_asks_the_same_questions(halving: Content, tmp_pat
         assert plain(tmp_path / "cut") == plain(tmp_path / "peace")
 
 
+<<<<<<< HEAD
 def test_a_killed_search_ends_the_same(halving: Content, tmp_path: Path) -> None:
+=======
+def test_rungs_of_another_sweep_are_refused(halving: Content, tmp_path: Path) -> None:
+    """Both sweeps have the same cells and documents, but not the same dtype, and their files were joined by hand."""
+    few = {"search": SEARCH | {"trials": 2}}
+    prepared = prepared_from(halving(**few))
+    run = sweep(prepared, tmp_path / "run", device="cpu")
+    path = tmp_path / "run" / "rungs.jsonl"
+    own = path.read_text().splitlines()
+    assert len(own) == len(run.rungs) >= 2
+    for line, rung in zip(own, run.rungs, strict=True):
+        conditions = json.loads(line)["conditions"]
+        assert conditions["settings.dtype"] == "float32"
+        assert {name for name in conditions if name.startswith("tasks.")} == {
+            f"tasks.syllables.{key}" for key in ("sha256", "primary", "num_docs")
+        }
+        (cell,) = (cell for cell in run.cells if cell.cell == rung.cell)
+        experts = {name.split(".")[1] for name in conditions if name.startswith("experts.")}
+        assert experts == {*cell.task_expert, *cell.language_expert}
+
+    unbound = json.loads(own[-1])
+    del unbound["conditions"], unbound["sha256"]
+    sweep(prepared, tmp_path / "bfloat16", device="cpu", dtype="bfloat16")
+    other = (tmp_path / "bfloat16" / "rungs.jsonl").read_text().splitlines()
+    for line, said in (
+        (other[len(own) - 1], 'settings.dtype is "bfloat16" there, and "float32" here'),
+        (json.dumps(unbound), "does not record its conditions"),
+    ):
+        path.write_text("\n".join([*own[:-1], line]) + "\n")
+        with refused(DataError, match=f"line {len(own)} .*{said}"):
+            read_run(tmp_path / "run")
+    with refused(DataError):
+        sweep(prepared, tmp_path / "run", device="cpu")
+
+
+def test_rungs_of_an_older_version_are_read(halving: Content, tmp_path: Path) -> None:
+    """They record no conditions, and neither do their cells."""
+    run = sweep(prepared_from(halving(search=SEARCH | {"trials": 1})), tmp_path / "run", device="cpu")
+    for name in ("cells.jsonl", "rungs.jsonl"):
+        lines = [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+        kept = [{key: line[key] for key in line.keys() - {"conditions", "sha256"}} for line in lines]
+        (tmp_path / "run" / name).write_text("".join(json.dumps(sealed(line)) + "\n" for line in kept))
+    assert read_run(tmp_path / "run").rungs == run.rungs
+
+
+def test_killed_it_ends_the_same(halving: Content, tmp_path: Path) -> None:
+>>>>>>> 5b9f7fd (Rungs of successive halving are bound to their sweep's conditions)
     found = {}
     for name, kills in (("peace", 0), ("killed", 4)):
         found[name] = dying("kill", recipe=halving(), folder=str(tmp_path / name), kills=kills, seed=1)
