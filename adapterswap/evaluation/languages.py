@@ -33,7 +33,9 @@ _MEMBERS = {
     "azj": "aze", "khk": "mon", "als": "sqi", "cmn": "zho",
 }  # fmt: skip
 _OTHERS = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")  # MGSM's
-_PIECE = re.compile(r"[^.!?。！？।\n]+")
+_PIECE = re.compile(r"(?:[^.!?。！？।\n]|(?<=\d)\.(?=\d))+")  # a point between digits ends no sentence
+# Thai sentences have no full stop, so a switch to another script is the end: four words without Thai letters.
+_AFTER_THAI = re.compile(r"(?<=[\u0e00-\u0e7f])\s+(?=(?:[^\s\u0e00-\u0e7f]+\s+){4})")
 _FEWEST = 3  # letters of a piece; shorter ones, such as units and variables, belong to no language
 
 
@@ -107,7 +109,7 @@ def language_share(text: str, language: str) -> float | None:
             f"lingua cannot detect the language {language!r}", "Use an ISO 639 code such as sw", parameter="language"
         )
     detector, right, total = _detector(wanted), 0, 0
-    for piece in _PIECE.findall(text):
+    for piece in (part for line in _PIECE.findall(text) for part in _AFTER_THAI.split(line)):
         letters = sum(character.isalpha() for character in piece)
         if letters < _FEWEST:
             continue

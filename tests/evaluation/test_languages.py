@@ -39,6 +39,21 @@ def test_an_answer_that_changes_its_language() -> None:
     assert language_share(mixed, "en") == near(letters[1] / sum(letters))
 
 
+def test_a_point_in_a_number_ends_no_sentence() -> None:
+    """Lingua takes `00 ya bahshishi` alone for English."""
+    assert language_share("Analipa $15.00 ya bahshishi.", "sw") == 1.0
+
+
+@pytest.mark.parametrize("between", [" ", "\n"])
+def test_thai_sentences_have_no_full_stop(between: str) -> None:
+    """A name in another script belongs to its Thai sentence, and a sentence in English after it does not."""
+    thai = "Roger มีลูกเทนนิส 5 ลูก เขาซื้อลูกเทนนิสเพิ่มอีก 2 กระป๋อง"
+    letters = [sum(character.isalpha() for character in text) for text in (thai, ENGLISH)]
+    assert language_share(thai, "th") == 1.0
+    assert language_share(thai + between + ENGLISH, "th") == near(letters[0] / sum(letters))
+    assert language_share("5 + 6 = 11 ดังนั้นคำตอบคือ 11", "th") == 1.0
+
+
 def test_languages_of_tasks() -> None:
     names = ("mgsm_native_cot_sw", "mgsm_direct_te@2", "belebele_swh_Latn", "flores_eng_Latn-swh_Latn", "gsm8k")
     assert [language_of(name) for name in names] == ["sw", "te", "swh_Latn", "swh_Latn", None]
