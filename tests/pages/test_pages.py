@@ -46,7 +46,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ),
     (
         "docs/tasks.md",
-        r"mgsm_rev2|MGSM_REV2|afrimgsm|multijail|MULTIJAIL|score_labels",
+        r"mgsm_rev2|MGSM_REV2|afrimgsm|multijail|MULTIJAIL",
         "needs data that are not shipped: tests/evaluation/test_downloaded_tasks.py",
     ),
     ("docs/evaluate.md", r"to\(\"cuda\"\)", "needs a GPU: tests/evaluation/test_processes.py"),

@@ -175,6 +175,15 @@ def evaluate_page() -> None:
     layer_swap("experts/math", "experts/swahili", bottom=5, top=2).write("math-swahili")
 
 
+def tasks_page() -> None:
+    """Responses with a judge's labels."""
+    rows = [{"task": "multijail_sw", "doc_id": number, "output": "Samahani."} for number in range(3)]
+    labelled = [row | {"label": label} for row, label in zip(rows, ("safe", "safe", "invalid"), strict=True)]
+    Path("responses").mkdir()
+    for path, content in (("responses/samples.jsonl", rows), ("labelled.jsonl", labelled)):
+        Path(path).write_text("".join(json.dumps(row) + "\n" for row in content))
+
+
 def report_page() -> None:
     """Finished sweeps of one pair, with made-up scores."""
     from reporting.crafting import craft, recipe
@@ -197,6 +206,7 @@ SETUPS: dict[str, Callable[[], None]] = {
     "docs/recipes.md": papers_experts,
     "docs/report.md": report_page,
     "docs/suggest.md": texts_page,
+    "docs/tasks.md": tasks_page,
     "docs/sweep.md": papers_experts,
     "docs/terminal.md": terminal_page,
     "docs/train.md": train_page,
