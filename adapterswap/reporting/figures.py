@@ -216,7 +216,7 @@ def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
 def _why_no_ranks(report: Report) -> str:
     ranks = report.ranking.ranks if report.ranking is not None else None
     if ranks is None or ranks.statistic is None:
-        return "a critical difference needs three methods that share settings"
+        return f"a critical difference needs three methods and {MIN_UNITS} settings that they share"
     return f"{ranks.settings} settings are fewer than {MIN_UNITS}"
 
 

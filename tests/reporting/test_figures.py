@@ -212,6 +212,9 @@ def test_no_diagram_without_tests(tmp_path: Path) -> None:
     result, lacking = plan_figures(report)
     assert "critical-difference" not in {each.kind for each in result}
     assert lacking["critical-difference"] == "3 settings are fewer than 5"
+    one = craft(tmp_path / "one", recipe(pairs=pairs[:1], retention=[]), documents=12)
+    _, lacking = plan_figures(reported(one))
+    assert "5 settings" in lacking["critical-difference"]  # there are enough methods
 
 
 def test_the_selection_is_followed(written: Written) -> None:
