@@ -576,7 +576,8 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
         handles.append(_handle(curve["family"], look))
     handles += [_line_handle("selection documents", ":"), _line_handle("other documents", "-")]
     last = max(len(curve["points"]) for curve in curves)
-    axes.set_xticks(sorted({round(value) for value in ticks(1, last, 5) if 1 <= round(value) <= last} | {1}))
+    whole = {round(value) for value in ticks(1, last, 5) if 1 <= value <= last and math.isclose(value, round(value))}
+    axes.set_xticks(sorted(whole | {1}))
     axes.set_xlabel("configurations evaluated")
     axes.set_title(_wrapped_lines(data["axis"], width * 0.85), loc="left", fontsize=SMALL)
     low, high = axes.get_ylim()

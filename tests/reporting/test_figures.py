@@ -242,6 +242,19 @@ def test_the_selection_is_followed(written: Written) -> None:
     assert list(solid.get_ydata()) == [point[2] for point in curve.points]
 
 
+@pytest.mark.parametrize("last", [2, 3, 8, 12, 13, 76])
+def test_the_ticks_of_a_selection_are_whole_and_evenly_spaced(last: int) -> None:
+    points = [[number, 0.5, 0.5] for number in range(1, last + 1)]
+    data = {"axis": "a task", "curves": [{"family": "layer swap", "points": points}]}
+    (axes,) = draw(PlannedFigure("selection", "selection", 0, "", data), 3.25).axes
+    first, *others = axes.get_xticks()
+    assert first == 1
+    assert others
+    assert max(others) <= last
+    assert all(place == round(place) for place in others)
+    assert len({after - before for before, after in pairwise(others)}) <= 1
+
+
 def test_truncation_is_every_cell(truncated: Report) -> None:
     each = planned(truncated, "truncation")
     (family,) = each.data["families"]
