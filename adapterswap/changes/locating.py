@@ -161,7 +161,8 @@ def locate(
         parameters: the model's stored tensors.
         orientation: knows which of them are stored in×out.
         problems: collects modules that the model lacks or has in another shape.
-        resized: allow other numbers of rows in embeddings and heads that are stored in full.
+        resized: allow other numbers of rows in embeddings and heads that are stored in full, and more in those with
+            LoRA.
     """
     found: dict[str, Located] = {}
     by_name = _renaming(adapter, parameters)
@@ -206,17 +207,14 @@ def locate(
         straight, across = (module.out_features, module.in_features), (module.in_features, module.out_features)
         transposed = module.embedding or orientation.is_transposed(key)
         wanted = across if transposed else straight
-        if is_vocabulary(module.name, module.layer) and shape[1:] == wanted[1:] and shape[0] < wanted[0]:
-            problems.add(
-                f"{expert} has LoRA on {module.name} of a resized vocabulary, {wanted[0]} rows, and {where} stores "
-                f"{shape[0]}",
-                f"Merge it with PEFT: call model.resize_token_embeddings({wanted[0]}), load the adapter, and save what "
-                "merge_and_unload returns",
-                kind=UnsupportedError,
-            )
+        grows = is_vocabulary(module.name, module.layer) and shape[1:] == wanted[1:] and shape[0] < wanted[0]
+        if grows and not resized:
+            _report_resized(expert, "LoRA", module, where, shape[0], problems)
             continue
         ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (wanted, shape))
-        if shape != wanted:
+        if grows:
+            del ours[module.name], theirs[module.name]
+        elif shape != wanted:
             continue
         found[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
     if missing:
@@ -310,6 +308,17 @@ def _locate_fused(
     }
 
 
+def _report_resized(expert: str, method: str, lora: LoraModule, where: str, rows: int, problems: Problems) -> None:
+    """Report factors for an embedding or head of which the model stores fewer rows."""
+    size = lora.in_features if lora.embedding else lora.out_features
+    problems.add(
+        f"{expert} has {method} on {lora.name} of a resized vocabulary, {size} rows, and {where} stores {rows}",
+        f"Merge it with PEFT: call model.resize_token_embeddings({size}), load the adapter, and save what "
+        "merge_and_unload returns",
+        kind=UnsupportedError,
+    )
+
+
 def _locate_opaque(
     expert: str,
     part: OpaqueModule,
@@ -332,6 +341,9 @@ def _locate_opaque(
     if lora is not None:
         straight, across = (lora.out_features, lora.in_features), (lora.in_features, lora.out_features)
         wanted, shape = across if transposed or lora.embedding else straight, parameters[key].tensor.shape
+        if is_vocabulary(part.name, part.layer) and shape[1:] == wanted[1:] and shape[0] < wanted[0]:
+            _report_resized(expert, part.method, lora, where, shape[0], problems)
+            return {}
         if shape != wanted:
             problems.add(
                 f"{part.name} is {'×'.join(map(str, wanted))} in {expert}, and {'×'.join(map(str, shape))} in {where} "

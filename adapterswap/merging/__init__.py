@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.changes.copies import Carried, check_base, copy_beside
+from adapterswap.changes.kinds import Whole
 from adapterswap.errors import UnsupportedError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
@@ -161,10 +162,10 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
 def _copies(plan: Plan) -> Iterator[Carried]:
     """The experts' copies of base weights whose LoRA takes part."""
     for slot in plan:
-        for term in slot.terms:
-            copy = copy_beside(term.change)
+        adapted = [term for term in slot.all_terms if not isinstance(term.change, Whole)]
+        for expert, copy in {term.expert: copy_beside(term.change) for term in adapted}.items():
             if copy is not None and slot.base is not None:
-                yield Carried(term.expert, plan.adapters[term.expert], slot.name, copy, slot.base)
+                yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)
 
 
 def write_model(

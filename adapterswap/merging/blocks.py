@@ -69,7 +69,7 @@ class Block:
 
     For a tensor that is copied, `start` and `stop` count bytes. `factors` are the whole A and B of each low-rank term;
     only the first block of a tensor has them, or of each of its matrices (`Slot.matrices`), which begins at row
-    `origin`. `opaque` are the tensors of each opaque term, by name.
+    `origin`, or of each range of `Slot.rows`. `opaque` are the tensors of each opaque term, by name.
     """
 
     work: Work
@@ -184,18 +184,20 @@ def _blocks_by_rows(work: Work, reader: _Reader) -> Iterator[Block]:
     slot, columns = work.slot, work.matrix[1]
     base = slot.base if any(part.rest for part in slot.rows) else None
     for rows in slot.rows:
-        part = replace(work, slot=replace(slot, terms=rows.terms))
+        terms = (*rows.terms, *rows.lent)
+        part = replace(work, slot=replace(slot, terms=terms))
+        factors = tuple(reader.factors(term, 0) for term in part.slot.low_rank)
         for start, stop in row_ranges(rows.stop - rows.start, max(1, _COMPUTED // columns)):
             first, last = start + rows.start, stop + rows.start
             cut = (first * columns, last * columns)
-            shifts = [term.whole.place_of(rows.start) - rows.start for term in rows.terms]
+            shifts = [term.whole.place_of(rows.start) - rows.start for term in part.slot.whole]
             whole = tuple(
                 reader.elements(term.expert, term.whole, (first + shift) * columns, (last + shift) * columns)
-                for term, shift in zip(rows.terms, shifts, strict=True)
+                for term, shift in zip(part.slot.whole, shifts, strict=True)
             )
             inside = base is not None and last <= base.tensor.shape[0]
             own = reader.elements(BASE, base, *cut) if base is not None and inside else None
-            yield Block(part, first, last, whole, own if rows.rest else None, ())
+            yield Block(part, first, last, whole, own if rows.rest else None, factors if start == 0 else ())
 
 
 class _Reader:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.experts.checkpoints import COMPANIONS, MODEL_CONFIG
+from adapterswap.experts.layers import is_vocabulary
 from adapterswap.experts.tokenizers import write_united
 from adapterswap.files.smallfiles import exists, write_json
 from adapterswap.merging.shards import ModelForm
@@ -64,10 +65,21 @@ def differing_tokenizers(plan: Plan) -> list[str]:
     return [name for name, expert in plan.checkpoints.items() if digest(expert.source.folder) != ours]
 
 
+def resized_vocabulary(plan: Plan) -> dict[int, int]:
+    """The numbers of rows of the skeleton's embeddings and heads that the result changes → its own."""
+    stored = plan.skeleton.parameters
+    sizes = {slot.name: slot.shape[0] for slot in plan if is_vocabulary(slot.module, slot.layer)}
+    return {
+        stored[name].tensor.shape[0]: size
+        for name, size in sizes.items()
+        if name in stored and stored[name].tensor.shape[0] != size
+    }
+
+
 def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str, Any]:
     """config.json with the result's dtype, vocabulary size and ties, also in nested language models."""
     changed = dict(config)
-    resized = {slot.base.tensor.shape[0]: slot.shape[0] for slot in plan if slot.rows and slot.base is not None}
+    resized = resized_vocabulary(plan)
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
             changed[key] = _config(value, plan, form)

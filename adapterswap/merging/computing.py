@@ -76,9 +76,9 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
             if not needs_torch(work.slot, device):
                 data = _averaged(block)
             else:
-                if block.start == block.origin:
+                if block.start == block.origin or block.factors:
                     product = _product(work.slot, block, device, kept_rows)
-                data = _linear(block, product, device)
+                data = _linear(block, product if work.slot.low_rank else None, device)
         else:
             try:
                 data = _nonlinear(block, kept_rows, seed)
@@ -125,6 +125,8 @@ def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product
             raise too_large(term.lora.name)
         lefts.append(a.T if term.low_rank.transposed else b)
         rights.append(b.T if term.low_rank.transposed else a)
+    height = min(map(len, lefts), default=0)  # one expert's vocabulary may be larger
+    lefts = [left[:height] for left in lefts]
     return _Product(torch.cat(lefts, dim=1), torch.cat(rights, dim=0)) if lefts else None
 
 

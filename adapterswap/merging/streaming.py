@@ -110,11 +110,11 @@ def _sources(plan: Plan) -> list[TensorFile]:
     used: set[Path] = set()
     for slot in plan:
         copied = slot.copied
-        whole: list[Whole] = [copied] if copied else [term.whole for term in slot.whole]
-        whole += [term.whole for rows in slot.rows for term in rows.terms]
+        whole = [copied] if copied else [term.change for term in slot.all_terms if isinstance(term.change, Whole)]
         if slot.base is not None and copied is None and slot.needs_base:
             whole.append(slot.base)
-        used |= {part.path for part in whole} | {term.change.path for term in (*slot.low_rank, *slot.opaque)}
+        factors = [term.change.path for term in slot.all_terms if not isinstance(term.change, Whole)]
+        used |= {part.path for part in whole} | set(factors)
     checkpoints = [*plan.checkpoints.values(), *([plan.base] if plan.base else [])]
     known = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
     known += [adapter.file for adapter in plan.adapters.values()]

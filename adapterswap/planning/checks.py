@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 from adapterswap.experts.adapter_keys import is_bias
-from adapterswap.experts.adapters import Adapter, FullModule, Part
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import (
     NO_LAYER,
@@ -156,7 +156,12 @@ def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Par
         {**adapter.modules, **{name: part.lora for name, part in adapter.opaque.items() if part.lora is not None}}
         for adapter in (one, other)
     ]
-    yield factors[0], factors[1]
+    grown = {
+        name
+        for name in factors[0].keys() & factors[1].keys()
+        if is_vocabulary(name, factors[0][name].layer) and _differ_in_rows(factors[0][name], factors[1][name])
+    }
+    yield {name: part for name, part in factors[0].items() if name not in grown}, factors[1]
     resized = {
         name for name in one.saved.keys() & other.saved.keys() if _is_resized(one.saved[name], other.saved[name])
     }
@@ -177,6 +182,12 @@ def _is_resized(one: FullModule, other: FullModule) -> bool:
         return one.width == other.width
     shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (one, other)]
     return is_vocabulary(one.name, one.layer) and shapes[0] == shapes[1]
+
+
+def _differ_in_rows(one: LoraModule, other: LoraModule) -> bool:
+    """Whether both have LoRA on the same embedding or head with different numbers of rows."""
+    widths = [part.out_features if part.embedding else part.in_features for part in (one, other)]
+    return one.embedding == other.embedding and widths[0] == widths[1]
 
 
 def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:

@@ -49,6 +49,7 @@ from adapterswap.planning.checks import (
 )
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.depth import outside_the_layers, settle_depth
+from adapterswap.planning.lent_rows import with_lent_rows
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.reconciling import reference_of, under_one_name
 from adapterswap.planning.short_names import as_composition
@@ -169,7 +170,10 @@ def _plan_of_modules(
     if whole.keys() & others.keys():  # some experts adapt a module that others hold in full: its owner decides
         modules = [replace(slot, in_full=bool(slot.whole) and len(slot.whole) == len(slot.terms)) for slot in modules]
     filled = [*modules, *_filled(rules, saved, changes, problems)]
-    vocabularies = settle_vocabulary(filled, adapters, composition, problems)
+    ends = {
+        name: {module: changes[name][module] for module in adapter.vocabulary} for name, adapter in adapters.items()
+    }
+    vocabularies = settle_vocabulary(filled, ends, adapters, composition, problems)
     filled = sorted(vocabularies.slots, key=lambda slot: slot.in_full)
     check_matches(rules, filled, adapters, composition, problems)
     check_saved(filled, composition, problems, base_at_hand=base_at_hand)
@@ -390,16 +394,20 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
             slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
             slot = _resized(slot, planned, having, problems)
         filled[key] = slot
+    filled = with_lent_rows(filled, stored, tied, plan.adapters, problems)
     filled, untied = _settle_head(filled, tied, plan.adapters, base)
-    ends = {name: slot.shape[0] for name, slot in filled.items() if is_vocabulary(slot.module, slot.layer)}
-    if any(
-        size != stored[name].tensor.shape[0] for name, size in ends.items() if name in stored
-    ):  # a base's own embedding and head may differ in size
-        check_sizes(ends, problems)
+    _check_ends(filled, stored, problems)
     check_matrices(filled, problems)
     check_numbers(filled, problems)
     problems.raise_if_any()
     return replace(plan, slots=filled, is_model=True, base=base, untied=untied)
+
+
+def _check_ends(slots: Mapping[str, Slot], stored: Mapping[str, StoredTensor], problems: Problems) -> None:
+    """Check that the embeddings and heads have one number of rows, if any of them was resized."""
+    ends = {name: slot.shape[0] for name, slot in slots.items() if is_vocabulary(slot.module, slot.layer)}
+    if any(size != stored[name].tensor.shape[0] for name, size in ends.items() if name in stored):
+        check_sizes(ends, problems)  # a base's own embedding and head may differ in size
 
 
 def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems: Problems) -> Slot:

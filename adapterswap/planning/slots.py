@@ -20,7 +20,7 @@ from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.layers import Kind
 from adapterswap.planning.allocation import BASE, BlendMethod, Rule
 
-__all__ = ["Rows", "Slot", "Term", "reweighted"]
+__all__ = ["Rows", "Slot", "Term", "reweighted", "shared_out"]
 
 _NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the experts' coefficients
 
@@ -74,9 +74,11 @@ class Rows:
 
     Attributes:
         start, stop: the first row, and the row after the last.
-        terms: like a slot's terms; all are whole weights; none leaves the base's rows.
+        terms: like a slot's terms; none leaves the base's rows.
         rest: the base's coefficient.
         is_new: whether the base lacks the tokens of these rows.
+        lent: experts' copies of their resized base's weight, with their coefficients. They replace the base, whose
+            weight does not have these rows, and LoRA is added to them.
     """
 
     start: int
@@ -84,6 +86,7 @@ class Rows:
     terms: tuple[Term, ...]
     rest: float
     is_new: bool = False
+    lent: tuple[Term, ...] = ()
 
     @property
     def made_of(self) -> str | dict[str, float]:
@@ -167,6 +170,17 @@ class Slot:
         return any(term.whole.rows for term in self.whole)
 
     @property
+    def all_terms(self) -> tuple[Term, ...]:
+        """The terms, and those of the rows: an expert may own only rows."""
+        return (*self.terms, *(term for part in self.rows for term in (*part.terms, *part.lent)))
+
+    @property
+    def factors_by_rows(self) -> str | None:
+        """The first expert whose LoRA enters some rows with another coefficient than others; None if there is none."""
+        found = (t.expert for part in reversed(self.rows) for t in part.terms if isinstance(t.change, LowRank))
+        return next(found, None)
+
+    @property
     def requested(self) -> Mapping[str, float]:
         """Each expert's coefficient in the rule, summed over its sides, including experts that lack the module."""
         coefficients: dict[str, float] = {}
@@ -244,6 +258,13 @@ class Slot:
         if not self.terms:
             return self.base
         return self.terms[0].whole if self.owner is not None and self.whole else None
+
+
+def shared_out(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """The terms with coefficients that add up to 1: their shares of the sum, or equal ones if one is not above 0."""
+    total = math.fsum(term.coefficient for term in terms)
+    even = any(term.coefficient <= 0 for term in terms)
+    return tuple(replace(term, coefficient=1 / len(terms) if even else term.coefficient / total) for term in terms)
 
 
 def reweighted(terms: Sequence[Term], rule: Rule, weights: Mapping[str, float], *, apart: bool) -> tuple[Term, ...]:

@@ -15,7 +15,7 @@ from adapterswap.changes.kinds import Whole
 from adapterswap.errors import BaseModelError, CompositionError, Problems, UnsupportedError
 from adapterswap.experts.layers import HEADS, is_vocabulary
 from adapterswap.experts.tokenizers import Tokens
-from adapterswap.planning.slots import Rows, Slot, Term
+from adapterswap.planning.slots import Rows, Slot, Term, shared_out
 
 __all__ = ["check_ties", "settle_tokens", "with_rows_of_base"]
 
@@ -63,7 +63,7 @@ def settle_tokens(
             owners.setdefault(row, []).append(term)
     rows: list[Rows] = []
     for row in sorted(owners):
-        entering = _shared_out(owners[row])
+        entering = shared_out(owners[row])
         last = rows[-1] if rows else None
         follows = (
             last is not None
@@ -84,18 +84,12 @@ def settle_tokens(
             "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
         )
     total = rows[-1].stop
-    settled = replace(slot, terms=_shared_out(list(terms.values())), rows=tuple(rows))
+    settled = replace(slot, terms=shared_out(list(terms.values())), rows=tuple(rows))
     return settled, total if size is not None and total > size else None
 
 
 def _known(rows: Rows, tokens: Mapping[str, Tokens]) -> bool:
     return all(term.expert in tokens for term in rows.terms)
-
-
-def _shared_out(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """The terms with coefficients that add up to 1."""
-    total = sum(term.coefficient for term in terms)
-    return tuple(replace(term, coefficient=term.coefficient / total) for term in terms)
 
 
 def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems: Problems) -> None:

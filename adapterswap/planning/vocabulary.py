@@ -13,15 +13,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.changes.kinds import LowRank, Whole
+from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.errors import CompositionError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import language_config
 from adapterswap.experts.shapes import and_more
 from adapterswap.experts.sources import at_revision, base_config, cached_base_config, cached_base_folder
 from adapterswap.experts.tokenizers import Tokens, clashes, read_tokens
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.slots import Rows, Slot, Term
+from adapterswap.planning.slots import Rows, Slot, Term, shared_out
 from adapterswap.planning.token_rows import check_ties, settle_tokens
 
 __all__ = ["Vocabularies", "check_sizes", "settle_vocabulary"]
@@ -61,34 +62,39 @@ class _Known:
 
 
 def settle_vocabulary(
-    slots: Sequence[Slot], adapters: Mapping[str, Adapter], composition: Composition, problems: Problems
+    slots: Sequence[Slot],
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    composition: Composition,
+    problems: Problems,
+    base: Checkpoint | None = None,
 ) -> Vocabularies:
     """Settle the rows of embeddings and heads if an expert has tokens that the base or another expert lacks.
 
     Args:
         slots: the slots with their terms.
-        adapters: the experts.
+        ends: expert → its changes of embeddings and heads, by the slot's name.
+        experts: the experts.
         composition: the request.
         problems: collects clashes of tokens, and new tokens that would get no row, or only part of one.
+        base: the base, if it has been opened.
     """
-    if not any(adapter.vocabulary for adapter in adapters.values()):
+    if not any(ends.values()):
         return Vocabularies(list(slots))
-    known = _known(adapters, composition, slots, problems)
+    known = _known(ends, experts, composition, slots, base, problems)
     if problems:
         return Vocabularies(list(slots))
     settled, sizes = [], {}
     new: dict[int, tuple[str, str | None]] = {}
     for slot in slots:
-        held = {
-            name: adapter.vocabulary[slot.name] for name, adapter in adapters.items() if slot.name in adapter.vocabulary
-        }
+        held = {name: changes[slot.name] for name, changes in ends.items() if slot.name in changes}
         if any(isinstance(term.change, Whole) and term.change.rows for term in slot.terms):
             slot, size = settle_tokens(slot, known.size, known.tokens, problems)
         else:
-            held = {name: part for name, part in held.items() if not (isinstance(part, FullModule) and part.rows)}
+            held = {name: part for name, part in held.items() if not (isinstance(part, Whole) and part.rows)}
             size = None
         if held and not slot.of_tokens:
-            slot, size = _settled(slot, held, adapters, known, problems)
+            slot, size = _settled(slot, held, known, composition, problems)
         if size is not None:
             sizes[slot.name] = size
         for rows in slot.rows:
@@ -113,21 +119,32 @@ def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
         )
 
 
-def _rows_of(part: FullModule | LoraModule) -> int:
-    if isinstance(part, LoraModule):
-        return part.in_features if part.embedding else part.out_features
-    return next(iter(part.tensors.values())).shape[0]
+def _rows_of(change: Change) -> int:
+    """The number of rows of the weight that a change of an embedding or head is for."""
+    if isinstance(change, Whole):
+        return next(iter(change.tensors.values())).shape[0]
+    lora = change.part.lora if isinstance(change, Opaque) else change.lora
+    assert lora is not None
+    return lora.in_features if lora.embedding else lora.out_features
 
 
 def _known(
-    adapters: Mapping[str, Adapter], composition: Composition, slots: Sequence[Slot], problems: Problems
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    composition: Composition,
+    slots: Sequence[Slot],
+    opened: Checkpoint | None,
+    problems: Problems,
 ) -> _Known:
     """See `_Known`. Experts that have different tokens under one id are reported."""
     config: Mapping[str, Any] | None = None
     folder: Path | None = None
-    named = (at_revision(a.config.base_model, a.config.revision) for a in adapters.values() if a.config.base_model)
+    configs = [expert.config for expert in experts.values() if isinstance(expert, Adapter)]
+    named = (at_revision(own.base_model, own.revision) for own in configs if own.base_model)
     reference = composition.base_model or next(named, None)
-    if reference is not None:
+    if opened is not None:
+        config, folder = opened.config, opened.source.folder
+    elif reference is not None:
         config, folder = cached_base_config(reference), cached_base_folder(reference)
     if config is None and composition.base_model is not None and any(s.in_full and s.needs_base for s in slots):
         with problems.collect():
@@ -136,9 +153,9 @@ def _known(
     size = None if config is None else language_config(config).get("vocab_size")
     size = size if type(size) is int else None
     tokens: dict[str, Tokens] = {}
-    for name, adapter in adapters.items():
+    for name, expert in experts.items():
         with problems.collect():
-            own_tokens = read_tokens(adapter.source.folder)
+            own_tokens = read_tokens(expert.source.folder)
             if own_tokens is not None:
                 tokens[name] = own_tokens
     base = None
@@ -147,9 +164,9 @@ def _known(
     if base is None:  # assume the tokens that all experts share
         everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
         held = [
-            min(part.rows) if isinstance(part, FullModule) and part.rows else _rows_of(part)
-            for adapter in adapters.values()
-            for part in adapter.vocabulary.values()
+            min(part.rows) if isinstance(part, Whole) and part.rows else _rows_of(part)
+            for changes in ends.values()
+            for part in changes.values()
         ]
         base = {i: token for i, token in everywhere if i < (size or min(held))}
     names = list(tokens)
@@ -167,13 +184,14 @@ def _known(
 
 def _settled(
     slot: Slot,
-    held: Mapping[str, FullModule | LoraModule],
-    adapters: Mapping[str, Adapter],
+    held: Mapping[str, Change],
     known: _Known,
+    composition: Composition,
     problems: Problems,
 ) -> tuple[Slot, int | None]:
     """The slot with its rows, and their number; None if it stays the base's."""
-    new = {name: known.new(name, _rows_of(part)) for name, part in held.items()}
+    sizes = {name: _rows_of(part) for name, part in held.items()}
+    new = {name: known.new(name, sizes[name]) for name in held}
     new_ids = {i for tokens in new.values() for i in tokens}
     if new_ids and not slot.terms:
         problems.add(
@@ -186,8 +204,22 @@ def _settled(
         return slot, None
     if not slot.terms:
         return slot, None
-    if not slot.in_full or not all(isinstance(part, FullModule) for part in held.values()):
-        return _with_factors(slot, held, new, problems)
+    entering = {term.expert for term in slot.terms}
+    known_ids = {i for name in entering for i in new[name]}
+    entering |= {name for name, tokens in new.items() if not tokens.keys() <= known_ids}
+    if not all(isinstance(held[name], Whole) for name in entering):
+        if _has_one_rule(slot, sizes, new):
+            return slot, max(sizes[term.expert] for term in slot.terms)
+        if not _is_sum(slot, held, composition):
+            owner = max(sorted(entering), key=lambda name: (len(new[name]), sizes[name]))
+            which = f"new tokens ({_tokens(new)})" if new_ids else f"{sizes[owner]} rows"
+            problems.add(
+                f"{owner} has {which} and {_how(held[owner])} on {slot.name}, whose rows the rule `{slot.rule}` does "
+                "not combine with fixed weights",
+                f"Give it to {owner} in its own rule: {{modules: [{slot.name}], expert: {owner}}}",
+                kind=UnsupportedError,
+            )
+            return slot, None
     if len(unknown := [name for name, tokens in new.items() if None in tokens.values()]) and len(new) > 1:
         shared = {i for i in new[unknown[0]] if any(i in tokens for name, tokens in new.items() if name != unknown[0])}
         if shared:
@@ -198,8 +230,6 @@ def _settled(
                 kind=ExpertError,
             )
             return slot, None
-    sizes = {name: _rows_of(part) for name, part in held.items()}
-    entering = {term.expert for term in slot.terms} | {name for name, tokens in new.items() if tokens}
     total = max(sizes[name] for name in entering)
     edges = {0, total, *sizes.values(), *new_ids, *(i + 1 for i in new_ids)}
     edges |= set() if known.size is None else {known.size}
@@ -207,7 +237,7 @@ def _settled(
     ordered = sorted(edge for edge in edges if edge <= total)
     for start, stop in pairwise(ordered):
         owners = [name for name, tokens in new.items() if start in tokens]
-        part = _range_of(slot, start, stop, owners, sizes, known, adapters)
+        part = _range_of(slot, start, stop, owners, sizes, known, held)
         if part is None:
             problems.add(
                 f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
@@ -236,7 +266,7 @@ def _range_of(
     owners: Sequence[str],
     sizes: Mapping[str, int],
     known: _Known,
-    adapters: Mapping[str, Adapter],
+    held: Mapping[str, Change],
 ) -> Rows | None:
     """A range of rows with its terms; None if several experts own the rows and the rule names none of them."""
     if owners:
@@ -249,42 +279,43 @@ def _range_of(
             return Rows(start, stop, slot.terms, slot.rest)
         owners = [name for name, size in sizes.items() if size >= stop]
     if not entering:
-        part = adapters[owners[0]].saved[slot.name]
-        whole = Whole(adapters[owners[0]].file.path, part.tensors)
-        return Rows(start, stop, (Term(owners[0], owners[0], 1.0, whole),), 0.0, is_new=True)
-    shares = sum(term.coefficient for term in entering)
-    even = min(term.coefficient for term in entering) <= 0
-    terms = (replace(t, coefficient=1 / len(entering) if even else t.coefficient / shares) for t in entering)
-    return Rows(start, stop, tuple(terms), 0.0, is_new=True)
+        entering = [Term(owners[0], owners[0], 1.0, held[owners[0]])]
+    terms = shared_out(entering)
+    return Rows(start, stop, terms, _rest(terms), is_new=True)
 
 
-def _with_factors(
-    slot: Slot,
-    held: Mapping[str, FullModule | LoraModule],
-    new: Mapping[str, Mapping[int, str | None]],
-    problems: Problems,
-) -> tuple[Slot, int | None]:
-    """An embedding or head with LoRA. A blend scales ΔW in every row, but a new token needs its own ΔW unscaled."""
-    size = max(_rows_of(held[term.expert]) for term in slot.terms)
-    owner = next((name for name, tokens in new.items() if tokens), None)
+def _rest(terms: Sequence[Term]) -> float:
+    """The base's coefficient in rows of these terms, whose coefficients add up to 1."""
+    added = [term.coefficient for term in terms if not isinstance(term.change, Whole)]
+    return 1.0 if len(added) == len(terms) else sum(added)
+
+
+def _has_one_rule(slot: Slot, sizes: Mapping[str, int], new: Mapping[str, Mapping[int, str | None]]) -> bool:
+    """Whether all rows of a module with LoRA are computed alike, so that an adapter can hold the result.
+
+    They are if there are no new tokens, or if one expert has all of them and owns the module, or if all experts that
+    the rule names have the same ones. Otherwise the rule would scale the ΔW of new tokens, which need their own.
+    """
+    if len({sizes[term.expert] for term in slot.terms}) > 1:
+        return False
     new_ids = {i for tokens in new.values() for i in tokens}
-    kept = slot.owner is not None and new_ids <= new.get(slot.owner, {}).keys()
-    if owner is not None and not kept and not _all_own(slot, new):
-        problems.add(
-            f"{owner} has new tokens ({_tokens(new)}) and LoRA on {slot.name}, but the rule `{slot.rule}` does not "
-            f"give these rows to {owner} alone",
-            f"Give it to {owner} in its own rule: {{modules: [{slot.name}], expert: {owner}}}",
-            kind=UnsupportedError,
-        )
-    return slot, size
+    if not new_ids or (slot.owner is not None and new_ids <= new.get(slot.owner, {}).keys()):
+        return True
+    own = [new.get(name, {}) for name in slot.requested]
+    same = all(tokens.keys() == new_ids and tokens == own[0] and None not in tokens.values() for tokens in own)
+    return same and all(isinstance(term.change, LowRank) for term in slot.terms)
 
 
-def _all_own(slot: Slot, new: Mapping[str, Mapping[int, str | None]]) -> bool:
-    """Whether all experts that a rule names have the same known new tokens, so that it can average them."""
-    added = [new.get(name, {}) for name in slot.requested]
-    return all(tokens == added[0] and None not in tokens.values() for tokens in added) and all(
-        isinstance(term.change, LowRank) for term in slot.terms
-    )
+def _is_sum(slot: Slot, held: Mapping[str, Change], composition: Composition) -> bool:
+    """Whether the rows can be computed one by one: a sum with coefficients that no tensor decides."""
+    fixed = slot.rule is not None and not slot.rule.weights and composition.row_threshold is None
+    return fixed and slot.method == "linear" and not any(isinstance(part, Opaque) for part in held.values())
+
+
+def _how(change: Change) -> str:
+    if isinstance(change, Opaque):
+        return change.part.method
+    return "LoRA" if isinstance(change, LowRank) else "whole weights"
 
 
 def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:

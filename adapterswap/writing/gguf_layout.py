@@ -240,6 +240,13 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     for slot in plan.modules.values():
         if not slot.terms:
             continue
+        if slot.factors_by_rows:
+            problems.add(
+                f"{slot.name} has other rows than the base, and its LoRA has different weights for them, but a LoRA in "
+                "GGUF has one ΔW for all rows",
+                MERGE_REMEDY,
+            )
+            continue
         if slot.opaque:
             problems.add(
                 f"{slot.name} is {slot.opaque[0].method} in {slot.opaque[0].expert}, but a LoRA in GGUF holds only "

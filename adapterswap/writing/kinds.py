@@ -33,7 +33,14 @@ def check_kinds(plan: Plan, form: Form) -> None:
     problems = Problems(UnsupportedError)
     entering = [(slot, term) for slot in plan for term in slot.terms]
     for slot in plan:
-        if slot.opaque and slot.owner is None and any(not _part(term).is_linear for term in slot.opaque):
+        if slot.rows and slot.factors_by_rows:
+            problems.add(
+                f"{slot.name} has other rows than the base, and its LoRA has different weights for them, but an "
+                "adapter holds one ΔW for all rows",
+                f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {slot.factors_by_rows}}}, "
+                f"or {_MERGE}",
+            )
+        elif slot.opaque and slot.owner is None and any(not _part(term).is_linear for term in slot.opaque):
             expert, part = next((t.expert, _part(t)) for t in slot.opaque if not _part(t).is_linear)
             problems.add(
                 f"{slot.name} is a blend, but {expert} is {part.method} there, which cannot be averaged without the "

@@ -21,11 +21,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 import adapterswap
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, UnsupportedError
 
-from .vocabularies import in_peft, loaded, merged_by_peft, plan_of
+from .vocabularies import ends_in_peft, in_peft, loaded, merged_by_peft, plan_of
 
 LAYERS, SIZE = 4, 96
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
 TWO = ("<a>", "<aa>")
+FACTORS = {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}
 
 # What PEFT is asked for; and the tokens that are added first.
 EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -35,7 +36,14 @@ EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "both+3": (BOTH, (*TWO, "<a3>")),
     "embedding+2": ({"modules_to_save": ["embed_tokens"]}, TWO),  # and the head, as PEFT saves it by itself
     "frozen+2": ({}, TWO),  # likewise both
-    "lora+2": ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, TWO),
+    "lora": (FACTORS, ()),
+    "lora+2": (FACTORS, TWO),
+    "lora+3": (FACTORS, (*TWO, "<a3>")),
+    "lora embedding+2": ({"target_modules": ["q_proj", "embed_tokens"]}, TWO),
+    "lora head+2": ({"target_modules": ["q_proj", "lm_head"]}, TWO),
+    "lora together+2": ({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, TWO),
+    "bare+2": (FACTORS, TWO),  # without copies of the base's weights
+    "dora+2": ({**FACTORS, "use_dora": True}, TWO),
     "other+1": (BOTH, ("<b>",)),
     "embedding": ({"modules_to_save": ["embed_tokens"]}, ()),
     "together": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, ()),
@@ -85,10 +93,14 @@ def trained(bases: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFact
                 adapted = get_peft_model(model, LoraConfig(**(settings | options)))
                 generator = torch.Generator().manual_seed(1 + len(made))
                 for key, parameter in adapted.named_parameters():
-                    if "lora_" in key or "modules_to_save" in key:
-                        parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
+                    noise = torch.randn(parameter.shape, generator=generator) * 0.05
+                    if "lora_" in key:
+                        parameter.data.add_(noise)  # in place: a tied head has the embedding's factors
+                    elif "modules_to_save" in key:
+                        parameter.data = parameter.data + noise
                 made[name, tied] = tmp_path_factory.mktemp("expert")
-                adapted.save_pretrained(made[name, tied])
+                copies: Any = False if name.startswith("bare") else "auto"
+                adapted.save_pretrained(made[name, tied], save_embedding_layers=copies)
             tokenizer.save_pretrained(made[name, tied])
         return made[name, tied]
 
@@ -213,13 +225,90 @@ def test_lora_on_a_resized_embedding_is_copied_and_not_blended(
 ) -> None:
     """Half of ΔW would make half of a new token's row."""
     base, lora = bases(False), trained("lora+2")
-    with refused(UnsupportedError, match="has new tokens"):
-        plan_of(lora, trained("plain"), base)
+    with refused(UnsupportedError):
+        plan_of(lora, trained("plain"), base).write(tmp_path / "blend")
     out = plan_of(lora, trained("plain"), base, outside="task").write(tmp_path / "out")
     expected = transplant(base, lora, trained("plain"), (98, 96), "task")
     close(answers(in_peft(base, out, 98), 98), answers(expected, 98), depth=LAYERS)
-    with refused(UnsupportedError, match="merge_and_unload"):  # the base has no rows to add ΔW to
-        adapterswap.merge(out, base, out_path=tmp_path / "merged")
+    merged = loaded(adapterswap.merge(out, base, out_path=tmp_path / "merged"))
+    close(answers(merged, 98), answers(expected, 98), depth=LAYERS)
+
+
+FACTORS_UNTIED = [
+    ("lora+2", "plain"), ("plain", "lora+2"), ("lora+2", "lora"), ("lora", "lora+2"), ("lora+2", "lora+2"),
+    ("lora+2", "lora+3"), ("lora+2", "both"), ("both+2", "lora"), ("lora+2", "both+2"), ("both+2", "lora+3"),
+]  # fmt: skip
+FACTORS_TIED = [
+    ("lora embedding+2", "plain"), ("lora head+2", "plain"), ("lora together+2", "lora together+2"),
+    ("lora+2", "plain"), ("plain", "lora+2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("outside", ["average", "task", "language"])
+@pytest.mark.parametrize(
+    ("task", "language", "tied"),
+    [(*pair, False) for pair in FACTORS_UNTIED] + [(*pair, True) for pair in FACTORS_TIED],
+)
+def test_lora_on_resized_embeddings_is_merged_by_rows(
+    task: str, language: str, outside: Any, tied: bool, trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """The base's rows follow the rule, W + Σ c·(W_i - W); a new row is its owner's, from the copy that it carries."""
+    base, folders = bases(tied), {name: trained(name, tied=tied) for name in (task, language)}
+    total, sizes = size_of(task, language), {name: size_of(name) for name in folders}
+    own = {name: ends_in_peft(base, folder, sizes[name]) for name, folder in folders.items()}
+    weight = loaded(base).model.embed_tokens.weight.detach(), loaded(base).lm_head.weight.detach()
+    shares = {"average": (0.5, 0.5), "task": (1.0, 0.0), "language": (0.0, 1.0)}[outside]
+    try:
+        plan = plan_of(folders[task], folders[language], base, outside=outside)
+    except CompositionError:  # the new tokens would have no row
+        assert shares[[task, language].index("plain")] == 1
+        return
+    merged = loaded(plan.merge(tmp_path / "merged"))
+    assert merged.config.vocab_size == total
+    for key, before in zip(("model.embed_tokens.weight", "lm_head.weight"), weight, strict=True):
+        one, two = own[task][key], own[language][key]
+        expected = before + shares[0] * (one[:SIZE] - before) + shares[1] * (two[:SIZE] - before)
+        for row in range(SIZE, total):
+            having = [(w[row], share) for w, share in ((one, shares[0]), (two, shares[1])) if row < len(w)]
+            fitting = [pair for pair in having if pair[1] > 0] or having
+            row_of = sum(w * share for w, share in fitting) / (sum(share for _, share in fitting) or 1)
+            row_of = fitting[0][0] if len(fitting) == 1 else row_of
+            expected = torch.cat([expected, row_of[None]])
+        close(merged.state_dict()[key], expected)
+    assert adapterswap.verify(tmp_path / "merged", {"t": folders[task], "l": folders[language]}, base_model=base).equal
+
+
+def test_one_expert_with_lora_on_a_resized_embedding_merges_as_in_peft(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    for number, (name, tied) in enumerate([("lora+2", False), ("lora+2", True), ("lora embedding+2", True)]):
+        base, expert = bases(tied), trained(name, tied=tied)
+        merged = loaded(adapterswap.merge(expert, base, out_path=tmp_path / f"{number}"))
+        close(answers(merged, 98), answers(in_peft(base, expert, 98), 98), depth=LAYERS)
+
+
+def test_rows_that_no_copy_holds_are_refused(trained: Make, bases: Callable[[bool], Path], tmp_path: Path) -> None:
+    with refused(BaseModelError, "base_model"):  # PEFT would draw them at random
+        adapterswap.merge(trained("bare+2"), bases(False), out_path=tmp_path / "merged")
+    with refused(UnsupportedError):  # the head's rows
+        adapterswap.merge(trained("lora embedding+2"), bases(False), out_path=tmp_path / "merged")
+    resized = loaded(bases(False))
+    resized.resize_token_embeddings(98, mean_resizing=False)
+    resized.save_pretrained(tmp_path / "resized")
+    merged = loaded(adapterswap.merge(trained("bare+2"), tmp_path / "resized", out_path=tmp_path / "merged"))
+    close(answers(merged, 98), answers(in_peft(tmp_path / "resized", trained("bare+2")), 98), depth=LAYERS)
+
+
+def test_a_method_that_is_no_sum_needs_an_adapter_first(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    one, base = trained("lora+2"), bases(False)
+    with refused(UnsupportedError):
+        adapterswap.ties(one, trained("lora"), density=0.5, base_model=str(base))
+    with refused(UnsupportedError, "method"):
+        adapterswap.ties(one, one, density=0.5, base_model=str(base)).merge(tmp_path / "merged")
+    with refused(UnsupportedError):
+        adapterswap.merge(trained("dora+2"), base, out_path=tmp_path / "merged")
 
 
 def test_a_resized_embedding_without_its_head_is_refused(

@@ -15,7 +15,7 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 
-__all__ = ["in_peft", "loaded", "merged_by_peft", "plan_of"]
+__all__ = ["ends_in_peft", "in_peft", "loaded", "merged_by_peft", "plan_of"]
 
 
 def loaded(folder: Path) -> Any:
@@ -37,6 +37,18 @@ def merged_by_peft(base: Path, adapter: Path, size: int | None = None) -> dict[s
         warnings.simplefilter("ignore")  # PEFT warns of ties that come apart
         model = in_peft(base, adapter, size).merge_and_unload()
     return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def ends_in_peft(base: Path, adapter: Path, size: int) -> dict[str, torch.Tensor]:
+    """The embedding and the head that PEFT's running model computes with; its merge gives tied ones both changes."""
+    model = in_peft(base, adapter, size).base_model.model
+    found = {}
+    for key, module in (("model.embed_tokens.weight", model.model.embed_tokens), ("lm_head.weight", model.lm_head)):
+        if hasattr(module, "get_delta_weight"):
+            found[key] = module.get_base_layer().weight + module.get_delta_weight("default")
+        else:
+            found[key] = getattr(module, "modules_to_save", {"default": module})["default"].weight
+    return {key: weight.detach().clone() for key, weight in found.items()}
 
 
 def plan_of(task: Path, language: Path, base: Path | None, **options: Any) -> Plan:
