@@ -219,7 +219,15 @@ def _refuse_kind(content: dict[str, Any], where: str, problems: Problems) -> Non
     kind = content.get("peft_type")
     if not isinstance(kind, str) or kind in (LORA, *KINDS):
         return
-    if kind in REFUSED_KINDS:
+    if kind == "TRAINABLE_TOKENS":
+        problems.add(
+            f"{where}: peft_type is TRAINABLE_TOKENS, but trained tokens are composed only as part of LoRA "
+            "(trainable_token_indices)",
+            "Train it as LoRA with `trainable_token_indices`, or merge it with PEFT's merge_and_unload and pass the "
+            "full weights that this returns",
+            kind=UnsupportedError,
+        )
+    elif kind in REFUSED_KINDS:
         problems.add(
             f"{where}: peft_type is {kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}",
             f"Use LoRA adapters, or one of {', '.join(KINDS)}",

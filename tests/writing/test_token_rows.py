@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -297,6 +297,27 @@ def test_a_base_that_is_away_may_be_tied(trained: Make, tmp_path: Path) -> None:
         make_plan(
             Composition(allocation=(Rule(expert="t"),), num_layers=LAYERS), {"t": adapterswap.open_adapter(folder)}
         )
+
+
+def test_trained_tokens_without_lora_are_refused_and_compose_as_full_weights(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    base, other = bases(False), trained("plain")
+    config = TrainableTokensConfig(token_indices=[3, 1], target_modules=["embed_tokens"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(loaded(base), config)
+    for key, parameter in adapted.named_parameters():
+        if "trainable_tokens" in key:
+            parameter.data = parameter.data + 0.5
+    adapted.save_pretrained(tmp_path / "tokens")
+    with refused(UnsupportedError):
+        adapterswap.open_adapter(tmp_path / "tokens")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "full")
+    experts = {"t": adapterswap.open_expert(tmp_path / "full"), "l": adapterswap.open_adapter(other)}
+    rules = (Rule(modules=("embed_tokens",), expert="t"), Rule(expert="l"))
+    merged = make_plan(Composition(allocation=rules, base_model=str(base)), experts).merge(tmp_path / "out")
+    expected = merged_by_peft(base, other)
+    expected["model.embed_tokens.weight"][[3, 1]] += 0.5
+    close(loaded(merged).state_dict(), expected)
 
 
 def test_live_and_gguf_refuse(trained: Make, bases: Callable[[bool], Path], tmp_path: Path) -> None:
