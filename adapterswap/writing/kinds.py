@@ -76,6 +76,15 @@ def check_kinds(plan: Plan, form: Form) -> None:
             + (". Writing LoRA as DoRA would need the norms of the base's weights" if first.lora is not None else ""),
             remedy,
         )
+    without = next(
+        ((s.name, t.expert) for s, t in entering if isinstance(t.change, LowRank) and _without_bias(t)), None
+    )
+    if first.settings.get("lora_bias") and without is not None:
+        problems.add(
+            f"{expert} has biases (lora_bias) and {without[1]} has LoRA on {without[0]}, an embedding or a parameter, "
+            "for which PEFT supports no such biases",
+            f"Give {without[0]} to an expert without LoRA on it, or {_MERGE}",
+        )
     for other, part in opaque:
         if part.method != first.method:
             problems.add(
@@ -168,6 +177,11 @@ def _check_suffixes(first: OpaqueModule, plan: Plan, problems: Problems) -> None
             "cannot distinguish them",
             _MERGE.capitalize(),
         )
+
+
+def _without_bias(term: Term) -> bool:
+    """Whether PEFT refuses `lora_bias` for a module of plain LoRA."""
+    return term.lora.embedding or term.lora.parameter
 
 
 def _part(term: Term) -> OpaqueModule:

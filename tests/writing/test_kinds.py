@@ -49,6 +49,8 @@ from adapterswap.experts.peft_kinds import KINDS, REFUSED_KINDS
 from adapterswap.serving.base_shapes import base_shapes, check_fits
 from adapterswap.serving.memo import Memo
 
+from .vocabularies import merged_by_peft
+
 Run = Callable[..., Result]
 Base = Callable[[str], Path]
 
@@ -440,6 +442,22 @@ def test_fused_experts_are_copied_and_blended(layout: Any, tmp_path: Path) -> No
         one_share, other_share = shares.get(layer, (1, 0))
         expected = own[name].double() + one_share * math + other_share * swahili
         close(parameter, expected.float(), scale=float(own[name].abs().max()))
+
+
+def test_lora_bias_beside_lora_on_an_embedding_is_only_merged(base: Base, tmp_path: Path) -> None:
+    """PEFT has no lora_bias for embeddings, so it could not load an adapter with both."""
+    model = base("qwen2")
+    plain = dora(use_dora=False, target_modules=["embed_tokens", "q_proj", "v_proj"])
+    experts = pair(model, tmp_path, plain, dora(use_dora=False, lora_bias=True, target_modules=["q_proj", "v_proj"]))
+    plan = composed(experts, COPIED[1:])
+    with refused(UnsupportedError):
+        plan.write(tmp_path / "out")
+    own = {name: merged_by_peft(model, folder) for name, folder in experts.items()}
+    owners = {
+        key: "swahili" if key.startswith(("model.layers.0.", "model.layers.1.")) else "math" for key in own["math"]
+    }
+    merged = load_base(plan.merge(tmp_path / "merged", base_model=model)).state_dict()
+    close(merged, {key: own[owner][key] for key, owner in owners.items()})
 
 
 def test_sparse_methods_need_the_factors_of_modules(tmp_path: Path) -> None:
