@@ -1,10 +1,15 @@
 // Sends requests to the studio's own route and shows each line of the response: the strip first, then the answers. A new
-// request ends the one before; if that one had not drawn its strip, the new one does.
+// request ends the one before; if that one had not drawn its strip, the new one does. A moved slider is sent at once.
+// Gradio reports it a frame later; that event is ignored if it holds the same values.
 const place = (name) => element.querySelector("#" + name);
 const visitor = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16)).join("");
+const sliders = JSON.parse(place("written").dataset.sliders); // id → place among the values
 let going = null;
 let owed = false;
 let last = null;
+let known = null; // the page's values, and whether answers follow the composition
+let early = null; // values that were sent before Gradio's event
+let rewrite = null;
 const end = () => {
   if (going) going.abort();
   going = null;
@@ -39,20 +44,24 @@ const show = (line) => {
     }
   }
 };
-const ask = async (asked) => {
+const ask = async ({ draw, answer, values }) => {
   end();
-  last = { ...asked, visitor, draw: asked.draw || owed };
+  last = { visitor, draw: draw || owed, answer, values };
   owed = last.draw;
+  if (draw) {
+    clearTimeout(rewrite);
+    rewrite = setTimeout(() => trigger("submit"), 200); // update Take home, but only after the first tokens
+  }
   const mine = (going = new AbortController());
   try {
-    const answer = await fetch("studio/answer", {
+    const response = await fetch("studio/answer", {
       method: "POST",
       headers: { "content-type": "application/json" },
       body: JSON.stringify(last),
       signal: mine.signal,
     });
-    if (!answer.ok) throw new Error(await answer.text());
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    if (!response.ok) throw new Error(await response.text());
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {
       const { done, value } = await reader.read();
@@ -65,7 +74,21 @@ const ask = async (asked) => {
     if (!mine.signal.aborted) problem(error instanceof TypeError ? "The studio does not respond. Is it still running?" : error.message);
   }
 };
-document.addEventListener("studio:ask", (event) => ask(event.detail));
+document.addEventListener("studio:know", (event) => (known = event.detail));
+document.addEventListener("studio:ask", (event) => {
+  known = event.detail;
+  if (known.draw && JSON.stringify(known.values) === early) return;
+  early = null;
+  ask(known);
+});
+document.addEventListener("input", (event) => {
+  const index = event.target.type === "range" ? sliders[event.target.closest("[id^=set-]")?.id] : undefined;
+  if (known === null || index === undefined) return;
+  const values = known.values.with(index, Number(event.target.value));
+  known = { ...known, values };
+  early = JSON.stringify(values);
+  ask({ draw: true, answer: known.auto, values });
+}, { capture: true });
 document.addEventListener("studio:stop", () => {
   end();
   settled();

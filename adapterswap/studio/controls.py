@@ -89,10 +89,18 @@ class Controls:
                 ["average", "task", "language"], label="Embeddings, heads and towers", value="average"
             )
             add["weights"] = gr.Radio(["equal", "magnitude"], label="Blend weights", value="equal")
+        for name, component in add.items():
+            component.elem_id = f"set-{name}"
         for name, update in zip(add, self.updates(choice), strict=True):
             for key, value in update.items():
                 if key in ("value", "visible"):
                     setattr(add[name], key, value)
+
+    @property
+    def sliders(self) -> dict[str, int]:
+        """The `elem_id` of each slider → its place among `components`, counted from the end: -1 is the last."""
+        components = enumerate(self.components.values(), -len(self.components))
+        return {component.elem_id: place for place, component in components if isinstance(component, gr.Slider)}
 
     def choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str = "") -> Choice:
         """The choice that the controls' values describe: the preset's fields that differ from their defaults."""

@@ -6,6 +6,7 @@ the address of their page, not by the server.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -33,8 +34,8 @@ __all__ = ["make_page", "page_css"]
 _NEXT = "the next expert"
 _FAST: dict[str, Any] = {"queue": False, "show_progress": "hidden", "trigger_mode": "always_last"}
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
-_ASK = """(auto, ...values) => {
-  document.dispatchEvent(new CustomEvent('studio:ask', {detail: {draw: %s, answer: %s, values}})); return [];
+_SAY = """(auto, ...values) => {
+  document.dispatchEvent(new CustomEvent('studio:%s', {detail: {draw: %s, answer: %s, auto, values}})); return [];
 }"""
 _PROBLEM = "document.addEventListener('studio:problem', (event) => { props.value = event.detail; });"
 _STOP = "() => { document.dispatchEvent(new CustomEvent('studio:stop')); return []; }"
@@ -124,8 +125,10 @@ class _Page:
         with gr.Row(equal_height=True):
             self.go = gr.Button("Answer", variant="primary", size="md", elem_id="go", min_width=100)
             self.stop = gr.Button("Stop", size="md", min_width=80)
-        gr.HTML(
-            f'<div id="written" aria-live="polite" aria-busy="true">{waiting_html([], self.names)}</div>'
+        sliders = text(json.dumps(self.controls.sliders))
+        self.answers = gr.HTML(
+            f'<div id="written" aria-live="polite" aria-busy="true" data-sliders="{sliders}">'
+            f"{waiting_html([], self.names)}</div>"
             '<div id="timing"></div><div id="scores"></div>',
             js_on_load=_asset("answers.js"), elem_id="answers",
         )  # fmt: skip
@@ -415,15 +418,17 @@ class _Page:
         moved = [component.input for name, component in controls.items() if name != "preset"]
         asked = [self.auto, self.shown, self.tokens, self.chat, *self._inputs]
         asking: dict[str, Any] = {"fn": None, "inputs": asked, "outputs": [], **_HIDDEN}
-        answering = {**asking, "js": _ASK % ("false", "true")}
-        self._again = again = {**asking, "js": _ASK % ("false", "auto")}
-        gr.on(moved, **{**asking, "js": _ASK % ("true", "auto")})
+        answering = {**asking, "js": _SAY % ("ask", "false", "true")}
+        self._again = again = {**asking, "js": _SAY % ("ask", "false", "auto")}
+        gr.on(moved, **{**asking, "js": _SAY % ("ask", "true", "auto")})
+        typed = [self.prompt, self.auto, self.shown, self.tokens, self.chat]
+        gr.on([component.input for component in typed], **{**asking, "js": _SAY % ("know", "false", "false")})
 
         def take(max_rank: float | None, *inputs: Any) -> str:
             return self._taken(self._choice(*inputs), max_rank)
 
-        # Gradio keeps this update for a hidden panel. It comes after asking, because events run in order.
-        gr.on(moved, take, [self.max_rank, *self._inputs], self.taken, **_FAST, **_HIDDEN)
+        # The page sends this a moment after a control moved. Gradio keeps the update for a hidden panel.
+        self.answers.submit(take, [self.max_rank, *self._inputs], self.taken, **_FAST, **_HIDDEN)
         gr.on(
             [self.prompt.input, self.max_rank.input], redraw, [self.max_rank, *self._inputs], drawn, **_FAST, **_HIDDEN
         )
