@@ -5,7 +5,7 @@ Knows compositions and rules; opens nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adapterswap.errors import CompositionError
@@ -13,7 +13,7 @@ from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_laye
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 
-__all__ = ["Painted", "paint"]
+__all__ = ["Painted", "by_rules", "paint"]
 
 Painted = Mapping[tuple[int, Kind], str]
 """(layer, kind of module) → the expert that owns it, or `base`."""
@@ -42,10 +42,30 @@ def paint(composition: Composition, painted: Painted, num_layers: int) -> Compos
             parameter="layers",
         )
     layers = {layer for layer, _ in painted}
-    rules = (*_painted_rules(painted), *(_lenient(rule, layers) for rule in composition.rules(num_layers)))
+    rules = [*_painted_rules(painted), *(_lenient(rule, layers) for rule in composition.rules(num_layers))]
+    return _with_rules(composition, rules)
+
+
+def by_rules(composition: Composition, num_layers: int) -> Composition:
+    """The same composition as an allocation: its method and its sides are written as rules.
+
+    Args:
+        composition: any composition.
+        num_layers: L.
+
+    Raises:
+        CompositionError, FieldError: see `Composition.rules`.
+    """
+    return _with_rules(composition, composition.rules(num_layers))
+
+
+def _with_rules(composition: Composition, rules: Sequence[Rule]) -> Composition:
+    """An allocation with the composition's experts and base."""
     kept = _KEPT | ({"seed"} if composition.is_random else set())
     content: dict[str, Any] = {name: getattr(composition, name) for name in kept & composition.model_fields_set}
-    return Composition(allocation=rules, **content)
+    if any(weight < 0 for rule in rules for weight in (rule.blend or {}).values()):
+        content["allow_negative"] = True  # AdaMergeX subtracts an expert
+    return Composition(allocation=tuple(rules), **content)
 
 
 def _lenient(rule: Rule, layers: set[int]) -> Rule:

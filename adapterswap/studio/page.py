@@ -220,7 +220,7 @@ class _Page:
             self.workspace.plan(composition)
         except AdapterswapError as error:
             return error_html(error)
-        made = lines(composition, max_rank=int(max_rank) if max_rank else None)
+        made = lines(composition, self.workspace.num_layers, max_rank=int(max_rank) if max_rank else None)
         first = "<p>Save the YAML below as composition.yaml first.</p>" if made.needs_recipe else ""
         blocks = {"Command line": (first, made.command), "Python": ("", made.python), "YAML": ("", made.yaml)}
         sections = []

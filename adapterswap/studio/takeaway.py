@@ -17,6 +17,7 @@ from adapterswap.files.yamltext import dump_yaml
 from adapterswap.planning.composing import compose
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.names import own_name
+from adapterswap.planning.painting import by_rules
 from adapterswap.studio.choice import FIELDS
 from adapterswap.studio.workspace import Workspace
 from adapterswap.writing import write_adapter
@@ -46,13 +47,15 @@ class Lines:
     needs_recipe: bool
 
 
-def lines(composition: Composition, *, max_rank: int | None = None) -> Lines:
+def lines(composition: Composition, num_layers: int, *, max_rank: int | None = None) -> Lines:
     """The lines for a composition whose `experts` and `base_model` are folders or Hub ids.
 
     Args:
         composition: what `Workspace.composition` returned.
+        num_layers: L.
         max_rank: see `write_adapter`.
     """
+    composition = _for_commands(composition, num_layers)
     content = _content(composition)
     out = file_name(composition)
     bounds = {} if max_rank is None else {"max_rank": max_rank}
@@ -80,6 +83,7 @@ def write_file(
     Raises:
         AdapterswapError: see `write_adapter` and `export`.
     """
+    composition = _for_commands(composition, workspace.num_layers)
     plan = compose(composition, {name: workspace.experts[name] for name in composition.expert_names})
     name = file_name(composition)
     if kind == "gguf":
@@ -109,6 +113,19 @@ def _content(composition: Composition) -> dict[str, Any]:
     return {**places, **named, **{key: value for key, value in content.items() if key not in named}}
 
 
+def _for_commands(composition: Composition, num_layers: int) -> Composition:
+    """The composition as rules, if the options -t and -l cannot express it.
+
+    They name experts by folder, and an expert on both sides would get two names.
+    """
+    experts = composition.experts
+    if composition.allocation is None and (
+        {*composition.task} & {*composition.language} or any(own_name(place) != name for name, place in experts.items())
+    ):
+        return by_rules(composition, num_layers)
+    return composition
+
+
 def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] | None:
     """The composition as options of `compose`; None if only a recipe can express it."""
     words = _sides(composition) if composition.allocation is None else _rules(content)
@@ -124,15 +141,12 @@ def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] 
     return words
 
 
-def _sides(composition: Composition) -> list[str] | None:
-    """The options -t and -l. They name experts by folder, so other names and an expert on both sides need a recipe."""
-    experts = composition.experts
-    if {*composition.task} & {*composition.language} or any(own_name(place) != name for name, place in experts.items()):
-        return None
+def _sides(composition: Composition) -> list[str]:
+    """The options -t and -l."""
     words: list[str] = []
     for option, names in (("-t", composition.task), ("-l", composition.language)):
         for name in names:
-            words += [option, experts.get(name, name)]
+            words += [option, composition.experts.get(name, name)]
     return words
 
 

@@ -41,18 +41,41 @@ QUERIES = [
     "?task=math&language=language&method=soup&language_weight=-0.25&allow_negative=true&give=attention.2=math",
     "?task=math&language=language&method=soup&weights=magnitude&give=mlp.4=language",
     "?task=math&task=language&language=base&method=soup&give=attention.5=base",
+    "?task=math&task=language&language=language&bottom=1&top=1&bottom_transition=2&task_weight=0.3",
+    "?task=math&task=language&language=math&method=slerp",
 ]  # fmt: skip
-ON_BOTH_SIDES = QUERIES[5:6]
+RENAMED = [
+    "?task=maths&language=my+swahili&bottom=2&top=1&top_transition=1&weights=magnitude",
+    "?task=maths&task=english&language=my+swahili&language=maths&method=soup&task_weight=0.4",
+    "?task=maths&task=english&language=base&bottom=1&top=2",
+    "?task=maths&language=my+swahili&partition=A&outside=language",
+    "?task=maths&language=my+swahili&language=english&method=adamergex&scale=0.5",
+    "?task=maths&language=my+swahili&language=english&method=adamergex&scale=0.5&give=mlp.2=base",
+    "?task=maths&language=my+swahili&method=task_arithmetic&scale=-0.5&allow_negative=true",
+]
 
 
-@pytest.mark.parametrize("query", QUERIES)
+@pytest.fixture(scope="session")
+def renamed(lab_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """Experts whose names are not those of their folders."""
+    third = random_expert(lab_run / "seed-0/base", tmp_path_factory.mktemp("renamed") / "third", 3)
+    places = {"maths": "math", "my swahili": "language", "english": third, "a=b": third}
+    named = {name: str(lab_run / "seed-0" / place) for name, place in places.items()}
+    return open_workspace(str(lab_run / "seed-0/base"), named, device="cpu")
+
+
+@pytest.mark.parametrize("query", [*QUERIES, *RENAMED, "?task=a%3Db&language=maths&bottom=1&top=0"])
 def test_the_command_the_lines_and_the_recipe_make_the_same_bytes(
-    workspace: Workspace, query: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, renamed: Workspace, query: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the page offers for download is what the copied command line writes, and the Python lines, byte for byte."""
+    """What the page offers for download is what the copied command line writes, and the Python lines, byte for byte.
+
+    Its weights are those of the composition itself; and only a name with '=' needs the recipe.
+    """
+    workspace = workspace if query in QUERIES else renamed
     choice = from_address(query, first_choice(list(workspace.experts)))
     composition = workspace.composition(choice)
-    made = lines(composition)
+    made = lines(composition, workspace.num_layers)
     downloads, by_command, by_python = (tmp_path / name for name in ("downloads", "command", "python"))
     for folder in (downloads, by_command, by_python):
         folder.mkdir()
@@ -60,7 +83,7 @@ def test_the_command_the_lines_and_the_recipe_make_the_same_bytes(
     monkeypatch.chdir(by_command)
     if made.needs_recipe:
         Path("composition.yaml").write_text(made.yaml, encoding="utf-8")
-    assert made.needs_recipe == ("composition.yaml" in made.command) == (query in ON_BOTH_SIDES)
+    assert made.needs_recipe == ("composition.yaml" in made.command) == ("a%3Db" in query)
     result = CliRunner().invoke(main, shlex.split(made.command)[1:])
     assert result.exit_code == 0, result.output
     monkeypatch.chdir(by_python)
@@ -69,6 +92,13 @@ def test_the_command_the_lines_and_the_recipe_make_the_same_bytes(
     assert written == {path.name: path.read_bytes() for path in next(by_python.iterdir()).iterdir()}
     with zipfile.ZipFile(archive) as opened:
         assert written == {Path(name).name: opened.read(name) for name in opened.namelist()}
+    (tmp_path / "composition.yaml").write_text(made.yaml, encoding="utf-8")
+    result = CliRunner().invoke(main, ["compose", str(tmp_path / "composition.yaml"), "-o", str(tmp_path / "recipe")])
+    assert result.exit_code == 0, result.output
+    assert written == {path.name: path.read_bytes() for path in (tmp_path / "recipe").iterdir()}
+    workspace.plan(composition).write(tmp_path / "itself")
+    weights = "adapter_model.safetensors"
+    assert written[weights] == (tmp_path / "itself" / weights).read_bytes()
 
 
 @pytest.mark.parametrize("query", QUERIES)
