@@ -7,6 +7,7 @@ the address of their page, not by the server.
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -82,7 +83,7 @@ class _Page:
 
     def _head(self) -> None:
         workspace = self.workspace
-        self.head = gr.HTML(self._head_html())
+        self.head = gr.HTML(self._head_html(), js_on_load=_asset("names.js"))
         for name, fault in workspace.faults.items():
             gr.HTML(f"<p>{text(name)} could not be opened:</p>{error_html(fault)}")
         for name, fault in workspace.not_live.items():
@@ -104,8 +105,8 @@ class _Page:
                 [_NEXT, *self.names, BASE], value=_NEXT, label="Assign clicked layers to", elem_id="brush"
             )
         with gr.Row():
-            self.defaults = gr.Button("Use the paper's layers", size="sm")
-            self.clear = gr.Button("Undo clicks", size="sm")
+            self.defaults = gr.Button("Use the paper's layers", size="sm", min_width=140)
+            self.clear = gr.Button("Undo clicks", size="sm", min_width=120)
         self.controls = Controls(self.workspace, self.first)
         self.painted = gr.JSON({}, visible="hidden")  # not `State`, which the browser cannot read
         with gr.Row(visible=self.workspace.allow_paths, equal_height=True):
@@ -222,12 +223,14 @@ class _Page:
             return error_html(error)
         made = lines(composition, self.workspace.num_layers, max_rank=int(max_rank) if max_rank else None)
         first = "<p>Save the YAML below as composition.yaml first.</p>" if made.needs_recipe else ""
-        blocks = {"Command line": (first, made.command), "Python": ("", made.python), "YAML": ("", made.yaml)}
+        words = " ".join(f"<span>{text(shlex.quote(word))}</span>" for word in shlex.split(made.command))
+        blocks = {"Command line": (first, words), "Python": ("", text_lines(made.python))}
+        blocks |= {"YAML": ("", text_lines(made.yaml))}
         sections = []
         for number, (title, (remark, content)) in enumerate(blocks.items()):
             sections.append(
                 f'<section><h4>{title}<button type="button" data-copy="copy-{number}" aria-label="Copy: {title}">Copy'
-                f'</button></h4>{remark}<pre id="copy-{number}" tabindex="0">{text_lines(content)}</pre></section>'
+                f'</button></h4>{remark}<pre id="copy-{number}" tabindex="0">{content}</pre></section>'
             )
         return f'<div class="take">{"".join(sections)}</div>'
 

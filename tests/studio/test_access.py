@@ -14,6 +14,8 @@ Visit = Callable[..., Any]
 EVERYTHING = "?bottom=2&top=1&bottom_transition=1&give=mlp.4=base"
 CONTROLS = ("button", "checkbox", "combobox", "link", "radio", "slider", "spinbutton", "switch", "tab", "textbox")
 
+VAGUE = re.compile(r'\s*- (?:button|link) "(?:Remove \d+|Clear|[\d.]+ (?:B|KB|MB)\b.*)"')  # Gradio's own names
+
 
 def panels(page: Any) -> Any:
     """Each panel by name, with everything that it can show."""
@@ -50,9 +52,13 @@ def test_text_has_enough_contrast_and_every_control_has_a_name(visit: Visit, sch
             if re.match(rf"\s*- (?:{'|'.join(CONTROLS)})\b(?! \")", line)
         ]  # fmt: skip
         assert nameless == [], panel
+        vague = [line for line in page.locator("body").aria_snapshot().splitlines() if VAGUE.match(line)]
+        assert vague == [], panel
         page.set_viewport_size({"width": 380, "height": 900})
         page.wait_for_function("document.documentElement.scrollWidth === 380")
         page.set_viewport_size({"width": 1280, "height": 900})
+    buttons = [button.get_attribute("aria-label") for button in page.locator("#set-language [role=button]").all()]
+    assert buttons == ["Remove language from Language expert", "Remove all from Language expert"]
     page = visit("?bottom=5&top=5", scheme=scheme)
     page.locator("#problem .problem").wait_for()
     assert [line for line in faint_texts(page) if "problem" in line] == []

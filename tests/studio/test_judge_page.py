@@ -50,7 +50,7 @@ def test_an_uploaded_file_is_judged_and_stays_visible(visit: Visit, workspace: W
     page.locator("#judge").click()
     page.locator("#judging .problem", has_text="'answer'").wait_for()
     assert page.locator("#judged td").count() == 0
-    page.locator("#rows").get_by_role("button", name="Clear").click()
+    page.get_by_role("button", name="Remove the file").click()
     upload(page, good)
     page.locator("#judge").click()
     page.locator("#judged td").first.wait_for()
