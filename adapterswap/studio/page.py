@@ -423,7 +423,8 @@ class _Page:
         asking: dict[str, Any] = {"fn": None, "inputs": asked, "outputs": [], **_HIDDEN}
         answering = {**asking, "js": _SAY % ("ask", "false", "true")}
         self._again = again = {**asking, "js": _SAY % ("ask", "false", "auto")}
-        gr.on(moved, **{**asking, "js": _SAY % ("ask", "true", "auto")})
+        redrawing = {**asking, "js": _SAY % ("ask", "true", "auto")}
+        gr.on(moved, **redrawing)
         typed = [self.prompt, self.auto, self.shown, self.tokens, self.chat]
         gr.on([component.input for component in typed], **{**asking, "js": _SAY % ("know", "false", "false")})
 
@@ -452,7 +453,8 @@ class _Page:
             **{**_FAST, **_HIDDEN},
         )  # fmt: skip
         for picker in (self.spoken, self.number):
-            done.append(picker.input(self._problem_text, [self.spoken, self.number], self.prompt, **_FAST, **_HIDDEN))
+            picked = picker.input(self._problem_text, [self.spoken, self.number], self.prompt, **_FAST, **_HIDDEN)
+            picked.success(**redrawing)  # the address holds the prompt
         gr.on([self.go.click, self.prompt.submit], **answering)
         restored.success(**answering)
         for event in done:

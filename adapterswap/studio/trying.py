@@ -121,4 +121,5 @@ def score_html(scores: Mapping[str, tuple[int, int]]) -> str:
             f'aria-label="{right} of {number} correct"><i style="width:{100 * share:.1f}%"></i></span>'
             f"<b>{right} / {number}</b></div>"
         )
-    return f'<div class="scores">{"".join(bars)}</div>'
+    title = "<h4>Problems that this composition solves, by language</h4>"
+    return f'<div class="scores">{title}{"".join(bars)}</div>'

@@ -84,19 +84,25 @@ def served(serve: Callable[[Workspace], str], workspace: Workspace) -> Served:
 Visit = Callable[..., Any]
 
 
+@pytest.fixture(scope="session")
+def context(browser: Any) -> Iterator[Any]:
+    """One for all tests, so that the browser keeps the page's scripts."""
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    yield context
+    context.close()
+
+
 @pytest.fixture
-def visit(browser: Any, served: Served) -> Iterator[Visit]:
+def visit(context: Any, served: Served) -> Iterator[Visit]:
     """`visit("?bottom=2")` is the studio's page once it has loaded; requests to other hosts fail the test."""
     said: list[str] = []
-    contexts = []
+    pages = []
 
     def opened(query: str = "", *, url: str = served.url, width: int = 1280, scheme: str = "light") -> Any:
-        context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme,
-            permissions=["clipboard-read", "clipboard-write"],
-        )  # fmt: skip
-        contexts.append(context)
         page = context.new_page()
+        pages.append(page)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
         page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("dialog", lambda dialog: said.append(dialog.message))
@@ -109,7 +115,9 @@ def visit(browser: Any, served: Served) -> Iterator[Visit]:
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
+    for page in pages:
+        if not page.is_closed():
+            page.evaluate("localStorage.clear()")
+            page.close()
     # Messages of Gradio's page about streams that a reload interrupted.
     assert [line for line in said if "AbortError" not in line and "errored out" not in line] == []

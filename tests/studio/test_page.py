@@ -110,6 +110,18 @@ def test_a_slider_asks_once_for_what_it_shows(visit: Visit, workspace: Workspace
     assert (asked[-1]["draw"], asked[-1]["answer"]) == (True, False)
 
 
+def test_the_address_follows_the_problem(visit: Visit, workspace: Workspace) -> None:
+    page = visit("?bottom=1&top=0")
+    assert workspace.lab is not None
+    prompt = workspace.lab.problems[1].prompt("xx")
+    moved(page, "Problem", 2)
+    page.wait_for_function("prompt => new URLSearchParams(location.search).get('prompt') === prompt", arg=prompt)
+    page.reload()
+    page.locator("#written .answers[aria-busy=false] .answer").first.wait_for()
+    assert page.locator("#prompt textarea").input_value() == prompt
+    assert page.get_by_role("slider", name="Problem").input_value() == "2"
+
+
 def test_answers_follow_a_number_that_is_typed(visit: Visit, workspace: Workspace) -> None:
     page = visit("?bottom=1&top=0")
     moved(page, "Bottom layers", 3)
