@@ -171,9 +171,6 @@ def test_an_interrupted_search_asks_the_same_questions(halving: Content, tmp_pat
         assert plain(tmp_path / "cut") == plain(tmp_path / "peace")
 
 
-<<<<<<< HEAD
-def test_a_killed_search_ends_the_same(halving: Content, tmp_path: Path) -> None:
-=======
 def test_rungs_of_another_sweep_are_refused(halving: Content, tmp_path: Path) -> None:
     """Both sweeps have the same cells and documents, but not the same dtype, and their files were joined by hand."""
     few = {"search": SEARCH | {"trials": 2}}
@@ -217,8 +214,7 @@ def test_rungs_of_an_older_version_are_read(halving: Content, tmp_path: Path) ->
     assert read_run(tmp_path / "run").rungs == run.rungs
 
 
-def test_killed_it_ends_the_same(halving: Content, tmp_path: Path) -> None:
->>>>>>> 5b9f7fd (Rungs of successive halving are bound to their sweep's conditions)
+def test_a_killed_search_ends_the_same(halving: Content, tmp_path: Path) -> None:
     found = {}
     for name, kills in (("peace", 0), ("killed", 4)):
         found[name] = dying("kill", recipe=halving(), folder=str(tmp_path / name), kills=kills, seed=1)
