@@ -105,7 +105,7 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
         NotFoundError: it is not the folder of a sweep.
         DataError: its format is unknown, or a file or line in it is damaged or was changed: a cell, task or document is
             missing, repeated or does not belong to the sweep; a score is not a finite number or not the mean of its
-            documents; samples or prompts are missing; a hash does not match; or a line was judged under other
+            documents; samples or prompts are missing; a hash does not match; or a line was evaluated under other
             conditions than the sweep's, or does not record them although other lines do.
     """
     folder = expand(folder)
@@ -229,7 +229,7 @@ def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any
         return "its conditions are not an object"
     others = differing(conditions, expected)
     listed = "; ".join(f"{name} is {shown_value(own)} there, and {shown_value(its)} here" for name, own, its in others)
-    return f"it was judged in another sweep: {listed}" if others else None
+    return f"it was evaluated in another sweep: {listed}" if others else None
 
 
 def _check_files(
