@@ -2,9 +2,9 @@
 
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell with a complete line is
 finished. An incomplete last line is removed, also in rungs.jsonl. Every step is synced to disk before the next, so
-this also holds after a power loss. Each line contains its own hash and the conditions under which its cell was evaluated;
-a line of cells.jsonl also contains the hashes of its samples and prompts. A lock keeps a second sweep out of the
-folder. Knows nothing of models or of making cells.
+this also holds after a power loss. Each line contains its own hash and the conditions under which its cell was
+evaluated; a line of cells.jsonl also contains the hashes of its samples and prompts. A lock keeps a second sweep out
+of the folder. Knows nothing of models or of making cells.
 """
 
 from __future__ import annotations
