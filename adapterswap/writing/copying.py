@@ -7,9 +7,11 @@ nothing of plans.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from adapterswap.errors import ExpertError
 from adapterswap.files.numbers import check_finite, not_finite, write_at
@@ -44,14 +46,13 @@ def copy_and_hash(
     buffer = np.empty(_BUFFER, np.uint8)
     with open_tensors(source) as file:
         file.seek(source.data_start)
-        for tensor in source.tensors.values():  # in the order of their bytes and without gaps: `read_header` checked it
-            places = targets.get(tensor.name, ())
-            if known and not places:
-                file.seek(tensor.stop)
+        for run in _runs(source, targets):
+            if known and not run.shifts:
+                file.seek(run.stop)
                 continue
-            copied = 0
-            while copied < tensor.nbytes:
-                view = buffer[: min(_BUFFER, tensor.nbytes - copied)]
+            place = run.start
+            while place < run.stop:
+                view = buffer[: min(_BUFFER, run.stop - place)]
                 try:
                     read = file.readinto(view.data)
                 except OSError as error:
@@ -62,9 +63,45 @@ def copy_and_hash(
                     )
                 if not known:
                     digest.update(view.data)
-                if places and not check_finite(view, tensor.dtype):
-                    raise not_finite(expert, tensor.name)
-                for place in places:
-                    write_at(output, view, place + copied)
-                copied += view.size
+                if run.shifts and not check_finite(view, run.dtype):
+                    raise not_finite(expert, _first_not_finite(source, place, view))
+                for shift in run.shifts:
+                    write_at(output, view, place + shift)
+                place += view.size
     return known or digest.hexdigest()
+
+
+class _Run(NamedTuple):
+    """Tensors of one dtype that follow each other in a file, and in each of the places to which they are copied.
+
+    Attributes:
+        start, stop: their bytes in the file.
+        shifts: what to add to an offset in the file, for each offset in the output.
+    """
+
+    start: int
+    stop: int
+    dtype: str
+    shifts: tuple[int, ...]
+
+
+def _runs(source: TensorFile, targets: Mapping[str, Sequence[int]]) -> Iterator[_Run]:
+    """All tensors of a file in runs: a mixture's 37,000 small tensors one by one took twice as long."""
+    run: _Run | None = None
+    for tensor in source.tensors.values():  # in the order of their bytes and without gaps: `read_header` checked it
+        shifts = tuple(place - tensor.start for place in targets.get(tensor.name, ()))
+        if run is not None and (run.dtype, run.shifts) == (tensor.dtype, shifts):
+            run = run._replace(stop=tensor.stop)
+            continue
+        if run is not None:
+            yield run
+        run = _Run(tensor.start, tensor.stop, tensor.dtype, shifts)
+    if run is not None:
+        yield run
+
+
+def _first_not_finite(source: TensorFile, start: int, view: npt.NDArray[np.uint8]) -> str:
+    """The name of the first tensor with NaN or infinity in the bytes `view`, which begin at `start` in the file."""
+    within = (tensor for tensor in source.tensors.values() if start < tensor.stop and tensor.start < start + view.size)
+    parts = ((tensor, view[max(tensor.start - start, 0) : tensor.stop - start]) for tensor in within)
+    return next(tensor.name for tensor, part in parts if not check_finite(part, tensor.dtype))
