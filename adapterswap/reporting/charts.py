@@ -72,7 +72,7 @@ class Scatter:
 
 def bars(target: Target) -> list[Bars]:
     """The bars of every task in a target's table, the target first; tasks with scores below zero are left out."""
-    found = []
+    charts = []
     for task in target.tasks:
         spreads = [(row, row.tasks[task]) for row in target.rows if task in row.tasks]
         if not spreads or min(spread.mean for _, spread in spreads) < 0:
@@ -87,8 +87,8 @@ def bars(target: Target) -> list[Bars]:
                 else (_percent(max(0, spread.mean - half), top), _percent(min(top, spread.mean + half), top))
             )
             shown.append(Bar(row.family, row.label, spread.mean, half, _percent(spread.mean, top), error))
-        found.append(Bars(task, top, tuple(shown)))
-    return found
+        charts.append(Bars(task, top, tuple(shown)))
+    return charts
 
 
 def heatmaps(grids: Sequence[ZoneGrid], higher_is_better: Mapping[str, bool]) -> list[Heatmap]:
@@ -96,10 +96,10 @@ def heatmaps(grids: Sequence[ZoneGrid], higher_is_better: Mapping[str, bool]) ->
     means: dict[tuple[str, str], list[float]] = {}
     for grid in grids:
         means.setdefault((grid.task, grid.family), []).extend(cell.mean for cell in grid.cells)
-    found = []
+    maps = []
     for grid in grids:
-        seen = means[grid.task, grid.family]
-        low, high = min(seen), max(seen)
+        scores = means[grid.task, grid.family]
+        low, high = min(scores), max(scores)
         worst, best = (low, high) if higher_is_better[grid.task] else (high, low)
         cells = {(cell.bottom, cell.top): cell for cell in grid.cells}
         bottoms = tuple(sorted({bottom for bottom, _ in cells}))
@@ -107,8 +107,8 @@ def heatmaps(grids: Sequence[ZoneGrid], higher_is_better: Mapping[str, bool]) ->
         for top in sorted({top for _, top in cells}, reverse=True):
             row = [cells.get((bottom, top)) for bottom in bottoms]
             rows.append((top, tuple(None if cell is None else (cell, _shade(cell.mean, worst, best)) for cell in row)))
-        found.append(Heatmap(grid, bottoms, tuple(rows), max(cell.units for cell in grid.cells)))
-    return found
+        maps.append(Heatmap(grid, bottoms, tuple(rows), max(cell.units for cell in grid.cells)))
+    return maps
 
 
 def _shade(value: float, worst: float, best: float) -> float:
@@ -131,7 +131,7 @@ def scatter(indicator: Indicator) -> Scatter:
         names.setdefault((place_x(x), place_y(y)), []).append(name)
     return Scatter(
         indicator,
-        tuple((x, y, ", ".join(there)) for (x, y), there in names.items()),
+        tuple((x, y, ", ".join(experts)) for (x, y), experts in names.items()),
         tuple((value, place_x(value)) for value in across),
         tuple((value, place_y(value)) for value in up),
     )
@@ -139,8 +139,8 @@ def scatter(indicator: Indicator) -> Scatter:
 
 def lead_indicators(report: Report) -> list[Indicator]:
     """The lead's indicators with three points or more; if it has none, those of all compositions."""
-    shown = [each for each in report.indicators if each.correlation.points > 2]
-    return [each for each in shown if each.merged in labels_of(report, report.lead)] or shown
+    shown = [indicator for indicator in report.indicators if indicator.correlation.points > 2]
+    return [indicator for indicator in shown if indicator.merged in labels_of(report, report.lead)] or shown
 
 
 def labels_of(report: Report, family: str) -> list[str]:

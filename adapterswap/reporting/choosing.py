@@ -97,38 +97,42 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
     for cell in run.cells:
         if task.name in cell.tasks:
             families.setdefault(cell.family, {}).setdefault(unit_of(cell), []).append(cell)
-    found = []
+    all_choices = []
     for family, units in families.items():
-        done = {unit: [finished[cell.cell] for cell in cells if cell.cell in finished] for unit, cells in units.items()}
-        done = {unit: cells for unit, cells in done.items() if cells}
-        if not done:
+        evaluated = {
+            unit: [finished[cell.cell] for cell in cells if cell.cell in finished] for unit, cells in units.items()
+        }
+        evaluated = {unit: cells for unit, cells in evaluated.items() if cells}
+        if not evaluated:
             continue
         if all(len(cells) == 1 for cells in units.values()):
-            only = {unit: cells[0] for unit, cells in done.items()}
-            found.append(Choice(family, "only", only, only, len(units)))
+            only = {unit: cells[0] for unit, cells in evaluated.items()}
+            all_choices.append(Choice(family, "only", only, only, len(units)))
             continue
-        best = _best(done, task, "all")
+        best = _best(evaluated, task, "all")
         # Older sweeps mark several configurations of a family as default (partitions A and B); then none is.
         several = any(sum(cell.default for cell in cells) > 1 for cells in units.values())
-        default = {unit: cell for unit, cells in done.items() for cell in cells if cell.cell.default and not several}
+        default = {
+            unit: cell for unit, cells in evaluated.items() for cell in cells if cell.cell.default and not several
+        }
         if default:
-            found.append(Choice(family, "default", default, default, len(units)))
-        selected = _best(done, task, "select") if has_split(task) else {}
+            all_choices.append(Choice(family, "default", default, default, len(units)))
+        selected = _best(evaluated, task, "select") if has_split(task) else {}
         if selected:
-            found.append(Choice(family, "selected", selected, best, len(units)))
+            all_choices.append(Choice(family, "selected", selected, best, len(units)))
         if not default and not selected:
-            found.append(Choice(family, "none", {}, best, len(units)))
-    return found
+            all_choices.append(Choice(family, "none", {}, best, len(units)))
+    return all_choices
 
 
 def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> dict[Unit, CellResult]:
     """Each unit's best cell on a part of the documents, see `best_of`; cells must be in the run's order."""
     sign = 1 if task.higher_is_better else -1
-    found = {
+    best = {
         unit: best_of(((score(cell, task, part), cell.cell.default, cell) for cell in cells), sign)
         for unit, cells in units.items()
     }
-    return {unit: cell for unit, cell in found.items() if cell is not None}
+    return {unit: cell for unit, cell in best.items() if cell is not None}
 
 
 def table_choice(found: list[Choice], family: str, kind: str = "selected") -> Choice | None:

@@ -28,12 +28,12 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     """
     content = cell.composition
     experts = run.described.get("experts", {})
-    named = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
-    if is_single(cell) or not experts.keys() >= named.keys():
+    expert_names = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
+    if is_single(cell) or not experts.keys() >= expert_names.keys():
         return None
     words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
     if "allocation" in content:
-        for name in named:
+        for name in expert_names:
             words += ["--expert", f"{name}={_source(experts[name])}"]
         for rule in content["allocation"]:
             words += ["--rule", write_rule(rule)]
@@ -73,8 +73,8 @@ def evaluate_command(run: Run, cell: Cell) -> str:
 def _is_merged(run: Run, cell: Cell) -> bool:
     """Whether a cell was evaluated as full weights: at full rank, or because an expert is a full checkpoint."""
     experts = run.described.get("experts", {})
-    named = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
-    return bool(cell.output.get("full_rank")) or any("files" in experts.get(name, {}) for name in named)
+    expert_names = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
+    return bool(cell.output.get("full_rank")) or any("files" in experts.get(name, {}) for name in expert_names)
 
 
 def _source(described: Mapping[str, Any]) -> str:
