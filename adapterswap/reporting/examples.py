@@ -1,7 +1,7 @@
 """Documents on which two methods disagree, with their outputs: in both directions, picked by a fixed rule.
 
-Reads a sweep's prompts and samples. Their text was written by models and strangers, so callers must escape it before
-they show it. Knows nothing of statistics and pages.
+Reads a sweep's prompts and samples. Their text comes from models and data sets, so callers must escape it before they
+show it. Knows nothing of statistics and pages.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
     Raises:
         DataError: a file of samples or prompts is damaged.
     """
-    found = _cells(shown, task)
-    if found is None:
+    common = _cells(shown, task)
+    if common is None:
         return None
-    unit, cells = found
-    one, other = (cell.results[task.name].docs for cell in cells[:2])
+    unit, cells = common
+    first, second = (cell.results[task.name].docs for cell in cells[:2])
     sign = 1 if task.higher_is_better else -1
-    apart = {doc: sign * (one[doc] - other[doc]) for doc in reported(task) if doc in one and doc in other}
-    better = [doc for doc, difference in apart.items() if difference > 0]
-    worse = [doc for doc, difference in apart.items() if difference < 0]
+    differences = {doc: sign * (first[doc] - second[doc]) for doc in reported(task) if doc in first and doc in second}
+    better = [doc for doc, difference in differences.items() if difference > 0]
+    worse = [doc for doc, difference in differences.items() if difference < 0]
     chosen = [*_spaced(better), *_spaced(worse)]
     folders = [run.folder_of(cell.cell.cell) for cell in cells]
     files = [samples_file(folder, cell.cell) for folder, cell in zip(folders, cells, strict=True)]
@@ -145,7 +145,9 @@ def _example(
         Output(
             label,
             _text(row["output"]),
-            {} if _likelihoods(row["output"]) else {str(name): _text(each) for name, each in row["answers"].items()},
+            {}
+            if _likelihoods(row["output"])
+            else {str(name): _text(answer) for name, answer in row["answers"].items()},
             cell.results[task.name].docs.get(doc),
         )
         for label, row, cell in zip(labels, rows, cells, strict=True)
@@ -162,13 +164,13 @@ def _question(prompt: str) -> str:
 def _likelihoods(output: Any) -> list[tuple[float, bool]]:
     """(log-likelihood, whether greedy decoding produces it) of each continuation, as lm-eval records likelihoods."""
     pairs = output if isinstance(output, list) and output and isinstance(output[0], list) else [output]
-    are = [isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], bool) for pair in pairs]
-    return [(float(likelihood), greedy) for likelihood, greedy in pairs] if all(are) else []
+    are_pairs = [isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], bool) for pair in pairs]
+    return [(float(likelihood), greedy) for likelihood, greedy in pairs] if all(are_pairs) else []
 
 
 def _text(value: Any) -> str:
-    if found := _likelihoods(value):
-        lines = [f"log-likelihood {likelihood:.2f}" + ", greedy" * greedy for likelihood, greedy in found]
+    if likelihoods := _likelihoods(value):
+        lines = [f"log-likelihood {likelihood:.2f}" + ", greedy" * greedy for likelihood, greedy in likelihoods]
         return lines[0] if len(lines) == 1 else "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = text.strip()

@@ -66,15 +66,15 @@ class PlannedFigure:
 
 def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
     """The figures of a report, and for each kind that it lacks the reason: kind → reason."""
-    found: list[PlannedFigure] = []
+    figures: list[PlannedFigure] = []
     lacking: dict[str, str] = {}
 
-    def add(kind: str, made: Sequence[tuple[str, Mapping[str, Any]] | None], reason: str) -> None:
-        there = [(place, each) for place, each in enumerate(made) if each is not None]
-        for place, (caption, data) in there:
-            name = kind if len(made) == 1 else f"{kind}-{place + 1}"
-            found.append(PlannedFigure(name, kind, place, caption, data))
-        if not there:
+    def add(kind: str, contents: Sequence[tuple[str, Mapping[str, Any]] | None], reason: str) -> None:
+        available = [(place, content) for place, content in enumerate(contents) if content is not None]
+        for place, (caption, data) in available:
+            name = kind if len(contents) == 1 else f"{kind}-{place + 1}"
+            figures.append(PlannedFigure(name, kind, place, caption, data))
+        if not available:
             lacking[kind] = reason
 
     add("scores", [_scores(report, target) for target in report.targets], "no method has a score to report")
@@ -90,7 +90,7 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
         "on separate documents")  # fmt: skip
     add("truncation", [_truncation(report, target) for target in report.targets], "no composition was reduced to a "
         "lower rank, or its error was not recorded")  # fmt: skip
-    return found, lacking
+    return figures, lacking
 
 
 def draw(planned: PlannedFigure, width: float) -> Figure:
@@ -106,7 +106,7 @@ def draw(planned: PlannedFigure, width: float) -> Figure:
         return _DRAW[planned.kind](planned.data, width)
 
 
-# What is drawn.
+# Captions and data.
 
 
 def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
@@ -153,10 +153,10 @@ def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] |
         if any(row["interval"] for row in rows)
         else ""
     )
-    one = report.units.removesuffix("s")
+    singular = report.units.removesuffix("s")
     caption = (
         f"{target.task} ({target.metric}): each method's score minus that of {report.reference}, {_documents(target)}. "
-        f"Filled: the mean over {_units(report, target)}; open: the difference in one {one}, paired by document."
+        f"Filled: the mean over {_units(report, target)}; open: the difference in one {singular}, paired by document."
         f"{intervals}"
     )
     return caption, {"axis": f"{_axis(target)}\nminus {report.reference}", "rows": rows}
@@ -169,12 +169,12 @@ def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tupl
             "bottom": cell.bottom, "top": cell.top, "mean": cell.mean, "units": cell.units, "chosen": cell.selected,
             "shade": shade,
         }
-        for _, row in heatmap.rows for found in row if found is not None for cell, shade in [found]
+        for _, row in heatmap.rows for shaded in row if shaded is not None for cell, shade in [shaded]
     ]  # fmt: skip
     tops = [top for top, _ in heatmap.rows]
     alike = [other for other in report.grids if (other.task, other.family) == (grid.task, grid.family)]
     means = [cell.mean for other in alike for cell in other.cells]
-    whole = len(cells) == len(tops) * len(heatmap.bottoms)
+    complete = len(cells) == len(tops) * len(heatmap.bottoms)
     where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
     fewer = any(cell["units"] < heatmap.most for cell in cells)
     caption = (
@@ -184,7 +184,7 @@ def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tupl
         f"{'Darker is better' if better[grid.task] else 'Darker is better (lower)'}."
         + f" ×n: selected for n of the {report.units}." * any(cell["chosen"] for cell in cells)
         + f" *: a mean over fewer {report.units} than in the other cells." * fewer
-        + " Hatched: not evaluated." * (not whole)
+        + " Hatched: not evaluated." * (not complete)
     )
     return caption, {
         "bottoms": list(heatmap.bottoms), "tops": sorted(tops), "cells": cells, "most": heatmap.most,
@@ -221,16 +221,17 @@ def _why_no_ranks(report: Report) -> str:
 
 
 def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
-    found = [each for each in lead_indicators(report) if each.target == target.task]
-    if not found:
+    indicators = [indicator for indicator in lead_indicators(report) if indicator.target == target.task]
+    if not indicators:
         return None
-    merged = found[0].merged
+    merged = indicators[0].merged
     panels = [
         {
-            "experts": each.experts, "signal": each.signal, "points": [list(point) for point in each.points],
-            "pearson": each.correlation.pearson, "pearson_holm": each.pearson_holm,
+            "experts": indicator.experts, "signal": indicator.signal,
+            "points": [list(point) for point in indicator.points],
+            "pearson": indicator.correlation.pearson, "pearson_holm": indicator.pearson_holm,
         }
-        for each in found if each.merged == merged
+        for indicator in indicators if indicator.merged == merged
     ]  # fmt: skip
     caption = (
         f"Merging indicators for {target.task}: an expert's own score on a task (horizontal) against the mean of "
@@ -259,13 +260,13 @@ def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | N
 def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
     families = [
         {
-            "family": found.family,
+            "family": truncation.family,
             "points": [
                 {"configuration": configuration, "unit": unit_text(unit), "error": error, "score": score}
-                for configuration, unit, error, score in found.points
+                for configuration, unit, error, score in truncation.points
             ],
         }
-        for found in report.truncations if found.task == target.task
+        for truncation in report.truncations if truncation.task == target.task
     ]  # fmt: skip
     if not families:
         return None
@@ -273,7 +274,7 @@ def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
         f"{target.task}: compositions that were reduced to a lower rank before they were evaluated. Horizontal: the "
         f"largest relative error of a module's ΔW (Frobenius norm). Vertical: the score {_documents(target)}. Each "
         f"point is one configuration with one of the {report.units} "
-        f"(n = {sum(len(each['points']) for each in families)})."
+        f"(n = {sum(len(family['points']) for family in families)})."
     )
     return caption, {"families": families, "axis": _axis(target)}
 
@@ -320,7 +321,7 @@ def _p(value: float | None) -> str:
     return "p < 0.001" if value < 0.001 else f"p = {value:.3f}"
 
 
-# How it is drawn.
+# Drawing.
 
 
 def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
@@ -337,14 +338,14 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
         places.append(top + height / 2)
         top += height
     ends = [value for row in rows for value in (row["mean"], *(row["interval"] or ()))]
-    ends += [each["value"] for row in rows for each in row["units"]]
+    ends += [unit["value"] for row in rows for unit in row["units"]]
     low, high = _limits(ends, zero=zero)
     if zero:
         axes.axvline(0, color=GREY, linewidth=0.8, zorder=1)
     for row, place in zip(rows, places, strict=True):
         colour = LEAD if row["lead"] else INK
         axes.plot(
-            [each["value"] for each in row["units"]], [place] * len(row["units"]), linestyle="none", marker="o",
+            [unit["value"] for unit in row["units"]], [place] * len(row["units"]), linestyle="none", marker="o",
             markersize=2.8, markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=0.5, clip_on=False, zorder=2,
         )  # fmt: skip
         if row["interval"] is not None:
@@ -428,9 +429,9 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     height = min(max(0.24, side * 0.62), 0.42)
     figure = new_figure(width, height * len(tops) + 0.45 + _LINE)
     axes = figure.add_subplot()
-    judged = {(cell["bottom"], cell["top"]) for cell in data["cells"]}
+    evaluated = {(cell["bottom"], cell["top"]) for cell in data["cells"]}
     for x, y in ((x, y) for x in range(len(bottoms)) for y in range(len(tops))):
-        if (bottoms[x], tops[y]) not in judged:
+        if (bottoms[x], tops[y]) not in evaluated:
             look: dict[str, Any] = {"facecolor": "white", "edgecolor": GREY, "hatch": HATCH, "linewidth": 0}
             axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
     size = min(SMALL, 72 * side / 3.3)
@@ -529,10 +530,10 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
     titles = []
     for panel in panels:
         r, p = panel["pearson"], panel["pearson_holm"]
-        said = "no r (constant)" if r is None else f"r = {r:.2f}".replace("-", "−")
-        said += "" if p is None else f", {_p(p)}"
+        correlation = "no r (constant)" if r is None else f"r = {r:.2f}".replace("-", "−")
+        correlation += "" if p is None else f", {_p(p)}"
         where = _wrapped_lines(f"{panel['experts']} on\n{panel['signal']}", room * 0.8)
-        titles.append(f"{where}\n{said}")
+        titles.append(f"{where}\n{correlation}")
     tallest = max(title.count("\n") + 1 for title in titles)
     axis = _wrapped_lines(data["axis"], down * (0.85 + _LINE * tallest) * 0.95)
     figure = new_figure(width, down * (1.08 + _LINE * tallest) + 0.1 + legend_lines * _LINE * 1.35)
@@ -576,8 +577,8 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
         handles.append(_handle(curve["family"], look))
     handles += [_line_handle("selection documents", ":"), _line_handle("other documents", "-")]
     last = max(len(curve["points"]) for curve in curves)
-    whole = {round(value) for value in ticks(1, last, 5) if 1 <= value <= last and math.isclose(value, round(value))}
-    axes.set_xticks(sorted(whole | {1}))
+    integers = {round(value) for value in ticks(1, last, 5) if 1 <= value <= last and math.isclose(value, round(value))}
+    axes.set_xticks(sorted(integers | {1}))
     axes.set_xlabel("configurations evaluated")
     axes.set_title(_wrapped_lines(data["axis"], width * 0.85), loc="left", fontsize=SMALL)
     low, high = axes.get_ylim()
@@ -589,17 +590,17 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
 
 def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
     families = data["families"]
-    names = [each["family"] for each in families]
+    names = [family["family"] for family in families]
     columns, lines = _legend_shape(names, width)
     figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
     axes = figure.add_subplot()
     handles = []
-    for each, look in zip(families, looks(len(families)), strict=True):
-        xs, ys = ([point[key] for point in each["points"]] for key in ("error", "score"))
+    for family, look in zip(families, looks(len(families)), strict=True):
+        xs, ys = ([point[key] for point in family["points"]] for key in ("error", "score"))
         marker: dict[str, Any] = {"marker": look.marker, "color": look.colour, "linestyle": "none", "markersize": 3.6}
         axes.plot(xs, ys, markerfacecolor="none", clip_on=False, **marker)
-        handles.append(_handle(each["family"], look, filled=False))
-    errors = [point["error"] for each in families for point in each["points"]]
+        handles.append(_handle(family["family"], look, filled=False))
+    errors = [point["error"] for family in families for point in family["points"]]
     if min(errors) > 0 and max(errors) > 30 * min(errors):
         axes.set_xscale("log")
     else:

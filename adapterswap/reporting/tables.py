@@ -33,12 +33,12 @@ def csv_table(report: Report) -> str:
 
 def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> list[object]:
     own = task == target.task
-    apart, papers = (row.difference, row.papers) if own else (None, None)
+    difference, papers = (row.difference, row.papers) if own else (None, None)
     return [
         _harmless(target.task), _harmless(row.family), row.kind, _harmless(task),
         spread.units if spread else 0, row.expected,
         *((spread.min, spread.mean, spread.stderr, spread.max) if spread else [None] * 4),
-        *((_harmless(apart.to), apart.mean, apart.low, apart.high) if apart else [None] * 4),
+        *((_harmless(difference.to), difference.mean, difference.low, difference.high) if difference else [None] * 4),
         *((papers.min, papers.mean, papers.max) if papers else [None] * 3),
         "yes" if row.is_reduced else "no", row.relative_error,
         row.fidelity if own else None,
