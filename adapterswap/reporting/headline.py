@@ -178,15 +178,15 @@ def benchmark_of(task: TaskInfo) -> str | None:
 
 
 def resampled(target: Target) -> str:
-    """What the intervals of a table are over: `task experts, language experts and documents`.
+    """The factors that a table's intervals resample: `task experts, language experts and documents`.
 
     A side with a single expert is not named, because it is not resampled: intervals then hold for that expert only.
-    Rows whose intervals are over something else than most follow in parentheses.
+    Rows whose intervals are over other factors follow in parentheses.
     """
     by_row = {row.label: row.difference.over for row in target.rows if row.difference and row.difference.over}
     most = max(by_row.values(), key=list(by_row.values()).count, default=("documents",))
-    others = "; ".join(f"{label}: {_listed(over)}" for label, over in by_row.items() if over != most)
-    return _listed(most) + (f" ({others})" if others else "")
+    exceptions = "; ".join(f"{label}: {_listed(over)}" for label, over in by_row.items() if over != most)
+    return _listed(most) + (f" ({exceptions})" if exceptions else "")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -196,20 +196,20 @@ def _listed(names: Sequence[str]) -> str:
 
 def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: int) -> Target:
     """The table of `task`, with every method compared with the family `reference`."""
-    found = choices(run, task)
+    all_choices = choices(run, task)
     of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
     benchmark = benchmark_of(task)
     common = set(run.tasks).intersection(*(cell.tasks for cell in run.cells if task.name in cell.tasks))
     languages = [
-        each
-        for each in run.tasks.values()
+        info
+        for info in run.tasks.values()
         if benchmark is not None
-        and benchmark_of(each) == benchmark
-        and each.primary == task.primary  # a mean over different scores would mean nothing
-        and each.name in common
+        and benchmark_of(info) == benchmark
+        and info.primary == task.primary  # a mean over different scores would mean nothing
+        and info.name in common
     ]
-    rows = [_row(run, task, choice, found, languages, reference, draws, seed) for choice in found]
-    seen = {name for row in rows for name in row.tasks} - {task.name}
+    rows = [_row(run, task, choice, all_choices, languages, reference, draws, seed) for choice in all_choices]
+    scored = {name for row in rows for name in row.tasks} - {task.name}
     return Target(
         task.name,
         task.language,
@@ -217,8 +217,8 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
         task.higher_is_better,
         len(task.select) if has_split(task) and not of_corpus else 0,
         task.num_docs if of_corpus else len(reported(task)),
-        tuple(each.name for each in languages) if len(languages) > 1 else (),
-        (task.name, *(name for name in run.tasks if name in seen)),
+        tuple(info.name for info in languages) if len(languages) > 1 else (),
+        (task.name, *(name for name in run.tasks if name in scored)),
         tuple(rows),
         any(row.kind != "only" for row in rows),
         of_corpus,
@@ -226,21 +226,21 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
 
 
 def _row(
-    run: Run, task: TaskInfo, choice: Choice, found: list[Choice], languages: Sequence[TaskInfo], reference: str,
+    run: Run, task: TaskInfo, choice: Choice, all_choices: list[Choice], languages: Sequence[TaskInfo], reference: str,
     draws: int, seed: int,
 ) -> MethodRow:  # fmt: skip
     cells = list(choice.cells.values())
     bounded = [cell for cell in cells or choice.best.values() if cell.cell.is_reduced]
     errors = [cell.relative_error for cell in bounded if cell.relative_error is not None]
-    tasks = {each.name: spread for each in run.tasks.values() if (spread := _spread(cells, each)) is not None}
-    english = [tasks[each.name].mean for each in languages if is_english(each) and each.name in tasks]
-    over = [tasks[each.name].mean for each in languages if each.name in tasks]
-    others = [
-        tasks[each.name].mean for each in run.tasks.values() if each.name in tasks and _is_understanding(each, task)
+    tasks = {info.name: spread for info in run.tasks.values() if (spread := _spread(cells, info)) is not None}
+    english = [tasks[info.name].mean for info in languages if is_english(info) and info.name in tasks]
+    language_means = [tasks[info.name].mean for info in languages if info.name in tasks]
+    understanding = [
+        tasks[info.name].mean for info in run.tasks.values() if info.name in tasks and _is_understanding(info, task)
     ]
     metric = ",".join(METRIC)
     shares = [cell.results[task.name].scores.get(metric) for cell in cells if task.name in cell.results]
-    known = [share for share in shares if share is not None]
+    fidelities = [share for share in shares if share is not None]
     return MethodRow(
         choice.family,
         choice.kind,
@@ -248,10 +248,12 @@ def _row(
         choice.expected,
         tasks.get(task.name),
         _interval(choice, task, draws, seed),
-        _difference(task, choice, table_choice(found, reference, choice.kind), draws, seed),
+        _difference(task, choice, table_choice(all_choices, reference, choice.kind), draws, seed),
         tasks,
         english[0] if english else None,
-        sum(over) / len(over) if len(over) > 1 and len(over) == len(languages) else None,
+        sum(language_means) / len(language_means)
+        if len(language_means) > 1 and len(language_means) == len(languages)
+        else None,
         _spread(list(choice.best.values()), task, "all"),
         tuple(
             Chosen(unit, result.cell.cell, result.cell.configuration, score(result, task))
@@ -259,8 +261,8 @@ def _row(
         ),
         bool(bounded),
         max(errors) if errors and len(errors) == len(bounded) else None,
-        sum(others) / len(others) if others else None,
-        sum(known) / len(known) if known and len(known) == len(cells) else None,
+        sum(understanding) / len(understanding) if understanding else None,
+        sum(fidelities) / len(fidelities) if fidelities and len(fidelities) == len(cells) else None,
     )
 
 
@@ -270,8 +272,8 @@ def _is_understanding(task: TaskInfo, target: TaskInfo) -> bool:
         return False
     shares = task.primary[0] in ("acc", "acc_norm", "exact_match")
     # mgsm_sw@2 and mgsm_sw@8 are one benchmark with different shots.
-    one, other = ((benchmark_of(each) or "").partition("@")[0] for each in (task, target))
-    return shares and one != other and is_same_language(task.language, target.language)
+    benchmark, target_benchmark = ((benchmark_of(info) or "").partition("@")[0] for info in (task, target))
+    return shares and benchmark != target_benchmark and is_same_language(task.language, target.language)
 
 
 def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -> Spread | None:
@@ -280,8 +282,8 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
     if not values or len(values) < len(cells):
         return None
     documents = [cell.results[task.name].docs for cell in cells]
-    asked = reported(task) if part == "report" else tuple(documents[0])
-    common = [doc for doc in asked if all(doc in docs for docs in documents)]
+    considered = reported(task) if part == "report" else tuple(documents[0])
+    common = [doc for doc in considered if all(doc in docs for docs in documents)]
     means = [sum(docs[doc] for docs in documents) / len(documents) for doc in common]
     return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means))
 
@@ -289,15 +291,15 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
 def _interval(choice: Choice, task: TaskInfo, draws: int, seed: int) -> tuple[float, float] | None:
     units = list(choice.cells)
     docs = [cell.results[task.name].docs for cell in choice.cells.values()]
-    common = [doc for doc in reported(task) if docs and all(doc in each for each in docs)]
+    common = [doc for doc in reported(task) if docs and all(doc in scores for scores in docs)]
     if not common:
         return None
-    values = np.array([[each[doc] for doc in common] for each in docs])
-    found = bootstrap(values, units, draws=draws, seed=seed)
-    if found.low is None or found.high is None:
+    values = np.array([[scores[doc] for doc in common] for scores in docs])
+    interval = bootstrap(values, units, draws=draws, seed=seed)
+    if interval.low is None or interval.high is None:
         return None
-    low = max(found.low, 0.0) if values.min() >= 0 else found.low
-    high = min(found.high, 1.0) if values.min() >= 0 and values.max() <= 1 else found.high
+    low = max(interval.low, 0.0) if values.min() >= 0 else interval.low
+    high = min(interval.high, 1.0) if values.min() >= 0 and values.max() <= 1 else interval.high
     return low, high
 
 
@@ -312,15 +314,15 @@ def _difference(
     if not values.size:  # corpus-level scores, or no document in common
         scores = [(unit, score(choice.cells[a], task), score(reference.cells[b], task))
                   for unit, a, b in matching(choice.cells, reference.cells)]  # fmt: skip
-        apart = tuple((unit, one - other) for unit, one, other in scores if one is not None and other is not None)
-        if not apart:
+        differences = tuple((unit, own - other) for unit, own, other in scores if own is not None and other is not None)
+        if not differences:
             return None
-        mean = sum(value for _, value in apart) / len(apart)
-        return ScoreDifference(reference.label, len(apart), mean, None, None, (), apart)
-    found = bootstrap(values, units, draws=draws, seed=seed)
-    over = () if found.low is None else _varying(units)
+        mean = sum(value for _, value in differences) / len(differences)
+        return ScoreDifference(reference.label, len(differences), mean, None, None, (), differences)
+    interval = bootstrap(values, units, draws=draws, seed=seed)
+    over = () if interval.low is None else _varying(units)
     by_unit = tuple(zip(units, values.mean(1).tolist(), strict=True))
-    return ScoreDifference(reference.label, len(units), found.mean, found.low, found.high, over, by_unit)
+    return ScoreDifference(reference.label, len(units), interval.mean, interval.low, interval.high, over, by_unit)
 
 
 def _varying(units: Sequence[Unit]) -> tuple[str, ...]:

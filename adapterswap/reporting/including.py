@@ -16,7 +16,7 @@ from adapterswap.sweeps import Cell, Run
 __all__ = ["COMPOSITIONS", "included_methods", "is_single", "unit_text", "with_units"]
 
 COMPOSITIONS = "compositions"
-"""Stands for every method that composes something."""
+"""The name that selects every method that composes something."""
 
 
 def is_single(cell: Cell) -> bool:
@@ -75,22 +75,22 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
     """
     if units is None:
         return run
-    known = _whole({unit_of(result.cell): None for result in run.results})
-    kept: dict[Unit, None] = {}
+    full_units = _full_units({unit_of(result.cell): None for result in run.results})
+    selected: dict[Unit, None] = {}
     for name in units:
-        found = [unit for unit in known if name in (unit_text(unit), *unit)]
-        if not found:
-            texts = [unit_text(unit) for unit in known]
-            parts = [part for unit in known for part in unit if part is not None]
+        matches = [unit for unit in full_units if name in (unit_text(unit), *unit)]
+        if not matches:
+            texts = [unit_text(unit) for unit in full_units]
+            parts = [part for unit in full_units for part in unit if part is not None]
             names = list(dict.fromkeys([*texts, *parts]))
             remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
             raise ArgumentError(f"the run has no finished unit {name!r}", remedy, parameter="units")
-        kept |= dict.fromkeys(found)
-    if not kept:
+        selected |= dict.fromkeys(matches)
+    if not selected:
         raise ArgumentError("`units` is empty", "Name a pair, an expert or a seed, or leave it out", parameter="units")
 
     def stays(cell: Cell) -> bool:
-        return next(matching([unit_of(cell)], kept), None) is not None
+        return next(matching([unit_of(cell)], selected), None) is not None
 
     return replace(
         run,
@@ -99,7 +99,7 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
     )
 
 
-def _whole(units: Iterable[Unit]) -> list[Unit]:
+def _full_units(units: Iterable[Unit]) -> list[Unit]:
     """The units with the most sides; the other units match them."""
     listed = list(units)
     most = max((sum(side is not None for side in unit) for unit in listed), default=0)
