@@ -115,8 +115,8 @@ def _check(report: Report, style: TableStyle) -> None:
         remedy = did_you_mean(style.layout, LAYOUTS, f"Use one of: {', '.join(LAYOUTS)}")
         raise ArgumentError(f"unknown layout {style.layout!r}", remedy, parameter="layout")
     rows = [row for target in report.targets for row in target.rows]
-    known = list(dict.fromkeys(name for row in rows for name in (row.family, row.label)))
-    for kind, chosen, names in (("row", style.rows, known), ("column", style.columns, list(COLUMNS))):
+    row_names = list(dict.fromkeys(name for row in rows for name in (row.family, row.label)))
+    for kind, chosen, names in (("row", style.rows, row_names), ("column", style.columns, list(COLUMNS))):
         for name in chosen or ():
             if name not in names:
                 remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
@@ -191,15 +191,15 @@ def _by_language(report: Report, style: TableStyle) -> str:
     ]
     head = [f" & {' & '.join(groups)} \\\\", "".join(rules), f"method & {' & '.join(heads)} \\\\"]
     caption = f"{_listed_metrics(report)} over {report.units}. {_how(report.targets, columns, style)}"
-    every = [row for rows in shown for row in rows]
-    return _table(style, 0, f"l{'r' * len(columns) * len(report.targets)}", head, body, caption + _reduced(every))
+    all_rows = [row for rows in shown for row in rows]
+    return _table(style, 0, f"l{'r' * len(columns) * len(report.targets)}", head, body, caption + _reduced(all_rows))
 
 
 def _as_in_papers(report: Report, style: TableStyle) -> str:
-    one = report.targets[0] if len(report.targets) == 1 else None
+    only_target = report.targets[0] if len(report.targets) == 1 else None
     default = ["mean", "max"]
-    if one is not None:
-        default = ["min", "mean", "max", *(["english", "languages"] if one.languages else [])]
+    if only_target is not None:
+        default = ["min", "mean", "max", *(["english", "languages"] if only_target.languages else [])]
     names = list(style.columns or default)
     shown = [_rows(target, style) for target in report.targets]
     columns = _ordered([row for rows in shown for row in rows], style.rows) if style.rows else shown[0]
@@ -223,8 +223,8 @@ def _as_in_papers(report: Report, style: TableStyle) -> str:
         f"details & {' & '.join(map(_stacked, details))} \\\\",
     ]
     caption = f"{_listed_metrics(report)}. {_how(report.targets, names, style)}"
-    every = [row for rows in shown for row in rows]
-    return _table(style, 0, f"l{'r' * len(labels)}", head, body, caption + _reduced(every))
+    all_rows = [row for rows in shown for row in rows]
+    return _table(style, 0, f"l{'r' * len(labels)}", head, body, caption + _reduced(all_rows))
 
 
 def _details(report: Report, row: MethodRow) -> str:
@@ -255,12 +255,12 @@ def _rows(target: Target, style: TableStyle) -> list[MethodRow]:
 
 def _ordered(rows: Sequence[MethodRow], names: Sequence[str]) -> list[MethodRow]:
     """Rows in the order of `names`, each once; the name of a family stands for all its rows."""
-    found: dict[str, MethodRow] = {}
+    ordered: dict[str, MethodRow] = {}
     for name in names:
         exact = [row for row in rows if row.label == name]
         for row in exact or [row for row in rows if row.family == name]:
-            found.setdefault(row.label, row)
-    return list(found.values())
+            ordered.setdefault(row.label, row)
+    return list(ordered.values())
 
 
 # The parts.
@@ -325,21 +325,21 @@ def _filled(
     report: Report, target: Target, rows: Sequence[MethodRow], columns: Sequence[str], style: TableStyle
 ) -> dict[str, list[str]]:
     """Column → its cells; the best score is bold and the second underlined."""
-    found = {}
+    cells = {}
     for name in columns:
         column = COLUMNS[name]
         if name in ("ci", "interval"):
-            found[name] = [_interval(row, name, style) for row in rows]
+            cells[name] = [_interval(row, name, style) for row in rows]
         elif name in ("effect", "p"):
-            found[name] = [_tested(report, row, name) for row in rows]
+            cells[name] = [_tested(report, row, name) for row in rows]
         elif name == "n":
-            found[name] = [str(len(row.chosen)) for row in rows]
+            cells[name] = [str(len(row.chosen)) for row in rows]
         elif name == "error":
-            found[name] = [_error(row) for row in rows]
+            cells[name] = [_error(row) for row in rows]
         else:
             texts = [_number(column.value(row), style) for row in rows]
-            found[name] = _marked(texts, higher=target.higher_is_better) if column.is_score else texts
-    return found
+            cells[name] = _marked(texts, higher=target.higher_is_better) if column.is_score else texts
+    return cells
 
 
 def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
@@ -363,8 +363,12 @@ def _interval(row: MethodRow, name: str, style: TableStyle) -> str:
     if name == "ci":
         ends = row.interval
     else:
-        apart = row.difference
-        ends = None if apart is None or apart.low is None or apart.high is None else (apart.low, apart.high)
+        difference = row.difference
+        ends = (
+            None
+            if difference is None or difference.low is None or difference.high is None
+            else (difference.low, difference.high)
+        )
     return "--" if ends is None else f"[{_number(ends[0], style)}, {_number(ends[1], style)}]"
 
 
@@ -373,17 +377,17 @@ def _tested(report: Report, row: MethodRow, name: str) -> str:
     ranks = report.ranking.ranks if report.ranking is not None else None
     if ranks is None or ranks.reference is None:
         return "--"
-    for each in ranks.comparisons:
-        if {each.one, each.other} == {row.label, ranks.reference}:
+    for comparison in ranks.comparisons:
+        if {comparison.one, comparison.other} == {row.label, ranks.reference}:
             if name == "effect":
-                return _number(each.effect if each.one == row.label else -each.effect, TableStyle())
-            if each.wilcoxon is not None:
-                return "$<$0.001" if each.wilcoxon < 0.001 else f"{each.wilcoxon:.3f}"
+                return _number(comparison.effect if comparison.one == row.label else -comparison.effect, TableStyle())
+            if comparison.wilcoxon is not None:
+                return "$<$0.001" if comparison.wilcoxon < 0.001 else f"{comparison.wilcoxon:.3f}"
     return "--"
 
 
 def _how(targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -> str:
-    """How the numbers in these columns were computed, for all targets or, where targets differ, for each."""
+    """How the numbers in these columns were computed, once for all targets or, if they differ, for each target."""
     parts = ["In percent."] * style.percent
     parts += _by_target(targets, _documents)
     if "stderr" in columns and not all(target.of_corpus for target in targets):
@@ -405,10 +409,10 @@ def _how(targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -
 
 def _by_target(targets: Sequence[Target], describe: Callable[[Target], str]) -> list[str]:
     """The sentence if it is the same for all targets; otherwise one for each target, with its name."""
-    said = {target.task: describe(target) for target in targets}
-    if len({*said.values()}) == 1:
-        return [next(iter(said.values()))]
-    return [f"{_tex(task)}: {sentence}" for task, sentence in said.items() if sentence]
+    sentences = {target.task: describe(target) for target in targets}
+    if len({*sentences.values()}) == 1:
+        return [next(iter(sentences.values()))]
+    return [f"{_tex(task)}: {sentence}" for task, sentence in sentences.items() if sentence]
 
 
 def _documents(target: Target) -> str:

@@ -55,13 +55,13 @@ def render_page(report: Report, figures: Sequence[Download] = (), table: TableSt
         target_names=[target.task for target in report.targets],
         bars=[charts.bars(target) for target in report.targets],
         maps=charts.heatmaps(report.grids, {target.task: target.higher_is_better for target in report.targets}),
-        scatters=[charts.scatter(each) for each in charts.lead_indicators(report)],
+        scatters=[charts.scatter(indicator) for indicator in charts.lead_indicators(report)],
         ranked=_ranked(report),
-        links=lambda kind, place: [each.link for each in figures if (each.kind, each.place) == (kind, place)],
+        links=lambda kind, place: [figure.link for figure in figures if (figure.kind, figure.place) == (kind, place)],
         table_links=[_table_links(report, place, table) for place in range(len(report.targets))],
         lead_labels=charts.labels_of(report, report.lead),
         resampled=[resampled(target) for target in report.targets],
-        disagreements=[each for each in report.disagreements if each.examples],
+        disagreements=[pair for pair in report.disagreements if pair.examples],
         min_units=MIN_UNITS,
         recipe=dump_yaml(report.recipe) if report.recipe else "",
         width=charts.WIDTH, height=charts.HEIGHT, left=charts.LEFT, bottom=charts.BOTTOM,
@@ -91,10 +91,10 @@ class Download:
 def _table_links(report: Report, place: int, style: TableStyle | None) -> list[Link]:
     """Links to the table of a target. LaTeX with all targets in one table is linked from the first."""
     target = report.targets[place]
-    one = replace(report, targets=(target,))
-    files = {"csv": csv_table(one)}
+    single = replace(report, targets=(target,))
+    files = {"csv": csv_table(single)}
     if style is None or style.layout == "methods":
-        files["tex"] = latex_tables(one, style)
+        files["tex"] = latex_tables(single, style)
     elif place == 0:
         files["tex"] = latex_tables(report, style)
     name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in target.task)
@@ -130,16 +130,19 @@ def _ranked(report: Report) -> list[dict[str, Any]]:
     reference = next((label for label in charts.labels_of(report, report.reference) if label in ranks.mean_ranks), None)
     rows = []
     for label, mean_rank in sorted(ranks.mean_ranks.items(), key=lambda item: (item[1], item[0])):
-        found = next((each for each in ranks.comparisons if {each.one, each.other} == {label, reference}), None)
-        sign = 1 if found is not None and found.one == label else -1
+        comparison = next(
+            (candidate for candidate in ranks.comparisons if {candidate.one, candidate.other} == {label, reference}),
+            None,
+        )
+        sign = 1 if comparison is not None and comparison.one == label else -1
         rows.append(
             {
                 "label": label,
                 "rank": mean_rank,
-                "difference": None if found is None else sign * found.difference,
-                "nemenyi": None if found is None else found.nemenyi,
-                "wilcoxon": None if found is None else found.wilcoxon,
-                "effect": None if found is None else sign * found.effect,
+                "difference": None if comparison is None else sign * comparison.difference,
+                "nemenyi": None if comparison is None else comparison.nemenyi,
+                "wilcoxon": None if comparison is None else comparison.wilcoxon,
+                "effect": None if comparison is None else sign * comparison.effect,
             }
         )
     return rows

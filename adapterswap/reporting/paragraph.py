@@ -51,33 +51,37 @@ def methods_paragraph(
 
 def _lab(described: Mapping[str, Any]) -> list[str]:
     scene = described.get("recipe", {}).get("scene", {}).get("name")
-    named = f', scene "{scene}"' if scene else ""
-    return [f"We trained and composed experts of a pico model in adapterswap's lab{named}."]
+    scene_text = f', scene "{scene}"' if scene else ""
+    return [f"We trained and composed experts of a pico model in adapterswap's lab{scene_text}."]
 
 
 def _models(described: Mapping[str, Any]) -> list[str]:
     base, experts = described.get("base_model", {}), described.get("experts", {})
-    found = []
+    sentences = []
     if "source" in base:
-        found.append(f"All compositions use the base model {_named(base, 'config_sha256', 'config ')}.")
+        sentences.append(f"All compositions use the base model {_source_text(base, 'config_sha256', 'config ')}.")
     sides: dict[str, list[str]] = {}
     for name, expert in experts.items():
         full = "files" in expert
-        hashed = _named(expert, "config_sha256", "full checkpoint, config ") if full else _named(expert, "sha256")
+        hashed = (
+            _source_text(expert, "config_sha256", "full checkpoint, config ")
+            if full
+            else _source_text(expert, "sha256")
+        )
         sides.setdefault(str(expert.get("side")), []).append(f"{name} ({hashed})")
     roles = ("task", "language", *described.get("recipe", {}).get("roles", {}))
     for side, names in sides.items():
-        what, row = (f"{side} expert", "") if side in roles else ("other adapter", f" of {side}")
-        found.append(
-            f"The {what}{row} is {names[0]}." if len(names) == 1 else f"The {what}s{row} are {_listed(names)}."
+        kind, row = (f"{side} expert", "") if side in roles else ("other adapter", f" of {side}")
+        sentences.append(
+            f"The {kind}{row} is {names[0]}." if len(names) == 1 else f"The {kind}s{row} are {_listed(names)}."
         )
-    return found
+    return sentences
 
 
-def _named(source: Mapping[str, Any], hashed: str, what: str = "") -> str:
+def _source_text(source: Mapping[str, Any], hashed: str, label: str = "") -> str:
     revision = f"@{source['revision']}" if source.get("revision") else ""
     digest = source.get(hashed)
-    return f"{source['source']}{revision}" + (f", {what}SHA-256 {str(digest)[:_HASH]}…" if digest else "")
+    return f"{source['source']}{revision}" + (f", {label}SHA-256 {str(digest)[:_HASH]}…" if digest else "")
 
 
 def _evaluation(described: Mapping[str, Any], targets: Sequence[Target]) -> list[str]:
@@ -88,29 +92,29 @@ def _evaluation(described: Mapping[str, Any], targets: Sequence[Target]) -> list
     how = [f"with {shots} shots" if shots is not None else "with each task's own number of shots"]
     if settings.get("apply_chat_template"):
         how.append("the chat template")
-    found = [f"We evaluate on {tasks} with {harness}, {' and '.join(how)}."]
-    others = list(dict.fromkeys(task for target in targets for task in target.tasks if task != target.task))
-    others = [task for task in others if task not in {target.task for target in targets}]
-    if others:
-        found.append(f"The same compositions are also evaluated on {_listed(others)}.")
+    sentences = [f"We evaluate on {tasks} with {harness}, {' and '.join(how)}."]
+    other_tasks = list(dict.fromkeys(task for target in targets for task in target.tasks if task != target.task))
+    other_tasks = [task for task in other_tasks if task not in {target.task for target in targets}]
+    if other_tasks:
+        sentences.append(f"The same compositions are also evaluated on {_listed(other_tasks)}.")
     tokens = settings.get("max_gen_toks")
     generation = settings.get("gen_kwargs") or {}
     decoding = _listed([f"{key} = {value}" for key, value in generation.items()])
     limits = f"outputs are limited to {tokens} tokens unless a task sets its own limit" if tokens else ""
     own = "Decoding follows each task's own settings" + (f", except {decoding}" if generation else "")
-    found.append(f"{own}; {limits}." if limits else f"{own}.")
+    sentences.append(f"{own}; {limits}." if limits else f"{own}.")
     if own_settings := settings.get("generation_config"):
         listed = _listed([f"{key} = {value}" for key, value in own_settings.items()])
-        found.append(f"Settings that a task leaves open follow the model's generation config ({listed}).")
+        sentences.append(f"Settings that a task leaves open follow the model's generation config ({listed}).")
     if settings.get("dtype"):
-        found.append(f"The base model is loaded in {settings['dtype']}.")
+        sentences.append(f"The base model is loaded in {settings['dtype']}.")
     if settings.get("system_instruction"):
-        found.append("A system instruction precedes each prompt.")
+        sentences.append("A system instruction precedes each prompt.")
     if settings.get("limit") is not None:
         limit = settings["limit"]
-        found.append(f"We use the first {limit} documents of each task." if limit >= 1 else
-                     f"We use the first {limit:.0%} of each task's documents.")  # fmt: skip
-    return found
+        sentences.append(f"We use the first {limit} documents of each task." if limit >= 1 else
+                         f"We use the first {limit:.0%} of each task's documents.")  # fmt: skip
+    return sentences
 
 
 def _selection(described: Mapping[str, Any], kind: str, units: str, targets: Sequence[Target]) -> list[str]:
@@ -123,14 +127,14 @@ def _selection(described: Mapping[str, Any], kind: str, units: str, targets: Seq
         return ["No documents were set apart for selecting configurations, so we report defaults."]
     seed = described.get("recipe", {}).get("selection", {}).get("seed", 0)
     sizes = _by_task({target.task: f"{target.select} documents" for target in split})
-    others = _by_task({target.task: str(target.report) for target in split})
-    found = [
+    remaining = _by_task({target.task: str(target.report) for target in split})
+    sentences = [
         f"Configurations were selected separately for each of the {units} on {sizes}, drawn with seed {seed}, and are "
-        f"reported on the other {others}; ties go to the default configuration."
+        f"reported on the other {remaining}; ties go to the default configuration."
     ]
     if search := described.get("recipe", {}).get("search"):
-        found.append(f"Grids were searched ({search.get('sampler', 'tpe')}, {search.get('trials', 40)} trials).")
-    return found
+        sentences.append(f"Grids were searched ({search.get('sampler', 'tpe')}, {search.get('trials', 40)} trials).")
+    return sentences
 
 
 def _by_task(numbers: Mapping[str, str]) -> str:
@@ -143,40 +147,40 @@ def _by_task(numbers: Mapping[str, str]) -> str:
 def _statistics(
     units: str, reference: str, targets: Sequence[Target], ranking: Ranking | None, draws: int, seed: int
 ) -> list[str]:
-    found = [f"Methods are averaged over {units} and compared with {reference}."]
+    sentences = [f"Methods are averaged over {units} and compared with {reference}."]
     if any(row.difference and row.difference.low is not None for target in targets for row in target.rows):
         over = _listed(list(dict.fromkeys(resampled(target) for target in targets)))
-        found.append(
+        sentences.append(
             "Differences are paired by document and expert and have 95 % intervals from a pigeonhole bootstrap (Owen "
             f"2007) over {over} ({draws:,} draws, seed {seed}), widened for small numbers of levels and not corrected "
             "for multiple comparisons."
         )
     ranks = ranking.ranks if ranking is not None else None
     if ranks is None or ranking is None:
-        return found
+        return sentences
     if ranks.settings < MIN_UNITS:
-        return [*found, f"We report no p-values: {ranks.settings} settings are fewer than the {MIN_UNITS} needed."]
-    found += _tests(ranks, ranking)
-    return found
+        return [*sentences, f"We report no p-values: {ranks.settings} settings are fewer than the {MIN_UNITS} needed."]
+    sentences += _tests(ranks, ranking)
+    return sentences
 
 
 def _tests(ranks: Ranks, ranking: Ranking) -> list[str]:
-    found = []
+    sentences = []
     methods = _listed([re.sub(r", (selected|default)$", r" (\1)", label) for label in ranking.methods])
     if ranks.p is not None and ranks.statistic is not None and ranks.agreement is not None:
         p = "p < 0.001" if ranks.p < 0.001 else f"p = {ranks.p:.3f}"
-        found.append(
+        sentences.append(
             f"Friedman's test over {ranks.settings} settings compares {methods} (χ² = {ranks.statistic:.2f}, "
             f"{len(ranks.mean_ranks) - 1} degrees of freedom, {p}, Kendall's W = {ranks.agreement:.2f}); mean ranks "
             f"differ at the 0.05 level if they are at least {ranks.critical_difference:.2f} apart (Nemenyi; Demšar "
             "2006). These tests assume independent settings; settings that share experts or documents are not."
         )
     against = f"against {ranks.reference}" if ranks.reference else "between every pair of methods"
-    found.append(
+    sentences.append(
         f"Wilcoxon's signed-rank tests {against} are corrected by Holm's method and reported with rank-biserial "
         "correlations as effect sizes."
     )
-    return found
+    return sentences
 
 
 def _registered(registered: Preregistration | None) -> list[str]:
@@ -193,8 +197,8 @@ def _versions(described: Mapping[str, Any]) -> list[str]:
     recorded = described.get("adapterswap_version")
     ran = [f"adapterswap {recorded}"] if recorded else []
     ran += [f"{name} {number}" for name, number in versions.items()]
-    made = f"the report was made by adapterswap {__version__}"
-    return [f"The run used {_listed(ran)}; {made}." if ran else f"{made[0].upper()}{made[1:]}."]
+    credit = f"the report was made by adapterswap {__version__}"
+    return [f"The run used {_listed(ran)}; {credit}." if ran else f"{credit[0].upper()}{credit[1:]}."]
 
 
 def _listed(names: Sequence[str]) -> str:
