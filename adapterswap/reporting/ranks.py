@@ -94,8 +94,8 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
     enough = settings >= MIN_UNITS
     if number > 2:
         tied_throughout = bool((np.ptp(table, axis=1) == 0).all())  # scipy would divide 0 by 0
-        found = (0.0, 1.0) if tied_throughout else stats.friedmanchisquare(*table.T)
-        statistic, p = float(found[0]), float(found[1]) if enough else None
+        friedman = (0.0, 1.0) if tied_throughout else stats.friedmanchisquare(*table.T)
+        statistic, p = float(friedman[0]), float(friedman[1]) if enough else None
         step = (number * (number + 1) / (6 * settings)) ** 0.5 if enough else None
     pairs = list(combinations(range(number), 2))
     methods = list(methods)
@@ -133,16 +133,16 @@ def cliques(mean_ranks: Mapping[str, float], critical_difference: float) -> list
     A critical-difference diagram joins each group by a line (Demšar 2006, section 3.2.4). Single methods are left out.
     """
     ordered = sorted(mean_ranks, key=lambda method: (mean_ranks[method], method))
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     end = 0
     for start, first in enumerate(ordered):
         stop = start
         while stop < len(ordered) and mean_ranks[ordered[stop]] - mean_ranks[first] <= critical_difference:
             stop += 1
         if stop > end and stop - start > 1:
-            found.append(tuple(ordered[start:stop]))
+            groups.append(tuple(ordered[start:stop]))
         end = max(end, stop)
-    return found
+    return groups
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -31,9 +31,9 @@ class ReportSource:
     Attributes:
         run: tasks and cells.
         kind: `sweep` or `lab`.
-        names: the folders' own names, in the order in which they were given.
+        names: the folders' own names, in the order in which they were passed.
         units: what methods are averaged over: `pairs` of experts, or `seeds`.
-        commands: the commands that made it.
+        commands: the commands that made the run.
         remarks: notes for the reader.
         parts: the runs that were combined; empty for a single run.
         development: (bottom, top) → score on the lab's development problems; empty for a sweep.
@@ -58,20 +58,20 @@ def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
     """The sweep or lab run in `folder`, or several sweeps with comparable scores as one.
 
     Raises:
-        ArgumentError: one of several folders is given twice or holds a lab run.
+        ArgumentError: one of several folders is passed twice or holds a lab run.
         DataError: a folder is damaged, no cell is finished, or the sweeps differ in a setting; see `combined`.
         NotFoundError: a folder holds neither a sweep nor a lab run.
     """
     if not more:
         return _open_one(expand(folder))
-    folders = [expand(each) for each in (folder, *more)]
-    if len({each.resolve() for each in folders}) < len(folders):
+    folders = [expand(path) for path in (folder, *more)]
+    if len({path.resolve() for path in folders}) < len(folders):
         raise ArgumentError("the same run is given twice", "Pass each run once", parameter="run")
-    sources = [_open_one(each) for each in folders]
-    for each, source in zip(folders, sources, strict=True):
+    sources = [_open_one(path) for path in folders]
+    for path, source in zip(folders, sources, strict=True):
         if source.kind != "sweep":
             raise ArgumentError(
-                f"{each} is a lab run, but only sweeps can be reported together",
+                f"{path} is a lab run, but only sweeps can be reported together",
                 "Report it on its own",
                 parameter="run",
             )
@@ -111,20 +111,22 @@ def _open_one(folder: Path) -> ReportSource:
 
 
 def _searched(run: Run) -> Iterator[str]:
-    """Remarks on families of which a search evaluated only a part."""
+    """Remarks on families that a search evaluated only in part."""
     search = run.described.get("recipe", {}).get("search")
     if not search:
         return
-    judged = [result.cell for result in run.results]
+    finished = [result.cell for result in run.results]
     for family in dict.fromkeys(cell.family for cell in run.cells):
-        asked, whole, given_up = (
+        requested, evaluated, given_up = (
             {cell.configuration for cell in cells if cell.family == family}
-            for cells in (run.cells, judged, run.given_up)
+            for cells in (run.cells, finished, run.given_up)
         )
-        if len(whole) < len(asked):
-            dropped = f", and stopped {len(given_up - whole)} more after some documents" * bool(given_up - whole)
+        if len(evaluated) < len(requested):
+            dropped = f", and stopped {len(given_up - evaluated)} more after some documents" * bool(
+                given_up - evaluated
+            )
             yield (
-                f"{family}: a search ({search.get('sampler', 'tpe')}) evaluated {len(whole)} of {len(asked)} "
+                f"{family}: a search ({search.get('sampler', 'tpe')}) evaluated {len(evaluated)} of {len(requested)} "
                 f"configurations{dropped}. Its rows cover only those; minimum and mean do not hold for the whole grid."
             )
 
@@ -180,8 +182,8 @@ def lab_source(
             )
             results.append(CellResult(cell, right[seed, method], {}))
     described = {"recipe": {"scene": content["scene"], "methods": content["methods"]}, "versions": content["versions"]}
-    named = {task.name: task for task in tasks.values()}
-    run = Run(folder, described, named, tuple(result.cell for result in results), tuple(results))
+    tasks_by_name = {task.name: task for task in tasks.values()}
+    run = Run(folder, described, tasks_by_name, tuple(result.cell for result in results), tuple(results))
     grids = [{(cell["bottom"], cell["top"]): cell["xx"] for cell in s["development"]["grid"]} for s in content["seeds"]]
     return ReportSource(
         run,

@@ -109,37 +109,37 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
     single: set[str] = set()
     settings: list[tuple[str, Unit]] = []
     for task in targets:
-        every = _standing(choices(run, task))
-        excluded |= dict.fromkeys(choice.label for choice in every if choice.family not in methods)
-        standing = [choice for choice in every if choice.family in methods]
-        units = dict.fromkeys(unit for choice in standing for unit in choice.cells)
+        all_choices = _one_per_family(choices(run, task))
+        excluded |= dict.fromkeys(choice.label for choice in all_choices if choice.family not in methods)
+        included = [choice for choice in all_choices if choice.family in methods]
+        units = dict.fromkeys(unit for choice in included for unit in choice.cells)
         most = max((_sides(unit) for unit in units), default=0)
-        whole = [unit for unit in units if _sides(unit) == most]
-        settings += [(task.name, unit) for unit in whole]
+        full_units = [unit for unit in units if _sides(unit) == most]
+        settings += [(task.name, unit) for unit in full_units]
         sign = 1 if task.higher_is_better else -1
-        for choice in standing:
+        for choice in included:
             labels.setdefault(choice.family, choice.label)
             if all(is_single(result.cell) for result in choice.cells.values()):
                 single.add(choice.family)
-            for unit in whole:
+            for unit in full_units:
                 mean = _mean_at(unit, choice, task)
                 if mean is not None:
                     table.setdefault(choice.family, {})[task.name, unit] = sign * mean
     ranked = [family for family in labels if len(table.get(family, ())) * 2 >= len(settings)]
     complete = [setting for setting in settings if all(setting in table[family] for family in ranked)]
     scores = [[table[family][setting] for family in ranked] for setting in complete]
-    found = rank(scores, [labels[family] for family in ranked], labels.get(reference))
-    if found is None:
+    ranks = rank(scores, [labels[family] for family in ranked], labels.get(reference))
+    if ranks is None:
         return None
     left_out = tuple(labels[family] for family in labels if family not in ranked)
     ranked_labels = tuple(labels[family] for family in ranked)
     alone = tuple(labels[family] for family in ranked if family in single)
-    return Ranking(ranked_labels, alone, tuple(excluded), left_out, len(settings) - len(complete), found)
+    return Ranking(ranked_labels, alone, tuple(excluded), left_out, len(settings) - len(complete), ranks)
 
 
-def _standing(found: list[Choice]) -> list[Choice]:
-    families = dict.fromkeys(choice.family for choice in found)
-    return [choice for family in families if (choice := table_choice(found, family)) is not None]
+def _one_per_family(all_choices: list[Choice]) -> list[Choice]:
+    families = dict.fromkeys(choice.family for choice in all_choices)
+    return [choice for family in families if (choice := table_choice(all_choices, family)) is not None]
 
 
 def _sides(unit: Unit) -> int:
@@ -149,8 +149,8 @@ def _sides(unit: Unit) -> int:
 def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:
     """The mean score of a choice's cells that match `unit`."""
     values = [score(choice.cells[other], task) for _, _, other in matching([unit], choice.cells)]
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
 
 
 def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
@@ -160,12 +160,12 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
     chance on shared documents would look like a correlation. A point is an expert; a point for every pair would count
     each expert many times.
     """
-    standing = _standing(choices(run, target))
+    shown = _one_per_family(choices(run, target))
     corrected = []
-    for merged in standing:
+    for merged in shown:
         if any(is_single(result.cell) for result in merged.cells.values()):
             continue
-        found: list[Indicator] = []
+        computed: list[Indicator] = []
         for family in dict.fromkeys(result.cell.family for result in run.results):
             if not family.endswith(" expert"):
                 continue
@@ -180,20 +180,20 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
                 ]
                 if len(points) > 1:
                     numbers = correlate([x for _, x, _ in points], [y for _, _, y in points])
-                    found.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
-        pearson = _corrected([each.correlation.pearson_p for each in found])
-        spearman = _corrected([each.correlation.spearman_p for each in found])
+                    computed.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
+        pearson = _corrected([indicator.correlation.pearson_p for indicator in computed])
+        spearman = _corrected([indicator.correlation.spearman_p for indicator in computed])
         corrected += [
-            replace(each, pearson_holm=one, spearman_holm=other)
-            for each, one, other in zip(found, pearson, spearman, strict=True)
+            replace(indicator, pearson_holm=pearson_p, spearman_holm=spearman_p)
+            for indicator, pearson_p, spearman_p in zip(computed, pearson, spearman, strict=True)
         ]
     return corrected
 
 
 def _corrected(p_values: list[float | None]) -> list[float | None]:
     """Holm's correction of the p-values that are not None."""
-    known = iter(holm([p for p in p_values if p is not None]))
-    return [None if p is None else next(known) for p in p_values]
+    corrected = iter(holm([p for p in p_values if p is not None]))
+    return [None if p is None else next(corrected) for p in p_values]
 
 
 def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
@@ -224,8 +224,8 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
             family,
             settings,
             tuple(
-                GridCell(bottom, top, sum(found) / len(found), len(found), selected[family, settings, bottom, top])
-                for (bottom, top), found in sorted(by_zone.items())
+                GridCell(bottom, top, sum(means) / len(means), len(means), selected[family, settings, bottom, top])
+                for (bottom, top), means in sorted(by_zone.items())
             ),
         )
         for (family, settings), by_zone in values.items()
@@ -241,9 +241,9 @@ def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | 
     if composition.method != "layer_swap" or composition.partition or composition.allocation is not None:
         return None
     bottom, top, *transition = composition.zones(num_layers)
-    rest: Mapping[str, object] = {
+    settings: Mapping[str, object] = {
         **dict(zip(_ZONES[2:], transition, strict=True)),
         **{key: value for key, value in cell.composition.items() if key not in {*_ZONES, *_NAMES}},
         **cell.output,
     }
-    return (bottom, top), ", ".join(f"{key}={value}" for key, value in rest.items())
+    return (bottom, top), ", ".join(f"{key}={value}" for key, value in settings.items())
