@@ -102,7 +102,8 @@ class Report:
         """The content of summary.json: all numbers, but not the examples, whose text is not trusted."""
         content = asdict(self)
         content["disagreements"] = [
-            {key: value for key, value in each.items() if key != "examples"} for each in content["disagreements"]
+            {key: value for key, value in disagreement.items() if key != "examples"}
+            for disagreement in content["disagreements"]
         ]
         return {"format": REPORT_FORMAT, "adapterswap_version": __version__, **content}
 
@@ -152,9 +153,9 @@ def make_report(
         )
     tables = [target_table(run, task, reference, draws=draws, seed=seed) for task in targets]
     landscapes = [grid for task in targets for grid in grids(run, task)]
-    if source.development and units is None:  # which is a mean over all seeds
+    if source.development and units is None:  # this landscape is a mean over all seeds
         landscapes.append(_development(source))
-    apart = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
+    compared = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
     described = run.described
     registered = _registered(source, reference, ranked, units)
     ranks = ranking(run, targets, reference, ranked)
@@ -173,8 +174,8 @@ def make_report(
         tuple(indicator for task in targets for indicator in indicators(run, task)),
         tuple(landscapes),
         tuple(curve for task in targets for curve in selection_curves(run, task)),
-        tuple(found for task in targets for found in truncations(run, task)),
-        tuple(each for each in apart if each is not None),
+        tuple(truncation for task in targets for truncation in truncations(run, task)),
+        tuple(disagreement for disagreement in compared if disagreement is not None),
         (*source.commands, _command(source, reference, seed, methods, units)),
         tuple(_compositions(run, tables, lead)),
         draws,
@@ -201,12 +202,12 @@ def make_report(
 def _registered(
     source: ReportSource, reference: str, methods: Sequence[str], units: Sequence[str] | None
 ) -> Preregistration | None:
-    """The pre-registration of the run, or of the one run among several that has one."""
+    """The pre-registration of the run. Of several runs, at most one may have one."""
     if source.kind != "sweep":
         return None
     runs = source.parts or (source.run,)
-    found = [read_frozen(run.folder, run.described, reference, methods, units) for run in runs]
-    registered = [each for each in found if each is not None]
+    registrations = [read_frozen(run.folder, run.described, reference, methods, units) for run in runs]
+    registered = [registration for registration in registrations if registration is not None]
     if len(registered) > 1:
         raise ArgumentError(
             f"{len(registered)} of the runs were registered separately",
@@ -215,10 +216,10 @@ def _registered(
         )
     if not registered or not source.parts:
         return registered[0] if registered else None
-    place = next(place for place, each in enumerate(found) if each is not None)
-    others = ", ".join(name for at, name in enumerate(source.names) if at != place)
-    (one,) = registered
-    return replace(one, differences=(*one.differences, f"it is reported together with {others}"))
+    place = next(place for place, registration in enumerate(registrations) if registration is not None)
+    other_names = ", ".join(name for at, name in enumerate(source.names) if at != place)
+    (only,) = registered
+    return replace(only, differences=(*only.differences, f"it is reported together with {other_names}"))
 
 
 def _require_libraries() -> None:
@@ -247,23 +248,23 @@ def _restricted(source: ReportSource, units: Sequence[str] | None) -> Iterator[s
 
 def _lead(run: Run, families: list[str], reference: str) -> str:
     """Layer swap by its usual names, or else the composition, or else the family, with the most cells."""
-    if found := [name for name in _LEADS if name in families and name != reference]:
-        return found[0]
-    others = [family for family in families if family != reference] or families
+    if usual := [name for name in _LEADS if name in families and name != reference]:
+        return usual[0]
+    candidates = [family for family in families if family != reference] or families
     single = {result.cell.family for result in run.results if is_single(result.cell)}
-    composed = [family for family in others if family not in single] or others
+    composed = [family for family in candidates if family not in single] or candidates
     counts = Counter(result.cell.family for result in run.results)
     return max(composed, key=lambda family: counts[family])
 
 
-def _shown(found: list[Choice], lead: str, reference: str) -> list[Choice]:
+def _shown(all_choices: list[Choice], lead: str, reference: str) -> list[Choice]:
     """The lead, the reference, and what the lead should improve on: the task expert, or else the base."""
     names = dict.fromkeys([lead, reference])
     for name in ("task expert", "base"):
         if len(names) < 3:
             names[name] = None
-    standing = [table_choice(found, name) for name in names]
-    return [choice for choice in standing if choice is not None] if all(standing[:2]) else []
+    shown = [table_choice(all_choices, name) for name in names]
+    return [choice for choice in shown if choice is not None] if all(shown[:2]) else []
 
 
 def _development(source: ReportSource) -> ZoneGrid:
@@ -278,11 +279,11 @@ def _development(source: ReportSource) -> ZoneGrid:
 
 def _compositions(run: Run, tables: list[Target], lead: str) -> list[tuple[str, str, str]]:
     by_id = {result.cell.cell: result.cell for result in run.results}
-    found: dict[str, tuple[str, str, str]] = {}
+    compositions: dict[str, tuple[str, str, str]] = {}
     for table in tables:
         rows = [row for row in table.rows if row.family == lead]
         for chosen in rows[-1].chosen if rows else ():
             cell = by_id[chosen.cell]
             if command := compose_command(run, cell):
-                found.setdefault(chosen.cell, (cell.short, command, evaluate_command(run, cell)))
-    return list(found.values())
+                compositions.setdefault(chosen.cell, (cell.short, command, evaluate_command(run, cell)))
+    return list(compositions.values())

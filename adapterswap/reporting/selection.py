@@ -56,25 +56,25 @@ def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
     for result in run.results:  # in the order of evaluation
         if score(result, task, "select") is not None and score(result, task) is not None:
             families.setdefault(result.cell.family, {}).setdefault(unit_of(result.cell), []).append(result)
-    found = []
+    curves = []
     for family, units in families.items():
         most = max(map(len, units.values()))
-        whole = [cells for cells in units.values() if len(cells) == most]
+        complete = [cells for cells in units.values() if len(cells) == most]
         if most > 1:
-            points = tuple(_after(number, whole, task, places) for number in range(1, most + 1))
-            found.append(SelectionCurve(task.name, family, len(whole), points))
-    return found
+            points = tuple(_curve_point(number, complete, task, places) for number in range(1, most + 1))
+            curves.append(SelectionCurve(task.name, family, len(complete), points))
+    return curves
 
 
-def _after(
+def _curve_point(
     number: int, units: Sequence[Sequence[CellResult]], task: TaskInfo, places: dict[str, int]
 ) -> tuple[int, float, float]:
     sign = 1 if task.higher_is_better else -1
     chosen: list[float] = []
     reported: list[float] = []
     for cells in units:
-        seen = sorted(cells[:number], key=lambda cell: places.get(cell.cell.cell, len(places)))
-        best = best_of(((score(cell, task, "select"), cell.cell.default, cell) for cell in seen), sign)
+        evaluated = sorted(cells[:number], key=lambda cell: places.get(cell.cell.cell, len(places)))
+        best = best_of(((score(cell, task, "select"), cell.cell.default, cell) for cell in evaluated), sign)
         for values, part in ((chosen, "select"), (reported, "report")):
             value = None if best is None else score(best, task, part)
             if value is not None:

@@ -1,7 +1,7 @@
 """Standard errors, paired bootstrap intervals, and correlations.
 
-Takes and returns numbers. What they cannot determine (the spread of one value, a correlation with a constant) is None,
-never NaN. Ranks over settings are in `ranks`. Knows nothing of runs, cells and tasks.
+Takes and returns numbers. A result that the numbers cannot determine (the spread of one value, a correlation with a
+constant) is None, never NaN. Ranks over settings are in `ranks`. Knows nothing of runs, cells and tasks.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Correlation:
-    """How two measures of the same things correlate.
+    """The correlation of two measures of the same objects.
 
     Attributes:
-        points: the number of things that were measured.
+        points: the number of objects that were measured.
         pearson, pearson_p: the linear correlation, and its two-sided p (exact for normal values).
         spearman, spearman_p: the correlation of ranks, and its two-sided p: over all orders up to 7 points, by
             Student's t beyond. All four are None below 3 points, or if one measure is constant. Both p are None below
@@ -116,8 +116,8 @@ def bootstrap(
         drawn = total > 0  # a draw may hit only holes in the grid of units
         means.append((weights * per_unit).sum(1)[drawn] / total[drawn])
     per_level = [np.bincount(place, array.mean(1)) / np.bincount(place) for place in places]
-    apart = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2]) - mean
-    low, high = mean + _stretch([*per_level, array.mean(0)], level) * apart
+    offsets = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2]) - mean
+    low, high = mean + _stretch([*per_level, array.mean(0)], level) * offsets
     return Interval(mean, round(float(low), 12), round(float(high), 12))  # rounded: 0, not -1e-18
 
 
@@ -136,7 +136,7 @@ def _stretch(factors: Sequence[NDArray[np.float64]], level: float) -> float:
 
 
 def _counts(generator: np.random.Generator, number: int, size: int) -> NDArray[np.float64]:
-    """How often each of `number` things is drawn if `number` are drawn with replacement (size, number)."""
+    """How often each of `number` items is drawn if `number` are drawn with replacement (size, number)."""
     return generator.multinomial(number, [1 / number] * number, size=size).astype(float)
 
 
@@ -169,7 +169,7 @@ def _over_all_orders(x: NDArray[np.float64], y: NDArray[np.float64]) -> Any:
     def strength(order: NDArray[np.float64], axis: int = -1) -> Any:
         return np.abs(((order - x.mean()) * centred).sum(axis))
 
-    found = stats.permutation_test(
+    test = stats.permutation_test(
         (x,), strength, permutation_type="pairings", n_resamples=np.inf, alternative="greater", vectorized=True
     )
-    return found.pvalue
+    return test.pvalue
