@@ -64,7 +64,7 @@ def report(
 
     Args:
         run: the folder that `sweep` or `adapterswap lab` wrote; a sweep need not be finished. A list of sweeps is
-            reported as one if they were judged under the same conditions.
+            reported as one if they were evaluated under the same conditions.
         out_path: a folder to write report.html, tables.tex, tables.csv, methods.txt and summary.json to; by default
             nothing is written.
         reference: the method with which the others are compared; by default soup.
@@ -80,13 +80,13 @@ def report(
         overwrite: replace these folders if they hold a report and its figures.
 
     Returns:
-        Everything that the report says, as data.
+        The content of the report, as data.
 
     Raises:
-        ArgumentError: the run has no such method or unit; `methods` leaves fewer than two; a width that is not one; a
-            table of rows or columns that there are not, see `latex_tables`.
-        DataError: the run is damaged, or no cell is finished; or several runs differ in the base, an expert, a task, a
-            setting or a version, which the error names with both values.
+        ArgumentError: the run has no such method or unit; `methods` leaves fewer than two; `column_width` is not a
+            width; or `table` names unknown rows or columns, see `latex_tables`.
+        DataError: the run is damaged; no cell is finished; or several runs differ in the base, an expert, a task, a
+            setting or a version. The error names it and both values.
         DependencyError: the `report` extra is not installed, or, with `figures`, the `plots` extra.
         NotFoundError: the folder holds neither a sweep nor a lab run.
         OutputError: the output exists (without `overwrite`), holds other files, overlaps the run, or cannot be written.
@@ -94,8 +94,8 @@ def report(
     runs = [run] if isinstance(run, str | Path) else run
     remedy = "Pass the folder that `adapterswap sweep` or `adapterswap lab` wrote, or a list of such folders"
     check_type(runs, (list, tuple), "run", remedy)
-    for each in runs:
-        check_type(each, (str, Path), "run", remedy)
+    for path in runs:
+        check_type(path, (str, Path), "run", remedy)
     if not runs:
         raise ArgumentError("`run` is empty", remedy, parameter="run")
     check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
@@ -103,16 +103,16 @@ def report(
     for name, chosen in (("methods", methods), ("units", units)):
         check_type(chosen, (list, tuple, type(None)), name, "Pass a list of names")
     width = width_in_inches(column_width)
-    folders = [expand(each) for each in runs]
+    folders = [expand(path) for path in runs]
     source = open_source(*folders)
-    check_targets(folders, out_path, figures, overwrite=overwrite)  # before the work
-    made = make_report(source, reference=reference, methods=methods, units=units, seed=seed)
-    latex_tables(made, table)  # a dry run finds what is wrong with a style, too
+    check_targets(folders, out_path, figures, overwrite=overwrite)  # before anything is computed
+    computed = make_report(source, reference=reference, methods=methods, units=units, seed=seed)
+    latex_tables(computed, table)  # raises if the style is not valid, also if nothing is written
     if out_path is not None:
-        write_report(made, out_path, table=table, overwrite=overwrite, run=folders)
+        write_report(computed, out_path, table=table, overwrite=overwrite, run=folders)
     if figures is not None:
-        write_figures(made, figures, width=width, overwrite=overwrite, run=folders)
-    return made
+        write_figures(computed, figures, width=width, overwrite=overwrite, run=folders)
+    return computed
 
 
 def check_targets(
@@ -121,8 +121,8 @@ def check_targets(
     """Check whether both folders may be written. A dry run calls this too.
 
     Raises:
-        ArgumentError: one is, holds or lies in the other.
-        DependencyError: figures are wanted, and matplotlib is not installed.
+        ArgumentError: the folders are the same, or one contains the other.
+        DependencyError: `figures` is set, and matplotlib is not installed.
         OutputError: see `check_target`.
     """
     if out_path is not None:
@@ -132,8 +132,12 @@ def check_targets(
     require_matplotlib("figures")
     check_target(figures, kind=FIGURES, overwrite=overwrite, inputs=runs)
     if out_path is not None:
-        one, other = expand(out_path).resolve(), expand(figures).resolve()
-        if one == other or one in other.parents or other in one.parents:
+        report_folder, figures_folder = expand(out_path).resolve(), expand(figures).resolve()
+        if (
+            report_folder == figures_folder
+            or report_folder in figures_folder.parents
+            or figures_folder in report_folder.parents
+        ):
             raise ArgumentError(
                 f"{figures} and the report's folder, {out_path}, overlap",
                 "Give figures a folder of their own",
@@ -144,8 +148,8 @@ def check_targets(
 def default_out_path(run: str | Path) -> Path:
     """The default folder of a run's report: beside the run, with `-report` after its name."""
     folder = expand(run)
-    named = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to put -report behind
-    return named.with_name(f"{named.name}-report")
+    named_folder = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to add -report to
+    return named_folder.with_name(f"{named_folder.name}-report")
 
 
 def write_report(
@@ -194,11 +198,13 @@ def write_figures(
     require_matplotlib("figures")
     planned, lacking = plan_figures(report)
     with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=_folders(run)) as building:
-        for each in planned:
-            save(draw(each, width), building, each.name)
+        for figure in planned:
+            save(draw(figure, width), building, figure.name)
         content = {
             "format": FIGURES_FORMAT, "adapterswap_version": __version__, "run": report.name, "width_in": width,
-            "figures": {each.name: {"kind": each.kind, "caption": each.caption, "data": each.data} for each in planned},
+            "figures": {
+                figure.name: {"kind": figure.kind, "caption": figure.caption, "data": figure.data} for figure in planned
+            },
             "lacking": lacking,
         }  # fmt: skip
         (building / _FIGURES).write_bytes(_json(content))
@@ -211,12 +217,12 @@ def _folders(run: Path | Sequence[Path] | None) -> Sequence[Path | None]:
 
 def _downloads(report: Report) -> list[Download]:
     """The figures that the page offers, one column wide."""
-    made = []
-    for each in plan_figures(report)[0]:
-        figure = draw(each, COLUMN)
+    downloads = []
+    for planned in plan_figures(report)[0]:
+        figure = draw(planned, COLUMN)
         files = {suffix: as_bytes(figure, suffix) for suffix in ("svg", "pdf")}
-        made.append(Download(each.kind, each.place, each.name, files))
-    return made
+        downloads.append(Download(planned.kind, planned.place, planned.name, files))
+    return downloads
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
