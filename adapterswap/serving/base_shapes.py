@@ -43,9 +43,9 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
     config = read_json(folder / "config.json", _REMEDY, kind=BaseModelError)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
     key = f"shapes {digest} transformers {version('transformers')}"
-    known = memo.get(key)
-    if isinstance(known, dict):
-        return known
+    stored = memo.get(key)
+    if isinstance(stored, dict):
+        return stored
     shapes = _build(folder, base_model)
     memo.put(key, shapes)
     return shapes
@@ -84,8 +84,10 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
         problems.add(
             f"{name} adapts {and_more(missing, _SHOWN)}, which the base does not have", remedy, parameter="experts"
         )
-    held = {module.name: module.shape for module in adapter.modules.values() if not module.parameter}
-    compare_shapes(held, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts")
+    adapter_shapes = {module.name: module.shape for module in adapter.modules.values() if not module.parameter}
+    compare_shapes(
+        adapter_shapes, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts"
+    )
     if adapter.saved:
         setting = "trainable_token_indices" if adapter.tokens else "modules_to_save"
         problems.add(

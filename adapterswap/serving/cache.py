@@ -1,4 +1,4 @@
-"""The folders from which a server loads compositions. Their names are hashes of what they are made from.
+"""The folders from which a server loads compositions. Each is named by a hash of its sources.
 
 A folder appears whole, by a rename, and stays as long as any server runs that may load it again: vLLM reads an evicted
 adapter a second time, and crashes if its folder is gone. Simultaneous requests, also of several processes, make a
@@ -73,10 +73,10 @@ class Cache:
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             in_use = self.root / "in-use"  # created first and never removed: it marks a folder as a cache
-            others = [name for name in os.listdir(self.root) if name != _MEMO and not name.endswith(".tmp")]
-            if others and not in_use.exists():
+            foreign = [name for name in os.listdir(self.root) if name != _MEMO and not name.endswith(".tmp")]
+            if foreign and not in_use.exists():
                 raise OutputError(
-                    f"{self.root} is not a cache of adapterswap: it holds {sorted(others)[0]}",
+                    f"{self.root} is not a cache of adapterswap: it holds {sorted(foreign)[0]}",
                     "Choose an empty or new folder for `cache`",
                     parameter="cache",
                 )
@@ -92,7 +92,7 @@ class Cache:
         fcntl.flock(self.open(), fcntl.LOCK_SH)
 
     def get(self, key: str, make: Callable[[Path], object]) -> Path:
-        """The folder named `key`. If it is missing or damaged, `make(path)` writes it.
+        """The folder named `key`. If it is missing or damaged, `make(path)` writes it first.
 
         Raises:
             RunError: another process takes longer than ten minutes to make it.
@@ -135,8 +135,8 @@ class Cache:
             return None
         try:
             for folder in (self._building, self._locks):
-                for left in folder.iterdir():
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                for leftover in folder.iterdir():
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             entries = sorted(self._entries.iterdir(), key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
             for entry in entries[keep:]:
                 # Rename it first, so that nobody sees a half-removed entry.

@@ -74,7 +74,7 @@ class NamedComposer:
                 parameter="base_model",
             )
         self.num_layers = num_layers
-        # What may rename modules in the output: see `with_written_names`.
+        # These may change the names of modules in the output: see `with_written_names`.
         self._names = [config, version("transformers")]
         self._shapes = base_shapes(base_model, cache.memo)
         self._from_hub: dict[str, Adapter] = {}
@@ -90,7 +90,7 @@ class NamedComposer:
             composed: called with the seconds that composing took, if the folder was not in the cache.
 
         Raises:
-            UnknownNameError: it is not a name here, names an expert that does not exist, or is not allowed.
+            UnknownNameError: the name is unknown, names an expert that does not exist, or is not allowed.
             FieldError, CompositionError: the name is malformed, or the experts cannot be composed in this way.
             ExpertError: an expert is damaged or belongs to another base.
             UnsupportedError: an expert is of a kind that cannot be composed or served; the result is not low-rank; the
@@ -107,7 +107,7 @@ class NamedComposer:
 
         with self._hidden_paths():
             plan = self.plan(name)
-            self._admit(name, _what(plan))
+            self._admit(name, _fingerprint(plan))
             try:
                 folder = self.cache.get(self.key(plan), write)
             except BaseException:
@@ -138,13 +138,13 @@ class NamedComposer:
         plan = make_plan(self._of_this_base(composition), experts, num_layers=self.num_layers)
         if any(not slot.is_linear for slot in plan):
             low_rank = all(slot.has_low_rank for slot in plan)
-            what = (
+            reason = (
                 "is not a weighted sum, and is too slow to compute"
                 if low_rank
                 else "is not low-rank, and is too slow to reduce"
             )
             raise UnsupportedError(
-                f"{shown(name)}: {composition.method} {what} while a client waits",
+                f"{shown(name)}: {composition.method} {reason} while a client waits",
                 "Write it first with `adapterswap compose` and a `max_rank`, and serve the result as an expert",
                 parameter="name",
             )
@@ -175,7 +175,7 @@ class NamedComposer:
         return adapter
 
     def key(self, plan: Plan) -> str:
-        """The name of the plan's folder: a hash of the experts' content and everything else that decides the output.
+        """The name of the plan's folder: a hash of the experts' content and everything else that determines the output.
 
         Raises:
             ExpertError: an expert changed since it was opened.
@@ -186,7 +186,7 @@ class NamedComposer:
             "num_layers": plan.num_layers,
             "base_model": [plan.base_model, plan.base_revision],
             "names": self._names,
-            "what": _what(plan),
+            "what": _fingerprint(plan),
             "experts": self._hashes(plan),
             "configs": {name: adapter.config.sha256 for name, adapter in plan.adapters.items()},
         }
@@ -219,26 +219,26 @@ class NamedComposer:
     def _of_this_base(self, composition: Composition) -> Composition:
         return composition.model_copy(update={"base_model": self.base_model})
 
-    def _admit(self, name: str, what: str) -> None:
+    def _admit(self, name: str, fingerprint: str) -> None:
         """Count compositions, so that requests cannot fill the disk. Names of one composition count once."""
         with self._lock:
             self._forget(name)  # since an expert changed, the name may mean another composition
-            if what not in self._served and len(self._served) >= self.manifest.max_compositions:
+            if fingerprint not in self._served and len(self._served) >= self.manifest.max_compositions:
                 raise RunError(
                     f"This server already serves {len(self._served)} compositions; max_compositions allows no more",
                     "Request one of those, unload one, or raise max_compositions in experts.yaml",
                     parameter="max_compositions",
                 )
-            self._served.setdefault(what, set()).add(name)
+            self._served.setdefault(fingerprint, set()).add(name)
 
     def _forget(self, name: str) -> None:
-        for what, names in list(self._served.items()):
+        for fingerprint, names in list(self._served.items()):
             names.discard(name)
             if not names:
-                del self._served[what]
+                del self._served[fingerprint]
 
 
-def _what(plan: Plan) -> str:
+def _fingerprint(plan: Plan) -> str:
     """A hash of what the plan does to every module: the same for all spellings of a composition and all weights."""
     modules = {}
     for module in plan:
@@ -248,8 +248,8 @@ def _what(plan: Plan) -> str:
         total = (math.fsum(weights.values()) or 1.0) if rule.combines_sides and rule.normalizes else 1.0
         terms = [(term.expert, term.side, term.coefficient / total) for term in module.terms]
         sides = {side: weight / total for side, weight in weights.items()}
-        how = [rule.method, rule.weights, sides, *([rule.parameters] if rule.parameters else [])]
-        modules[module.name] = [terms, how if rule.combines_sides else None]
+        settings = [rule.method, rule.weights, sides, *([rule.parameters] if rule.parameters else [])]
+        modules[module.name] = [terms, settings if rule.combines_sides else None]
     content = {"modules": modules, "experts": list(plan.experts), "row_threshold": plan.composition.row_threshold}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -27,7 +27,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engin
     Args:
         adapter: the expert.
         base_model: a folder. With a Hub id nothing is compared.
-        memo: stores that they are equal, because an embedding of 8B has a gigabyte to read.
+        memo: stores that they are equal, because the embedding of an 8B model has a gigabyte to read.
         name: the expert's name in messages.
         engine: the server's name in messages.
 
