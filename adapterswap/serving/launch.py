@@ -101,8 +101,8 @@ def plan_launch(
             parameter="vllm_args",
         )
     allowed = composer.manifest.allow
-    rank = _whole("--max-lora-rank", vllm_args) or choose_rank(composer, experts)
-    loras = _whole("--max-loras", vllm_args) or min(_MAX_LORAS, len(allowed or range(_MAX_LORAS)))
+    rank = _whole_number("--max-lora-rank", vllm_args) or choose_rank(composer, experts)
+    loras = _whole_number("--max-loras", vllm_args) or min(_MAX_LORAS, len(allowed or range(_MAX_LORAS)))
     arguments = {
         "--max-lora-rank": rank, "--max-loras": loras, "--max-cpu-loras": max(_MAX_CPU_LORAS, loras),
         "--host": "127.0.0.1", "--middleware": _MIDDLEWARE,
@@ -139,11 +139,11 @@ def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
 
 def value_of(option: str, arguments: Sequence[str]) -> str | None:
     """The value of the last `option VALUE` or `option=VALUE` among the arguments, as vLLM's parser reads it."""
-    found = None
+    value = None
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
         if _canonical(argument) == option:
-            found = argument.partition("=")[2] if "=" in argument else following
-    return found
+            value = argument.partition("=")[2] if "=" in argument else following
+    return value
 
 
 def _canonical(argument: str) -> str:
@@ -152,7 +152,7 @@ def _canonical(argument: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else argument
 
 
-def _whole(option: str, arguments: Sequence[str]) -> int | None:
+def _whole_number(option: str, arguments: Sequence[str]) -> int | None:
     text = value_of(option, arguments)
     if text is None:
         return None
@@ -180,10 +180,10 @@ def _program(model: str) -> tuple[str, ...]:
 
 
 def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -> dict[str, str]:
-    others = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name and name != plugin.NAME]
+    other_plugins = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name and name != plugin.NAME]
     return {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_PLUGINS": ",".join([*others, plugin.NAME]),
+        "VLLM_PLUGINS": ",".join([*other_plugins, plugin.NAME]),
         plugin.BASE_MODEL: composer.base_model,
         plugin.EXPERTS: os.path.abspath(experts_path),
         plugin.CACHE: str(composer.cache.root),

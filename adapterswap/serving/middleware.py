@@ -49,7 +49,7 @@ class ManifestOnly:
         elif scope["type"] == "http" and scope.get("method") == "GET" and scope["path"].endswith("/v1/models"):
             await self._app(scope, receive, _listing(send))
         elif scope["type"] == "http" and scope.get("method") == "POST":
-            messages, body = await _read(receive)
+            messages, body = await _read_body(receive)
             if _lacks_model(body, self._declares_model(scope)):
                 await _refuse(send, 400, "BadRequestError", _NO_MODEL, "model")
             else:
@@ -64,7 +64,7 @@ class ManifestOnly:
         if self._paths is None or self._paths[1] is not app:
             self._paths = (_paths_with_model(app.openapi() if app is not None else {}), app)
         path = "/" + "/".join(part for part in scope["path"].split("/") if part)
-        declared = [has_model for known, has_model in self._paths[0].items() if path.endswith(known)]
+        declared = [has_model for suffix, has_model in self._paths[0].items() if path.endswith(suffix)]
         return any(declared) if declared else None
 
 
@@ -106,13 +106,13 @@ def _listing(send: _Send) -> _Send:
     """`send`, which adds the served names to vLLM's list of models."""
     from adapterswap.serving.plugin import offered
 
-    held: list[_Message] = []
+    messages: list[_Message] = []
 
     async def listed(message: _Message) -> None:
-        held.append(message)
+        messages.append(message)
         if message["type"] == "http.response.start" or message.get("more_body", False):
             return
-        start, *parts = held
+        start, *parts = messages
         body = b"".join(part.get("body", b"") for part in parts)
         if start["status"] == 200:
             with suppress(ValueError, TypeError, KeyError, IndexError):  # not the list that vLLM 0.32 sends
@@ -132,7 +132,7 @@ def _with_names(models: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {**models, "data": [*models["data"], *more]}
 
 
-async def _read(receive: _Receive) -> tuple[list[_Message], bytes]:
+async def _read_body(receive: _Receive) -> tuple[list[_Message], bytes]:
     """The messages that carry a request's body, and the body."""
     messages = []
     while True:
@@ -174,7 +174,7 @@ def _paths_with_model(openapi: MutableMapping[str, Any]) -> dict[str, bool]:
         content = methods.get("post", {}).get("requestBody", {}).get("content", {})
         form = content.get("application/json", {}).get("schema")
         if form:
-            names = [one.get("$ref", "").rpartition("/")[2] for one in form.get("anyOf", [form])]
+            names = [option.get("$ref", "").rpartition("/")[2] for option in form.get("anyOf", [form])]
             declared[path] = any("model" in schemas.get(name, {}).get("properties", {}) for name in names)
     return declared
 

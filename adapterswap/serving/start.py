@@ -46,8 +46,8 @@ def main() -> int:
     if readiness.is_ready() or (status == 0 and readiness.failure() is None) or status == _USAGE:
         return status
     reason = reason or (reason_of(error) if error is not None else f"vLLM ended with status {status}")
-    what = f"vLLM cannot serve the base {os.environ.get(BASE_MODEL, '')}: {reason}"
-    print(f"Error: {RunError(what, _REMEDY)}", file=sys.stderr, flush=True)
+    message = f"vLLM cannot serve the base {os.environ.get(BASE_MODEL, '')}: {reason}"
+    print(f"Error: {RunError(message, _REMEDY)}", file=sys.stderr, flush=True)
     return 1
 
 
