@@ -113,15 +113,15 @@ def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
     remedy = "Convert the base again with llama.cpp's convert_hf_to_gguf.py"
     try:
         fields = load_gguf().GGUFReader(path).fields
-        found = str(fields["general.architecture"].contents())
-        layers = int(fields[f"{found}.block_count"].contents())
+        actual = str(fields["general.architecture"].contents())
+        layers = int(fields[f"{actual}.block_count"].contents())
     except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
         raise BaseModelError(
             f"{path} is not a complete GGUF file of a model: {reason_of(error)}", remedy, parameter="gguf"
         ) from None
-    if (found, layers) != (architecture, num_layers):
+    if (actual, layers) != (architecture, num_layers):
         raise BaseModelError(
-            f"{path} is a {found} model of {layers} layers, and the experts are for a {architecture} of {num_layers}",
+            f"{path} is a {actual} model of {layers} layers, and the experts are for a {architecture} of {num_layers}",
             "Pass the experts' base, or experts of this base",
             parameter="gguf",
         )
@@ -170,7 +170,7 @@ def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
 
 def _without(options: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """The arguments without these options and their values."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False
     for argument in arguments:
         if skip:
@@ -178,5 +178,5 @@ def _without(options: Sequence[str], arguments: Sequence[str]) -> list[str]:
         elif argument in options:
             skip = True
         elif argument.partition("=")[0] not in options:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining

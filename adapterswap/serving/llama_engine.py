@@ -74,9 +74,9 @@ def engine_command(
     Raises:
         ArgumentError: an adapter's path has a colon, which llama.cpp reads as the start of a scale.
     """
-    if named := next((path for path in adapters if ":" in path), None):
+    if unusable := next((path for path in adapters if ":" in path), None):
         raise ArgumentError(
-            f"the path {named} has a colon, which llama.cpp reads as the start of a scale",
+            f"the path {unusable} has a colon, which llama.cpp reads as the start of a scale",
             "Choose another folder for `cache`",
             parameter="cache",
         )
@@ -203,8 +203,8 @@ def _serve(arguments: Sequence[str]) -> None:
     if options.threads is not None:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
     loaded = []
-    for one in next(csv.reader([options.lora_scaled]), []):
-        path, _, scale = one.rpartition(":")
+    for entry in next(csv.reader([options.lora_scaled]), []):
+        path, _, scale = entry.rpartition(":")
         loaded.append(xllamacpp.CommonAdapterLoraInfo(path, float(scale)))
     params.lora_adapters = loaded
     parent = os.getppid()

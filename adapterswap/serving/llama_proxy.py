@@ -100,8 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/v1/models":
-            same = {"object": "model", "created": 0, "owned_by": "adapterswap"}
-            self._send(200, {"object": "list", "data": [{"id": name, **same} for name in self.server.models()]})
+            common = {"object": "model", "created": 0, "owned_by": "adapterswap"}
+            self._send(200, {"object": "list", "data": [{"id": name, **common} for name in self.server.models()]})
         elif path == "/health":
             alive = self.server.engine.process.poll() is None
             self._send(200 if alive else 503, {"status": "ok" if alive else "llama.cpp has ended"})
@@ -140,14 +140,14 @@ class _Handler(BaseHTTPRequestHandler):
                 connection.request("POST", path, request.body, headers)
                 response = connection.getresponse()
                 streamed = "text/event-stream" in (response.headers.get("Content-Type") or "")
-                whole = b"" if streamed else response.read()
+                content = b"" if streamed else response.read()
             except (OSError, HTTPException):
                 raise _Refused(503, "ServiceUnavailableError", "llama.cpp does not answer.") from None
             with suppress(BrokenPipeError, ConnectionResetError):  # the client left
                 if streamed:
                     self._stream(response, request.model)
                 else:
-                    self._write(response.status, _named(whole, request.model))
+                    self._write(response.status, _with_model_name(content, request.model))
         finally:
             connection.close()  # llama.cpp stops generating when the client is gone
 
@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             for line in response:
                 start, data = line[:6], line[6:]
                 if start == b"data: " and data.startswith(b"{"):
-                    line = start + _named(data, model) + b"\n"
+                    line = start + _with_model_name(data, model) + b"\n"
                 self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
                 self.wfile.flush()
         except (OSError, HTTPException):
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: llama.cpp writes a log."""
 
 
-def _named(raw: bytes, model: str) -> bytes:
+def _with_model_name(raw: bytes, model: str) -> bytes:
     """An answer, or part of one, with the requested name in place of llama.cpp's file name or alias."""
     try:
         content = json.loads(raw)

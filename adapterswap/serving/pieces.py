@@ -35,7 +35,7 @@ from adapterswap.writing.gguf_layout import PreparedGguf, prepare_gguf
 
 __all__ = ["LayerPiece", "PieceComposer"]
 
-_KEPT = 1000  # names whose scales are remembered
+_MOST_REMEMBERED = 1000  # names whose scales are remembered
 
 
 @dataclass(frozen=True)
@@ -101,23 +101,23 @@ class PieceComposer(NamedComposer):
         """The scale of each piece that `name` uses, by the piece's id. All other pieces have the scale 0.
 
         Raises:
-            UnknownNameError: it is not a name here, names an expert that does not exist, or is not allowed.
+            UnknownNameError: the name is unknown, names an expert that does not exist, or is not allowed.
             FieldError, CompositionError: the name is malformed, or the experts cannot be composed in this way.
-            UnsupportedError: it gives modules of one kind in one layer to different experts, sets rows of ΔW to zero,
-                or is not linear.
+            UnsupportedError: the composition gives modules of one kind in one layer to different experts, sets rows
+                of ΔW to zero, or is not linear.
         """
         with self._remembering:
-            known = self._scales.get(name)
-        if known is None:
+            by_piece = self._scales.get(name)
+        if by_piece is None:
             with self._hidden_paths():
-                known = self._found(name)
+                by_piece = self._compute_scales(name)
             with self._remembering:
-                if len(self._scales) >= _KEPT:
+                if len(self._scales) >= _MOST_REMEMBERED:
                     self._scales.clear()
-                self._scales[name] = known
-        return known
+                self._scales[name] = by_piece
+        return by_piece
 
-    def _found(self, name: str) -> dict[int, float]:
+    def _compute_scales(self, name: str) -> dict[int, float]:
         plan = self.plan(name)
         if plan.composition.row_threshold is not None:
             raise UnsupportedError(
@@ -132,14 +132,14 @@ class PieceComposer(NamedComposer):
             if piece.expert not in plan.experts:
                 continue
             adapter = self._opened[piece.expert]
-            found = {
+            values = {
                 coefficients.get((piece.expert, module.name), 0.0)
                 for module in adapter.modules.values()
                 if piece.holds(module)
             }
-            if len(found) > 1:
+            if len(values) > 1:
                 split.add(piece.layer)
-            scales[place] = found.pop()
+            scales[place] = values.pop()
         if split:
             layers = format_layers(layer for layer in split if layer is not None)
             raise UnsupportedError(
@@ -189,9 +189,9 @@ class PieceComposer(NamedComposer):
 
 def _coefficients(plan: Plan) -> dict[tuple[str, str], float]:
     """The coefficient of each expert in each module that it changes."""
-    found: dict[tuple[str, str], float] = {}
+    coefficients: dict[tuple[str, str], float] = {}
     for slot in plan:
         for term in slot.terms:
             key = term.expert, slot.name
-            found[key] = found.get(key, 0.0) + term.coefficient
-    return found
+            coefficients[key] = coefficients.get(key, 0.0) + term.coefficient
+    return coefficients
