@@ -1,6 +1,6 @@
 """Cut an adapter out of a full fine-tune: ΔW = W_full - W_base, truncated weight by weight, written as an rsLoRA.
 
-What an adapter cannot hold is measured and reported. The folder appears whole or not at all, and memory holds only a
+The rest is measured and reported. The folder appears whole or not at all, and memory holds only a
 few copies of the largest weight. Knows checkpoints and adapter folders; knows nothing of compositions.
 """
 
@@ -60,17 +60,17 @@ def extract(
         rank: the rank of every module; with `max_error`, the highest allowed.
         max_error: each module gets the smallest rank with at most this relative error of ΔW, before its factors are
             rounded to `dtype`.
-        layers: layers such as `0-4,30-31`; all by default.
+        layers: for example `0-4,30-31`; all by default.
         modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
         embeddings: cut embeddings and heads too.
         dtype: float32, bfloat16 or float16; by default each factor has the dtype of the fine-tune's weight.
         device: where torch computes: auto, cpu, cuda, cuda:N or mps, which computes on the CPU.
-        overwrite: replace the folder, if `extract` or its like wrote it.
+        overwrite: replace the folder, if `extract` or a similar command wrote it.
         dry_run: compute and report everything, and write nothing.
         progress: called after each parameter with the number of finished parameters and the total.
 
     Returns:
-        What was cut out, with each module's rank and error, and what was left out.
+        The extracted modules with their ranks and errors, and the parameters that were left out.
 
     Raises:
         ArgumentError: neither `rank` nor `max_error` was passed, or a value is out of range; the models lack the layers
@@ -139,9 +139,9 @@ def _carry_out(
                 lost.append(Lost(left_out.name, left_out.reason, norm))
             progress(count, total)
     if not extracted:
-        rest = f"; what differs is in {', '.join(sorted({parameter.reason for parameter in lost}))}" if lost else ""
+        detail = f"; what differs is in {', '.join(sorted({parameter.reason for parameter in lost}))}" if lost else ""
         raise ExpertError(
-            f"{names[0]} has the same selected weights as {names[1]}, so there is nothing to extract{rest}",
+            f"{names[0]} has the same selected weights as {names[1]}, so there is nothing to extract{detail}",
             "Pass a full fine-tune of this base, or select what it changed",
             parameter="full",
         )

@@ -1,4 +1,4 @@
-"""A fine-tune and a base whose classes differ but share a decoder: which parameter of one is which of the other.
+"""A fine-tune and a base whose classes differ but share a decoder: which parameters correspond.
 
 A text-only model calls its layers `model.layers`, a multimodal one with the same decoder `model.language_model.layers`.
 `experts.naming` maps the names; here a name counts only if it maps back to itself. Knows names; reads no tensor.
@@ -31,14 +31,14 @@ class Side:
     names: ModelNames
 
     def own_name(self, key: str) -> str | None:
-        """The model's name for a checkpoint's key; for one expert of a mixture, its name within the mixture's."""
+        """The model's name for a checkpoint's key; for one expert of a mixture, its name inside the mixture."""
         if (name := self.anatomy.name_of(key)) is not None or self.anatomy.rename(key) is not None:
             return name
-        return _found(key, self.names, self.checkpoint.container)
+        return _name_in(key, self.names, self.checkpoint.container)
 
 
 def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether one is the type of language model that is a part of the other, by their configs."""
+    """Whether one is a language model of the type that the other contains, by their configs."""
     parts = [language_config(checkpoint.config) for checkpoint in (one, other)]
     alone = [part is checkpoint.config for part, checkpoint in zip(parts, (one, other), strict=True)]
     kinds = [part.get("model_type") for part in parts]
@@ -56,8 +56,12 @@ def read_side(checkpoint: Checkpoint) -> Side:
 
 def counterpart(name: str, ours: Side, theirs: Side) -> str | None:
     """Their name for our parameter `name`; None unless that name maps back to ours."""
-    found = _found(name, theirs.names, ours.names.container)
-    return found if found is not None and _found(found, ours.names, theirs.names.container) == name else None
+    their_name = _name_in(name, theirs.names, ours.names.container)
+    return (
+        their_name
+        if their_name is not None and _name_in(their_name, ours.names, theirs.names.container) == name
+        else None
+    )
 
 
 def expected_name(name: str, ours: Side, theirs: Side) -> str:
@@ -72,13 +76,13 @@ def is_outside(name: str, ours: Side, theirs: Side) -> bool:
     if any(layer_of(name, container) is not None for container in containers):
         return False
     if name not in ours.anatomy.parameters:  # transformers does not load it
-        return _found(name, ours.names, ours.checkpoint.container) is None
+        return _name_in(name, ours.names, ours.checkpoint.container) is None
     if not ours.names.is_multimodal or counterpart(name, ours, theirs) is not None:
         return False
     return not name.startswith(before_layers(ours.names.container or ""))
 
 
-def _found(parameter: str, names: ModelNames, container: str | None) -> str | None:
+def _name_in(parameter: str, names: ModelNames, container: str | None) -> str | None:
     module, _, last = parameter.rpartition(".")
-    found = names.find(module, container)
-    return f"{found}.{last}" if found else None
+    own_module = names.find(module, container)
+    return f"{own_module}.{last}" if own_module else None

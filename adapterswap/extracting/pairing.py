@@ -1,6 +1,6 @@
-"""Match a full fine-tune with its base: which weights an adapter can hold, and which it cannot.
+"""Match a full fine-tune with its base, and separate the weights that an adapter can hold from the others.
 
-Reads only configs and headers, no tensors. Everything that keeps two checkpoints from being a pair is reported at once.
+Reads only configs and headers, no tensors. All reasons why two checkpoints are not a pair are reported together.
 Knows checkpoints and what LoRA can adapt; knows nothing of ranks and outputs.
 """
 
@@ -128,7 +128,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
     towers: Mapping[str, StoredTensor] = {}
     labels: Mapping[str, str] = {}
     if sides is None:
-        ours, theirs = (dict(_named(checkpoint, anatomy.name_of)) for checkpoint in (full, base))
+        ours, theirs = (dict(_by_name(checkpoint, anatomy.name_of)) for checkpoint in (full, base))
         _check_names(ours, theirs, full, base, anatomy, problems)
     else:
         ours, theirs, towers, labels = _reconciled(*sides, problems)
@@ -165,8 +165,8 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         if _check_numbers([(tower, full, "full")], problems):
             left_out.append(LeftOutWeight(name, "not in the base", Whole.of(tower.path, tower.tensor), None))
     words = (
-        {labels.get(name, name): "×".join(map(str, held[name].tensor.shape)) for name in different_shapes}
-        for held in (ours, theirs)
+        {labels.get(name, name): "×".join(map(str, tensors[name].tensor.shape)) for name in different_shapes}
+        for tensors in (ours, theirs)
     )
     compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
@@ -213,7 +213,7 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> tuple[Anatomy, tuple[
     return anatomies[1], sides
 
 
-def _named(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> Iterator[tuple[str, StoredTensor]]:
+def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> Iterator[tuple[str, StoredTensor]]:
     """The stored tensors by the model's names, or by their own if the model has none for them.
 
     A tensor that is neither a parameter nor floating point is a buffer of an older version, such as a causal mask.
@@ -228,10 +228,10 @@ def _check_names(
     ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint, base: Checkpoint,
     anatomy: Anatomy, problems: Problems,
 ) -> None:  # fmt: skip
-    known = set(anatomy.parameters.values())
+    parameter_names = set(anatomy.parameters.values())
     for holder, lacking, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
         for name in sorted(holder.keys() - lacking.keys()):
-            if name in known or len(holder[name].tensor.shape) > 1:  # else a buffer that one version saved
+            if name in parameter_names or len(holder[name].tensor.shape) > 1:  # else a buffer that one version saved
                 problems.add(f"{has.name} holds {name}, but {lacks.name} does not", _REMEDY, parameter="base_model")
     _check_complete(anatomy, ours, theirs, full, base, problems)
 
@@ -258,13 +258,13 @@ def _reconciled(
         The fine-tune's, and the base's; the fine-tune's towers that the base lacks, under the fine-tune's names; and
         the base's name → how messages show it, with the fine-tune's name.
     """
-    own, theirs = (dict(_named(side.checkpoint, side.own_name)) for side in (full, base))
+    own, theirs = (dict(_by_name(side.checkpoint, side.own_name)) for side in (full, base))
     ours, towers, labels = dict[str, StoredTensor](), dict[str, StoredTensor](), dict[str, str]()
     for name, stored in sorted(own.items()):
-        there = counterpart(name, full, base)
-        if there in theirs:
-            ours[there] = stored
-            labels[there] = there if there == name else f"{name} ({there} in {base.checkpoint.name})"
+        base_name = counterpart(name, full, base)
+        if base_name in theirs:
+            ours[base_name] = stored
+            labels[base_name] = base_name if base_name == name else f"{name} ({base_name} in {base.checkpoint.name})"
         elif is_outside(name, full, base):
             towers[name] = stored
         else:
@@ -277,7 +277,7 @@ def _reconciled(
 
 
 def _check_buffer(name: str, stored: StoredTensor, has: Side, lacks: Side, problems: Problems) -> None:
-    """Add a problem unless what only one of the two holds is a buffer that one version saved."""
+    """Add a problem unless the tensor, which only one of the two holds, is a buffer that one version saved."""
     if name not in has.anatomy.parameters and len(stored.tensor.shape) < 2:
         return
     expected = expected_name(name, has, lacks)
@@ -318,7 +318,7 @@ def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, pr
 
 
 def _check_tying(weight: AdaptableWeight) -> None:
-    """PEFT 0.21 applies an embedding's LoRA to the head that is tied to it only where it knows the embedding's name."""
+    """PEFT 0.21 applies an embedding's LoRA to the head that is tied to it only if it knows the embedding's name."""
     if weight.tied and weight.name.rpartition(".")[2] != "embed_tokens":
         raise UnsupportedError(
             f"{', '.join(weight.tied)} is tied to {weight.name}, and PEFT keeps them together only where the embedding "
@@ -329,8 +329,8 @@ def _check_tying(weight: AdaptableWeight) -> None:
 
 
 def _check_numbers(weights: Sequence[tuple[StoredTensor, Checkpoint, str]], problems: Problems) -> bool:
-    """Whether all weights are floating point; each comes with its checkpoint and that one's parameter in `extract`."""
-    wrong = [each for each in weights if each[0].tensor.dtype not in FLOATS]
+    """Whether all weights are floating point. Each has its checkpoint and the name of its argument in `extract`."""
+    wrong = [entry for entry in weights if entry[0].tensor.dtype not in FLOATS]
     for weight, checkpoint, parameter in wrong:
         problems.add(
             f"{weight.name} is {weight.tensor.dtype} in {checkpoint.name}",
