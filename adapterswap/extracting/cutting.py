@@ -114,7 +114,7 @@ def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: t
 
     Args:
         matrix: the weight.
-        form: how.
+        form: how to cut.
         files: the open shards.
         names: the names of the fine-tune and the base in messages.
 
@@ -147,7 +147,7 @@ def measure(
 
 
 def norm_of_change(left_out: LeftOutWeight, files: Mapping[Path, int], names: tuple[str, str]) -> float:
-    """‖W_full - W_base‖ of a parameter that is left out; what only one of them has counts in full.
+    """‖W_full - W_base‖ of a parameter that is left out; a part that only one of the two has counts in full.
 
     Raises:
         ExpertError: it holds NaN or infinity.

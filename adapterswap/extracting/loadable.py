@@ -1,4 +1,4 @@
-"""Find out which weights PEFT can adapt, by trying (`experts.peft_trial`).
+"""Find the weights that PEFT can adapt, by trying it (`experts.peft_trial`).
 
 PEFT refuses some modules (Mamba's `out_proj`), mistakes others (in a mixture of experts it takes every target that
 ends in `gate_proj`, `up_proj` or `down_proj` for the fused experts' parameters, even in dense layers and shared
@@ -56,9 +56,11 @@ def loadable(build: Callable[[], Any], weights: Sequence[AdaptableWeight]) -> fr
         weights: the weights to adapt.
     """
     model = build()
-    known: dict[type, bool] = {}
+    linear_classes: dict[type, bool] = {}
     usable = [
-        weight for weight in weights if _called(model, weight.name) and _is_linear_in_peft(model, weight.name, known)
+        weight
+        for weight in weights
+        if _called(model, weight.name) and _is_linear_in_peft(model, weight.name, linear_classes)
     ]
     if not usable or _loads(build(), usable):
         return frozenset(weight.name for weight in usable)
@@ -102,7 +104,7 @@ def _loads(model: Any, weights: Sequence[AdaptableWeight]) -> bool:
 
 
 def _called(model: Any, name: str) -> bool:
-    """Whether a module's own forward is called: where its parent reads the weight instead, PEFT's factors are ignored.
+    """Whether a module's own forward is called: if its parent reads the weight instead, PEFT's factors are ignored.
 
     transformers notes such children for accelerate, which also depends on that call (`force_accelerate_hooks`).
     """
@@ -115,11 +117,11 @@ def _called(model: Any, name: str) -> bool:
     return True
 
 
-def _is_linear_in_peft(model: Any, name: str, known: dict[type, bool]) -> bool:
-    """Whether PEFT's layer around a module gives what the module gives with W + ΔW.
+def _is_linear_in_peft(model: Any, name: str, linear_classes: dict[type, bool]) -> bool:
+    """Whether PEFT's layer around a module computes the same as the module with W + ΔW.
 
-    It does for Linear, Conv1D and Embedding. A class derived from them with a forward of its own (OPT's positions, a
-    router) is tried on a narrow copy; `known` keeps the answers.
+    True for Linear, Conv1D and Embedding. A class derived from them with a forward of its own (OPT's positions, a
+    router) is tried on a narrow copy; `linear_classes` keeps the answers.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -128,14 +130,14 @@ def _is_linear_in_peft(model: Any, name: str, known: dict[type, bool]) -> bool:
     kind = type(module)
     if kind.forward in (torch.nn.Linear.forward, torch.nn.Embedding.forward, Conv1D.forward):
         return True
-    if kind not in known:
+    if kind not in linear_classes:
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                known[kind] = _try(module)
+                linear_classes[kind] = _try(module)
         except Exception:  # the forward of an unknown class
-            known[kind] = False
-    return known[kind]
+            linear_classes[kind] = False
+    return linear_classes[kind]
 
 
 def _try(module: Any) -> bool:

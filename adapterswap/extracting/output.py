@@ -144,7 +144,7 @@ adapterswap {__version__}. Its relative error is {extraction.error:.4f} over the
 
 
 def lost_lines(extraction: Extraction) -> list[str]:
-    """A line for each reason why something that changed is not in the adapter, with its share and its names."""
+    """A line for each reason why a changed parameter is not in the adapter, with the share and the names."""
     lines = []
     for reason, (count, share) in extraction.lost_by_reason.items():
         names = shortened(parameter.name for parameter in extraction.lost if parameter.reason == reason)

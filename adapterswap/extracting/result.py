@@ -87,7 +87,7 @@ class Extraction:
 
     @property
     def whole_error(self) -> float:
-        """The same over everything that the fine-tune changed: what was left out counts as lost."""
+        """The same over everything that the fine-tune changed; the part that was left out counts in full."""
         lost = _norm(parameter.norm for parameter in self.lost)
         return math.hypot(lost, self.norm * self.error) / math.hypot(lost, self.norm)
 
@@ -100,12 +100,12 @@ class Extraction:
     @property
     def lost_by_reason(self) -> Mapping[Reason, tuple[int, float]]:
         """For each reason the number of parameters, and their share as in `lost_share`."""
-        whole = math.hypot(_norm(parameter.norm for parameter in self.lost), self.norm)
+        total = math.hypot(_norm(parameter.norm for parameter in self.lost), self.norm)
         reasons = sorted({parameter.reason for parameter in self.lost})
         groups = {
             reason: [parameter.norm for parameter in self.lost if parameter.reason == reason] for reason in reasons
         }
-        return {reason: (len(norms), _norm(norms) / whole) for reason, norms in groups.items()}
+        return {reason: (len(norms), _norm(norms) / total) for reason, norms in groups.items()}
 
 
 def shortened(names: Iterable[str]) -> list[str]:
