@@ -49,9 +49,9 @@ from adapterswap.writing.folder import COMPOSED
 
 __all__ = ["Conversion", "ConvertedModule", "convert"]
 
-# Beside LoRA they are copied. Another kind's modules are merged by PEFT, and their rows would be lost.
+# With LoRA, trained tokens are copied. PEFT merges modules of other kinds, which would lose the tokens' rows.
 _TOKENS = "trainable_token_indices"
-# What makes a LoRA more than s·B·A, or another one.
+# Settings with which a LoRA is more than s·B·A, or something else.
 _VARIANTS = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config")
 _RESOLUTION = 5e-8  # of errors that are computed from inner products
 _CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
@@ -84,7 +84,7 @@ def convert(
         out_path: the folder to write; it appears whole or not at all.
         names: write the module names of `transformers4` or `transformers5`; see `write_adapter`.
         layout: `exact`, or `portable` (one rank, plain LoRA, scale 1).
-        dtype: the dtype of the tensors; by default the adapter's own, or float32 where ΔW is computed.
+        dtype: the dtype of the tensors; by default the adapter's own, or float32 if ΔW is computed.
         rank: the highest rank of a module; kinds other than LoRA need this or `max_error`.
         max_error: refuse the conversion if any module has a larger relative error of ΔW, rounding included. For kinds
             other than LoRA, each module gets the smallest rank that is enough, up to `rank`.
@@ -93,7 +93,7 @@ def convert(
         base_model: the adapter's base, if it names none or another path. DoRA, other kinds than LoRA, fused experts of
             PEFT before 0.19 and `saved_rank` need its weights.
         allow_pickle: read `adapter_model.bin` too, only with `torch.load(weights_only=True)`.
-        overwrite: replace the folder, if `convert` or its like wrote it.
+        overwrite: replace the folder, if `convert` or a similar command wrote it.
         dry_run: compute and report everything, and write nothing.
         progress: called after each module of another kind, with the number of finished modules and the total.
 
@@ -129,8 +129,8 @@ def convert(
             current = Path(place) / "current"
             current.mkdir()
             config = read_json(folder / CONFIG)
-            named = config.get("base_model_name_or_path")
-            write_current(folder, current, open_checkpoint(_base_of(named, config.get("revision"), base_model)))
+            base_name = config.get("base_model_name_or_path")
+            write_current(folder, current, open_checkpoint(_base_of(base_name, config.get("revision"), base_model)))
             folder = current
         if kind == "LORA":
             opened, approximated = read_adapter(replace(source, folder=folder)), {}
@@ -192,7 +192,7 @@ def convert(
                 conversion = conversion.model_copy(update={"saved_rank": saved_rank})
             return record.model_copy(update={"experts": experts, "conversion": conversion})
 
-        trial = dry_run or max_error is not None  # errors are known once the files are
+        trial = dry_run or max_error is not None  # errors are known only after the files are written
         written = write_prepared(
             prepared, target if trial else out_path, overwrite=overwrite and not trial, amend=amend
         )
@@ -261,8 +261,8 @@ def _cut(
     from safetensors.numpy import save_file
 
     config = read_json(folder / CONFIG)
-    named = config.get("base_model_name_or_path")
-    reference = _base_of(named, config.get("revision"), base_model)
+    base_name = config.get("base_model_name_or_path")
+    reference = _base_of(base_name, config.get("revision"), base_model)
     base = find_source(reference, WEIGHT_FILES, what="base model")
     loaded = load_with_base(folder, base.folder, reference)
     tensors: dict[str, Any] = {}
@@ -290,7 +290,7 @@ def _cut(
     rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     save_file(tensors, out / WEIGHTS)
     content = adapter_config(
-        shapes, rank, alpha, rslora=True, base_model=named or reference, revision=config.get("revision"),
+        shapes, rank, alpha, rslora=True, base_model=base_name or reference, revision=config.get("revision"),
         task_type=config.get("task_type"), fan_in_fan_out=bool(config.get("fan_in_fan_out")), tied=False,
         saved=config.get("modules_to_save") or (), auto_mapping=config.get("auto_mapping"),
     )  # fmt: skip
@@ -298,16 +298,16 @@ def _cut(
     return modules
 
 
-def _base_of(named: object, revision: str | None, base_model: str | None) -> str:
+def _base_of(base_name: object, revision: str | None, base_model: str | None) -> str:
     """The base that the caller passed, or else the one that the adapter names."""
-    reference = base_model or (at_revision(named, revision) if isinstance(named, str) else None)
+    reference = base_model or (at_revision(base_name, revision) if isinstance(base_name, str) else None)
     if reference is None:
         raise BaseModelError("The adapter names no base model", "Pass `base_model`", parameter="base_model")
     return reference
 
 
 def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
-    """The plan that gives everything to one expert. If the base is not available, its depth does not matter."""
+    """The plan that gives every module to one expert. Without the base, the least possible depth is enough."""
     composition = Composition(allocation=(Rule(expert=expert),), base_model=base_model)
     try:
         return make_plan(composition, {expert: adapter})
@@ -328,22 +328,24 @@ def _least_depth(adapter: Adapter) -> NumLayers:
 def _measured(
     before: Adapter, after: Adapter, slots: Mapping[str, Any], own: Mapping[str, ConvertedModule]
 ) -> tuple[ConvertedModule, ...]:
-    """The modules with their errors: those in `own`, and the others compared with their factors before."""
+    """The modules with their errors: those in `own` as they are, the others compared with their factors before."""
     names = {slot.module: name for name, slot in slots.items()}
-    known = [replace(module, name=names.get(name, name)) for name, module in own.items()]
+    own_modules = [replace(module, name=names.get(name, name)) for name, module in own.items()]
     if own.keys() >= before.modules.keys():
-        return tuple(known)
+        return tuple(own_modules)
     renamed = renamed_adapter(
         before, {n: names.get(n, n) for n in (*before.modules, *before.saved)}, "", after.container
     )
-    done = {module.name for module in known}
+    own_names = {module.name for module in own_modules}
     return (
         *(
-            ConvertedModule(one.name, after.modules[one.name].rank, one.norms[0], _error(one))
-            for one in compare(renamed, after)
-            if one.name in after.modules and one.name not in done
+            ConvertedModule(
+                difference.name, after.modules[difference.name].rank, difference.norms[0], _error(difference)
+            )
+            for difference in compare(renamed, after)
+            if difference.name in after.modules and difference.name not in own_names
         ),
-        *known,
+        *own_modules,
     )
 
 

@@ -1,6 +1,6 @@
 """LoRA on the fused experts of a mixture (`target_parameters`) as PEFT before 0.19 stored it, in today's layout.
 
-PEFT before 0.19 took the first axis of an expert's matrix for its inputs, whatever the model says: A is (experts·rank ×
+PEFT before 0.19 always took the first axis of an expert's matrix for its inputs: A is (experts·rank ×
 first) and B (second × rank·experts). Since then A belongs to the inputs, which in most models are the second axis. The
 numbers are the same, so A and B change places, transposed for each expert. Knows PEFT's layouts; computes nothing.
 """
@@ -24,7 +24,7 @@ _CURRENT = "0.19.0"  # the first version of PEFT with today's layout
 
 
 def is_older(folder: Path) -> bool:
-    """Whether the adapter in a folder has LoRA on parameters, and a config of PEFT before 0.19, or of no version."""
+    """Whether the adapter in a folder has LoRA on parameters, and a config of PEFT before 0.19 or without a version."""
     config = read_json(folder / CONFIG)
     if not config.get("target_parameters") or config.get("peft_type") != "LORA":
         return False
@@ -38,14 +38,14 @@ def write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
     Args:
         folder: the adapter's; see `is_older`.
         out: gets its weights and its config.
-        base: whose matrices say which axis is the inputs.
+        base: its matrices show which axis belongs to the inputs.
 
     Returns:
         Whether A and B changed places.
 
     Raises:
         BaseModelError: the base lacks a parameter, or has it in another shape.
-        UnsupportedError: all matrices are square, so nothing tells which axis A belongs to.
+        UnsupportedError: all matrices are square, so the axis of A cannot be determined.
         ExpertError, UnsupportedError: see `read_adapter`.
     """
     from safetensors import safe_open
@@ -71,7 +71,7 @@ def write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
 
 
 def _is_swapped(fused: list[LoraModule], container: str | None, base: Checkpoint) -> bool:
-    """Whether A belongs to the outputs. All of one model are alike, so one matrix that is not square decides."""
+    """Whether A belongs to the outputs. A model's matrices have one layout, so one that is not square decides."""
     orientation = Orientation(base)
     problems = Problems(BaseModelError)
     layouts: dict[bool, str] = {}

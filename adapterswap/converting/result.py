@@ -46,8 +46,8 @@ class Conversion:
     def relative_error(self) -> float:
         """‖ΔW - ΔW'‖ / ‖ΔW‖ over all modules together."""
         norm = math.sqrt(math.fsum(module.norm**2 for module in self.modules))
-        apart = math.sqrt(math.fsum((module.norm * module.error) ** 2 for module in self.modules))
-        return apart / norm if norm else 0.0
+        distance = math.sqrt(math.fsum((module.norm * module.error) ** 2 for module in self.modules))
+        return distance / norm if norm else 0.0
 
     @property
     def worst(self) -> ConvertedModule:
