@@ -1,8 +1,8 @@
-"""Compute what any PEFT adapter does to its base's weights, as dense matrices: ΔW = W_merged - W_base.
+"""Compute how any PEFT adapter changes its base's weights, as dense matrices: ΔW = W_merged - W_base.
 
-PEFT merges one module at a time, in float32, and the base gets its own weight back, so memory holds the base and one
-module. A kind is supported once a test has shown that merging it gives what it computes. Knows PEFT's layers; knows
-nothing of low rank.
+PEFT merges one module at a time, in float32. The base's weight is restored afterwards, so memory holds the base and one
+module. A kind is supported if a test shows that merging it gives the same outputs. Knows PEFT's layers; knows nothing
+of low rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LoadedAdapter:
 
         modules = self.model.get_base_model().named_modules()
         layers = {name: module for name, module in modules if isinstance(module, BaseTunerLayer)}
-        for done, (name, layer) in enumerate(layers.items(), start=1):
+        for count, (name, layer) in enumerate(layers.items(), start=1):
             own = layer.get_base_layer()
             shape = getattr(getattr(own, "weight", None), "shape", ())
             if type(own).__name__ not in ("Linear", "Conv1D") or len(shape) != 2:
@@ -73,7 +73,7 @@ class LoadedAdapter:
                 )
             delta = _merged_difference(name, layer, own)
             yield DenseChange(name, np.ascontiguousarray(delta.T) if isinstance(own, Conv1D) else delta)
-            progress(done, len(layers))
+            progress(count, len(layers))
 
 
 def _merged_difference(name: str, layer: Any, own: Any) -> npt.NDArray[np.float32]:
@@ -124,12 +124,13 @@ def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAda
     try:
         with quiet_peft():
             model = PeftModel.from_pretrained(base, str(folder))
-            left = model.load_adapter(str(folder), "default").unexpected_keys
+            unexpected = model.load_adapter(str(folder), "default").unexpected_keys
     except Exception as error:  # PEFT has no single class for these errors
         raise ExpertError(f"PEFT cannot load the adapter into {base_name}: {reason_of(error)}", _KEEP) from None
-    if left:
+    if unexpected:
         raise ExpertError(
-            f"PEFT has no place for {left[0]} in {base_name}, nor for {len(left) - 1} more tensors of the adapter",
+            f"PEFT has no place for {unexpected[0]} in {base_name}, nor for {len(unexpected) - 1} more tensors of the "
+            "adapter",
             "Pass the base that the adapter was trained on with `base_model`",
             parameter="base_model",
         )

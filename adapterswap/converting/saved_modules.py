@@ -43,7 +43,7 @@ def write_lowered(
         base: the checkpoint that it adapts.
         out: a folder.
         rank: the highest rank of such a module.
-        error: the relative error of ΔW at which a smaller rank is enough; None for the whole rank.
+        error: the relative error of ΔW at which a smaller rank is enough; None for the full `rank`.
         dtype: of the new factors; by default that of the adapter's own.
 
     Raises:
@@ -95,14 +95,18 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeig
     located = locate_all({names[0]: adapter}, stored, "the base", base, problems).get(names[0], {})
     problems.raise_if_any()
     weights = adaptable_weights(build_empty(base))
-    whole = {key: (one.module, one.change) for key, one in located.items() if isinstance(one.change, Whole)}
+    full = {
+        key: (location.module, location.change)
+        for key, location in located.items()
+        if isinstance(location.change, Whole)
+    }
     with open_files([adapter.file, *base.shards]) as files:
 
         def read(key: str, change: Whole) -> npt.NDArray[np.float32]:
             return read_difference(names, change, Whole.of(stored[key].path, stored[key].tensor), files)
 
         matrices = {}
-        for key, (module, change) in whole.items():
+        for key, (module, change) in full.items():
             weight = weights.get(module)
             if weight is None or len(change.tensor.shape) != 2:
                 if read(key, change).any():
