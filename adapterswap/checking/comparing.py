@@ -1,6 +1,6 @@
-"""How far apart two adapters are: distance and cosine of ΔW per LoRA module, distance of weights trained in full.
+"""The difference of two adapters: distance and cosine of ΔW per LoRA module, distance of weights trained in full.
 
-ΔW is compared in low rank and never formed; whole weights are read in blocks. Knows opened adapters; judges nothing.
+ΔW is compared in low rank and never formed; whole weights are read in blocks. Knows opened adapters only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Difference:
-    """Two ΔW of one module, X of the first adapter and Y of the second (zero where one lacks the module).
+    """Two ΔW of one module, X of the first adapter and Y of the second (zero if one lacks the module).
 
     Attributes:
         name, layer, kind: the module.
@@ -45,7 +45,7 @@ class Difference:
         product: ⟨X, Y⟩.
         apart: ‖X - Y‖.
         distance: ‖X - Y‖ / ‖X‖; infinite for X = 0 ≠ Y.
-        cosine: ⟨X, Y⟩ / (‖X‖·‖Y‖); None where one is zero.
+        cosine: ⟨X, Y⟩ / (‖X‖·‖Y‖); None if one is zero.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Difference:
 
     @property
     def distance(self) -> float:
-        one, other = self.norms
-        return self.apart / one if one else (math.inf if other else 0.0)
+        first, second = self.norms
+        return self.apart / first if first else (math.inf if second else 0.0)
 
     @property
     def cosine(self) -> float | None:
@@ -73,13 +73,13 @@ class Difference:
 class SavedDifference:
     """A module that one or both adapters hold in full (`modules_to_save`): W₁ of the first, W₂ of the second.
 
-    Whole weights say nothing of ΔW without the base, so a module that only one adapter holds in full has no distance.
+    Whole weights do not determine ΔW without the base, so a module that only one adapter holds in full has no distance.
 
     Attributes:
         name, layer, kind: the module.
         shape: of its parameters, in words.
-        norms: ‖W₁‖ and ‖W₂‖ (Frobenius, over all its parameters); None where an adapter does not hold it in full.
-        apart: ‖W₁ - W₂‖; None where one does not hold it in full.
+        norms: ‖W₁‖ and ‖W₂‖ (Frobenius, over all its parameters); None for an adapter that does not hold it in full.
+        apart: ‖W₁ - W₂‖; None if one does not hold it in full.
         lora: whether the adapter that does not hold it in full has LoRA on it.
     """
 
@@ -93,7 +93,7 @@ class SavedDifference:
 
     @property
     def distance(self) -> float | None:
-        """‖W₁ - W₂‖ / ‖W₁‖; infinite for W₁ = 0 ≠ W₂; None where it is unknown."""
+        """‖W₁ - W₂‖ / ‖W₁‖; infinite for W₁ = 0 ≠ W₂; None if it is unknown."""
         if self.apart is None or self.norms[0] is None:
             return None
         return self.apart / self.norms[0] if self.norms[0] else (math.inf if self.apart else 0.0)
@@ -104,8 +104,8 @@ class SavedDifference:
         if self.apart is not None:
             return ""
         holder, lacking = ("first", "second") if self.norms[1] is None else ("second", "first")
-        rest = f"; the {lacking} has LoRA on it" if self.lora else ""
-        return f"trained in full in the {holder} only{rest}: the change is unknown without the base"
+        lora_note = f"; the {lacking} has LoRA on it" if self.lora else ""
+        return f"trained in full in the {holder} only{lora_note}: the change is unknown without the base"
 
     def as_json(self) -> dict[str, Any]:
         """As plain data; an infinite distance, which JSON cannot hold, is null."""
@@ -124,16 +124,18 @@ class Comparison:
 
     Attributes:
         modules: every LoRA module that either has, in the order of layers.
-        saved: every module that either holds in full, likewise.
+        saved: every module that either holds in full, in the same order.
     """
 
     modules: tuple[Difference, ...]
     saved: tuple[SavedDifference, ...] = ()
 
     def __repr__(self) -> str:
-        every = self.total
+        overall = self.total
         saved = f", {len(self.saved)} trained in full" if self.saved else ""
-        return f"<Comparison distance={every.distance:.4g}, cosine={every.cosine}, {len(self.modules)} modules{saved}>"
+        return (
+            f"<Comparison distance={overall.distance:.4g}, cosine={overall.cosine}, {len(self.modules)} modules{saved}>"
+        )
 
     @property
     def total(self) -> Difference:
@@ -142,9 +144,9 @@ class Comparison:
 
     @property
     def layers(self) -> tuple[Difference, ...]:
-        """The LoRA modules of each layer as one, called by the layer's number, or `no layer`.
+        """The LoRA modules of each layer as one, named by the layer's number, or `no layer`.
 
-        Where both an encoder and a decoder are adapted, by the stack and the number: `decoder 3`.
+        If both an encoder and a decoder are adapted, by the stack and the number: `decoder 3`.
         """
         stacks = {stack_of(module.name): None for module in self.modules if module.layer is not None}
         layers: dict[str, list[Difference]] = {}
@@ -219,12 +221,12 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
 
         def difference(name: str) -> Difference:
             pair = [(adapter, adapter.modules.get(name)) for adapter in (one, other)]
-            held = [(adapter, module) for adapter, module in pair if module is not None]
-            _check_shapes(name, [module.shape for _, module in held])
-            factors = [read_matrices(adapter.name, files[adapter.file.path], module) for adapter, module in held]
-            module, matrices = held[0][1], []
+            present = [(adapter, module) for adapter, module in pair if module is not None]
+            _check_shapes(name, [module.shape for _, module in present])
+            factors = [read_matrices(adapter.name, files[adapter.file.path], module) for adapter, module in present]
+            module, matrices = present[0][1], []
             for joint in map(Joint, zip(*factors, strict=True)):
-                if len(held) == 1:
+                if len(present) == 1:
                     norm = joint.norm([1])
                     norms = (norm, 0.0) if pair[1][1] is None else (0.0, norm)
                     matrices.append(Difference(name, module.layer, module.kind, norms, 0.0, norm))
@@ -256,19 +258,19 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
                     parameter="other",
                 )
             _check_shapes(name, [module.shape for module in pair if module is not None])
-            module = next(held for held in pair if held is not None)
-            squares, apart = [0.0] * len([held for held in pair if held is not None]), 0.0
+            module = next(saved_module for saved_module in pair if saved_module is not None)
+            squares, apart = [0.0] * len([saved_module for saved_module in pair if saved_module is not None]), 0.0
             for parameter, tensor in module.tensors.items():
                 for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
                     blocks = [
-                        _elements(adapter, files[adapter.file.path], held.tensors[parameter], start, stop)
-                        for adapter, held in zip((one, other), pair, strict=True)
-                        if held is not None
+                        _elements(adapter, files[adapter.file.path], saved_module.tensors[parameter], start, stop)
+                        for adapter, saved_module in zip((one, other), pair, strict=True)
+                        if saved_module is not None
                     ]
                     squares = [sum_ + _squared(block) for sum_, block in zip(squares, blocks, strict=True)]
                     apart += _squared(blocks[0] - blocks[-1])
             present = iter(squares)
-            norms = [None if held is None else math.sqrt(next(present)) for held in pair]
+            norms = [None if saved_module is None else math.sqrt(next(present)) for saved_module in pair]
             both = None not in pair
             lora = not both and name in one.modules.keys() | other.modules.keys()
             differences.append(
@@ -277,7 +279,10 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
                     math.sqrt(apart) if both else None, lora,
                 )
             )  # fmt: skip
-    return sorted(differences, key=lambda held: (-1 if held.layer is None else held.layer, held.name))
+    return sorted(
+        differences,
+        key=lambda row: (-1 if row.layer is None else row.layer, row.name),
+    )
 
 
 def _check_shapes(module: str, shapes: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from adapterswap.records.record import ExtractionRecord, ExtractionRequest, shar
 
 __all__ = ["verify_extracted"]
 
-_FULL, _BASE = "full", "base"  # what an adapter is cut out of, as its record names the two
+_FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
 
@@ -50,7 +50,7 @@ def verify_extracted(
         content: its record as raw data.
         record: the same, parsed.
         source_paths: the path of the fine-tune, as `full`, to compare it if it is not on the Hub.
-        base_model: the path of the base, likewise.
+        base_model: the path of the base, to compare it if it is not on the Hub.
 
     Raises:
         ArgumentError: `source_paths` names a source that the record does not have.
@@ -122,10 +122,10 @@ def _open(
         )
     places = {_FULL: source_paths.get(_FULL) or request.full.reference, _BASE: base_model or request.base.reference}
     opened = {}
-    for (name, place), what in zip(places.items(), ("full fine-tune", "base model"), strict=True):
+    for (name, place), label in zip(places.items(), ("full fine-tune", "base model"), strict=True):
         if place is not None:
             with problems.collect():
-                opened[name] = open_checkpoint(place, what=what)
+                opened[name] = open_checkpoint(place, what=label)
     problems.raise_if_any()
     return opened
 
@@ -153,10 +153,10 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
             for factors in _factors(adapter, matrix, files):
                 if factors.shape != matrix.shape:
                     return False
-                norm, rest = measure(matrix, factors, files, (full.name, base.name))
+                norm, residual = measure(matrix, factors, files, (full.name, base.name))
                 if not math.isclose(norm, recorded.norm, rel_tol=_RELATIVE):
                     return False
-                if not math.isclose(rest / norm, recorded.relative_error, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):
+                if not math.isclose(residual / norm, recorded.relative_error, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):
                     return False
             return True
 

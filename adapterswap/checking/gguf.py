@@ -81,7 +81,7 @@ class GgufFile:
         Raises:
             ExpertError: a module has only one of its factors.
         """
-        found = {}
+        modules = {}
         for name in dict.fromkeys(name.removesuffix(".lora_a").removesuffix(".lora_b") for name in self.tensors):
             if not {f"{name}.lora_a", f"{name}.lora_b"} <= self.tensors.keys():
                 raise ExpertError(f"{self.path} holds only one factor of {name}", REMEDY, parameter="path")
@@ -93,8 +93,8 @@ class GgufFile:
             name = name.removesuffix(".weight")
             layer = re.match(r"blk\.(\d+)\.", name)
             kind: Kind = "attention" if ".attn_" in name else "mlp" if ".ffn_" in name else "other"
-            found[name] = GgufModule(name, int(layer[1]) if layer else None, kind, rank, out, into, dtype, *counts)
-        return found
+            modules[name] = GgufModule(name, int(layer[1]) if layer else None, kind, rank, out, into, dtype, *counts)
+        return modules
 
 
 @dataclass(frozen=True)
