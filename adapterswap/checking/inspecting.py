@@ -1,4 +1,4 @@
-"""What an adapter or a model holds, from its header and configs only, and which expert each part came from.
+"""The parts of an adapter or a model, from its header and configs only, and the expert that each part came from.
 
 Reads no tensor and prints nothing.
 """

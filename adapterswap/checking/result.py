@@ -1,4 +1,4 @@
-"""The result of comparing something with its sources, as data. Reads and prints nothing."""
+"""The result of comparing an adapter or a model with its sources, as data. Reads and prints nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Verification"]
 
 @dataclass(frozen=True)
 class Verification:
-    """What differs between an adapter or a model and what its sources give.
+    """The differences between an adapter or a model and what its sources give.
 
     Attributes:
         changed_sources: experts, or `base`, that have changed since they were composed or cut: name → the file that
@@ -25,8 +25,8 @@ class Verification:
         config: the config's file name.
         extracted: whether it is an adapter that was cut out of a full fine-tune.
         record_differs: the keys of adapterswap.json whose values differ from what the sources give.
-        unchecked: sources that were not compared, because their location is not known: what an extracted adapter was
-            cut out of, or `base`.
+        unchecked: sources that were not compared, because their location is not known: those of an extracted adapter,
+            or `base`.
     """
 
     changed_sources: Mapping[str, str] = field(default_factory=dict)

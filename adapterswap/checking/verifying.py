@@ -1,7 +1,7 @@
 """Recompute an adapter or a model from the sources in its adapterswap.json and compare.
 
-Finds the sources (Hub ids automatically, folders at the paths of the caller), writes the composition again to a
-temporary folder and compares byte for byte; `extracted` checks extracted adapters. Knows provenance; knows nothing of
+Finds the sources (Hub ids automatically, folders at the paths that the caller passes), writes the composition again to
+a temporary folder and compares byte for byte; `extracted` checks extracted adapters. Knows provenance; knows nothing of
 how a composition is requested.
 """
 
@@ -61,7 +61,7 @@ _NOT_COMPARED: dict[int, set[str]] = {
     3: set(),
 }
 _NOT_IN_SOURCES: dict[int, set[str]] = {1: {"base_model", "base_revision", "origin"}, 2: {"origin"}, 3: set()}
-# A source can be in another place: its files count.
+# A source may have moved: only its files are compared.
 _WHERE = {"source", "revision", "sha256", "fingerprints", "entered"}
 
 _FILES = "files"  # the list that `atomic_folder` adds
@@ -155,11 +155,11 @@ def recorded_composition(folder: Path, record: CompositionRecord, base_model: st
     """The recorded composition. Format 1 is read by its rules: its methods gave other rules than today's."""
     content: dict[str, Any] = {**record.composition, "num_layers": record.num_layers, "base_model": base_model}
     if record.format == 1:
-        kept: dict[str, Any] = {
+        settings: dict[str, Any] = {
             key: content[key] for key in ("num_layers", "base_model", "seed", "row_threshold") if key in content
         }
         rules = [rule.model_dump(exclude_unset=True) for rule in record.rules]
-        content = kept | {"allocation": rules, "allow_negative": True}
+        content = settings | {"allocation": rules, "allow_negative": True}
     return validate(content, Composition, where=str(folder / PROVENANCE))
 
 
@@ -167,10 +167,10 @@ def _write_adapter(
     record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
 ) -> None:
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
-    named = {(adapter.config.base_model, adapter.config.revision) for adapter in adapters.values()}
+    bases = {(adapter.config.base_model, adapter.config.revision) for adapter in adapters.values()}
     revision = record.base_revision
-    another = len(named) > 1 or revision not in (None, *(of_expert for _, of_expert in named))
-    if composition.base_model is None and record.base_model is not None and another:
+    base_was_passed = len(bases) > 1 or revision not in (None, *(of_expert for _, of_expert in bases))
+    if composition.base_model is None and record.base_model is not None and base_was_passed:
         # The base was passed when they were composed; it is not checked again.
         declared = at_revision(record.base_model, revision)
         composition = composition.model_copy(update={"base_model": declared})
@@ -225,9 +225,9 @@ def _compare(
 
 
 def _find_base(recorded: SourceRecord, opened: Mapping[str, Expert], base_model: str | None) -> SourceRecord | None:
-    """The base as it is today, none of whose weights are in the result; None if it cannot be located or is gone."""
-    noted = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
-    local = [place for place in noted if place is not None and public_name(place) == recorded.source]
+    """The base of an adapter, which holds none of its weights, as it is today; None if it cannot be located."""
+    base_names = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
+    local = [place for place in base_names if place is not None and public_name(place) == recorded.source]
     for place in [base_model] if base_model is not None else [recorded.reference, *local]:
         if place is not None and (base_model is not None or recorded.reference or is_folder(expand(place))):
             return base_source(find_source(place, [MODEL_CONFIG], what="base model"))
@@ -262,9 +262,11 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
 def find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
     problems = Problems(ArgumentError)
     names = ", ".join(record.experts)
-    made = "the model was merged" if record.kind == "model" else "the adapter was composed"
+    action = "the model was merged" if record.kind == "model" else "the adapter was composed"
     for name in given.keys() - record.experts.keys():
-        problems.add(f"`experts` names {name!r}, but {made} of {names}", "Use one of these names", parameter="experts")
+        problems.add(
+            f"`experts` names {name!r}, but {action} of {names}", "Use one of these names", parameter="experts"
+        )
     opened = {}
     for name, source in record.experts.items():
         reference = given.get(name) or source.reference
@@ -282,7 +284,7 @@ def find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> 
 
 
 def _base(record: CompositionRecord, base_model: str | None) -> str | None:
-    """The path of the base of full weights, or None if no base entered."""
+    """The path of the base of full weights, or None if no base was used."""
     if record.base is None:
         return None
     if (place := base_model or record.base.reference) is None:
@@ -317,8 +319,8 @@ def record_differs(
     differing_keys = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
     if record.format < FORMAT and record.composition.get("num_layers", record.num_layers) != record.num_layers:
         differing_keys.append("composition")
-    named = (record.base_model, record.base_revision)
-    if record.kind == "model" and named != (
+    recorded_base = (record.base_model, record.base_revision)
+    if record.kind == "model" and recorded_base != (
         (record.base.source, record.base.revision) if record.base else (None, None)
     ):
         differing_keys.append("base_model")
@@ -327,12 +329,12 @@ def record_differs(
 
 def _comparable(content: Mapping[str, Any], record: CompositionRecord, *, listed: bool) -> dict[str, Any]:
     """The keys of a record, or of the recomputed one, that can be compared."""
-    unlike = {"adapterswap_version", "base", *_NOT_COMPARED[record.format]}
+    ignored = {"adapterswap_version", "base", *_NOT_COMPARED[record.format]}
     if record.kind == "model":  # the base is compared by its files; its folder can have another name
-        unlike |= {"base_model", "base_revision"}
+        ignored |= {"base_model", "base_revision"}
     if not listed:
-        unlike.add(_FILES)  # no list before edition 0.2
-    compared = {key: value for key, value in content.items() if key not in unlike}
+        ignored.add(_FILES)  # no list before edition 0.2
+    compared = {key: value for key, value in content.items() if key not in ignored}
     where = _WHERE | _NOT_IN_SOURCES[record.format]
     compared["experts"] = {name: _without(entry, where) for name, entry in compared["experts"].items()}
     return compared
@@ -354,13 +356,13 @@ def _alike(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _differing(one: Sequence[TensorFile], other: Sequence[TensorFile]) -> tuple[str, ...]:
+def _differing(first: Sequence[TensorFile], second: Sequence[TensorFile]) -> tuple[str, ...]:
     """The names of tensors whose dtype, shape or bytes differ, in whichever file they are."""
     ours, theirs = (
-        {name: (tensor, file) for file in files for name, tensor in file.tensors.items()} for files in (one, other)
+        {name: (tensor, file) for file in files for name, tensor in file.tensors.items()} for files in (first, second)
     )
     names = sorted(ours.keys() | theirs.keys())
-    with open_files([*one, *other]) as opened:
+    with open_files([*first, *second]) as opened:
 
         def alike(name: str) -> bool:
             if name not in ours or name not in theirs:
