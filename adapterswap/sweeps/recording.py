@@ -89,12 +89,12 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
     remedy = "Repeat the first sweep's settings, choose another path, or pass `overwrite=True`"
     problems = Problems(RunError)
     for key, value in described.items():
-        other = value if key == "recipe" else stored.get(key)
-        if key in ("settings", "versions", "task_files") and isinstance(other, dict):
-            names = value.keys() | other.keys() if key == "task_files" else value.keys()
-            changed = [f"{key}.{name}" for name in names if value.get(name) != other.get(name)]
+        earlier = value if key == "recipe" else stored.get(key)
+        if key in ("settings", "versions", "task_files") and isinstance(earlier, dict):
+            names = value.keys() | earlier.keys() if key == "task_files" else value.keys()
+            changed = [f"{key}.{name}" for name in names if value.get(name) != earlier.get(name)]
         else:
-            changed = [] if value == other else [key]
+            changed = [] if value == earlier else [key]
         for name in sorted(changed):
             problems.add(f"{folder} holds another sweep, begun with other {name}", remedy, parameter="out_path")
     problems.raise_if_any()
@@ -112,7 +112,7 @@ def recording(
 
     Args:
         folder: created if it does not exist.
-        described: the sweep to run; compared with the one in the folder.
+        described: the sweep to run, which is compared with the one in the folder.
         overwrite: remove the sweep in the folder.
         inputs: paths that are read; the output may not overlap them.
 
@@ -123,14 +123,14 @@ def recording(
     check_out_path(folder, described, overwrite=overwrite, inputs=inputs)
     with ExitStack() as stack:
         with _explained(folder):
-            stack.enter_context(_held(folder))
-            found = check_out_path(
+            stack.enter_context(_locked_folder(folder))
+            findings = check_out_path(
                 folder, described, overwrite=overwrite, inputs=inputs
             )  # again, now that it is locked
             if overwrite:
                 _clear(folder)
-            _mend(folder)
-        yield Recording(folder, found)
+            _clean_up(folder)
+        yield Recording(folder, findings)
 
 
 class Recording:
@@ -176,7 +176,7 @@ class Recording:
         self.found.rungs[result.cell, result.documents] = result
 
     def keep_questions(self, task: str, questions: Sequence[Mapping[str, Any]]) -> None:
-        """Write a task's prompts and targets, or compare them with those in the folder. Done once in a process.
+        """Write a task's prompts and targets, or compare them with those in the folder. Happens once in a process.
 
         Args:
             task: its name.
@@ -223,7 +223,7 @@ class Recording:
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
         path, line = self._folder / name, _line(sealed(content)).encode("utf-8", "backslashreplace")
         with _explained(self._folder):
-            made = not exists(path)
+            is_new = not exists(path)
             with path.open("ab", buffering=0) as file:
                 before = file.tell()
                 try:
@@ -233,7 +233,7 @@ class Recording:
                 except BaseException:
                     file.truncate(before)
                     raise
-            if made:
+            if is_new:
                 sync_one(self._folder)
 
     def _place(self, path: Path, text: str) -> None:
@@ -259,12 +259,12 @@ def _strangers(folder: Path) -> list[str]:
     return strangers(folder, None, names=[_LOCK, CELLS, RUNGS, *files, *(file + _TMP for file in files)])
 
 
-def _mend(folder: Path) -> None:
+def _clean_up(folder: Path) -> None:
     """Clean up after a killed sweep: cut off incomplete lines, and remove unfinished files."""
-    others = set(_strangers(folder))
-    for left in (*folder.glob(f"*{_TMP}"), *folder.glob(f"{SAMPLES}/*{_TMP}"), *folder.glob(f"{PROMPTS}/*{_TMP}")):
-        if left.relative_to(folder).as_posix() not in others:
-            left.unlink()
+    foreign = set(_strangers(folder))
+    for leftover in (*folder.glob(f"*{_TMP}"), *folder.glob(f"{SAMPLES}/*{_TMP}"), *folder.glob(f"{PROMPTS}/*{_TMP}")):
+        if leftover.relative_to(folder).as_posix() not in foreign:
+            leftover.unlink()
     for path in (folder / CELLS, folder / RUNGS):
         if exists(path):
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -279,15 +279,15 @@ def _clear(folder: Path) -> None:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _locked_folder(folder: Path) -> Iterator[None]:
     """Create the folder if necessary, and lock it."""
-    made = not exists(folder)
+    is_new = not exists(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(folder / _LOCK, f"{folder} is being written by another sweep"):
             yield
     finally:
-        if made:
+        if is_new:
             with suppress(OSError):
                 folder.rmdir()  # succeeds only if nothing was written
 

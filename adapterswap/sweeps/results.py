@@ -81,17 +81,17 @@ class Run:
 
     @property
     def given_up(self) -> tuple[Cell, ...]:
-        """Cells that were judged on some documents but not on all."""
-        seen = {rung.cell for rung in self.rungs} - {result.cell.cell for result in self.results}
-        return tuple(cell for cell in self.cells if cell.cell in seen)
+        """Cells that were evaluated on some documents but not on all."""
+        tried = {rung.cell for rung in self.rungs} - {result.cell.cell for result in self.results}
+        return tuple(cell for cell in self.cells if cell.cell in tried)
 
     @property
     def unfinished(self) -> tuple[Cell, ...]:
-        """Cells that are still to be judged. Empty for a search, which chooses its cells while it runs."""
+        """Cells that are not evaluated yet. Empty for a search, which chooses its cells while it runs."""
         if self.described.get("recipe", {}).get("search"):
             return ()
-        done = {result.cell.cell for result in self.results}
-        return tuple(cell for cell in self.cells if cell.cell not in done)
+        finished = {result.cell.cell for result in self.results}
+        return tuple(cell for cell in self.cells if cell.cell not in finished)
 
 
 def read_run(folder: str | Path, *, whole: bool = False) -> Run:
@@ -156,7 +156,7 @@ def _as_written(content: Mapping[str, Any], whole: bool) -> bool:
 def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str, Any]], whole: bool) -> None:
     """Refuse lines that were changed, or whose samples are missing or were changed."""
     problems = Problems(DataError)
-    known = {cell.cell: cell for cell in run.cells}
+    cells_by_id = {cell.cell: cell for cell in run.cells}
     seen: set[str] = set()
     hashes: dict[Path, str | None] = {}
     by_document = {
@@ -170,7 +170,7 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
     for number, (content, result) in enumerate(zip(cell_lines, run.results, strict=True), 1):
         name = result.cell.cell
         reason = None
-        if known.get(name) != result.cell:
+        if cells_by_id.get(name) != result.cell:
             reason = f"{name} is not a cell of this sweep"
         elif name in seen:
             reason = f"{name} is in an earlier line, too"
@@ -200,7 +200,7 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
             else f"{task} is not a task of this sweep"
             for task, value in rung.results.items()
         )
-        reason = f"{rung.cell} is not a cell of this sweep" if rung.cell not in known else next(
+        reason = f"{rung.cell} is not a cell of this sweep" if rung.cell not in cells_by_id else next(
             filter(None, unsound), None
         )  # fmt: skip
         if reason is None and not _as_written(content, whole):
@@ -227,22 +227,22 @@ def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any
         return "it does not record its conditions, and other lines do" if recorded else None
     if not isinstance(conditions, dict):
         return "its conditions are not an object"
-    others = differing(conditions, expected)
-    listed = "; ".join(f"{name} is {shown_value(own)} there, and {shown_value(its)} here" for name, own, its in others)
-    return f"it was evaluated in another sweep: {listed}" if others else None
+    changed = differing(conditions, expected)
+    listed = "; ".join(f"{name} is {shown_value(own)} there, and {shown_value(its)} here" for name, own, its in changed)
+    return f"it was evaluated in another sweep: {listed}" if changed else None
 
 
 def _check_files(
-    run: Run, result: CellResult, noted: Mapping[str, str], hashes: dict[Path, str | None], whole: bool,
+    run: Run, result: CellResult, recorded_hashes: Mapping[str, str], hashes: dict[Path, str | None], whole: bool,
     problems: Problems,
 ) -> None:  # fmt: skip
     """Compare a cell's samples and its tasks' prompts with the hashes in its line; each file is read once."""
     for name, path in files_of(run.folder, result.cell).items():
-        left_out = not exists(path.parent) and (name.startswith(SAMPLES) or not whole)  # together with its folder
-        if path in hashes or left_out or (name not in noted and not whole):
+        left_out = not exists(path.parent) and (name.startswith(SAMPLES) or not whole)  # the whole folder was left out
+        if path in hashes or left_out or (name not in recorded_hashes and not whole):
             continue
         hashes[path] = sha256_of(path) if exists(path) else None
-        if hashes[path] != noted.get(name):
+        if hashes[path] != recorded_hashes.get(name):
             state = "is missing" if hashes[path] is None else "is not as the sweep wrote it"
             remedy = "Restore it"
             if name.startswith(SAMPLES):
@@ -262,7 +262,7 @@ def _why_unsound(
     """What is wrong with a cell's scores on a task; None if nothing is.
 
     Args:
-        documents: of a rung, how many documents were asked.
+        documents: of a rung, its number of documents.
         by_document: whether other cells have a score for each document of the task.
     """
     numbers = [value.value, value.stderr, *value.scores.values(), *value.docs.values()]
@@ -316,7 +316,7 @@ def _why_not_sampled(run: Run, result: CellResult) -> str | None:
     return None if lines == expected else f"{SAMPLES}/{path.name} holds {lines} documents, not {expected}"
 
 
-def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[tuple[dict[str, Any], _Line]]:
+def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> list[tuple[dict[str, Any], _Line]]:
     """Parse the complete lines of a file. Text after the last newline is ignored, and a missing file has no lines."""
     if not exists(path):
         return []
@@ -326,7 +326,7 @@ def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[tuple[di
     for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
         try:
             content = json.loads(line)
-            lines.append((content, read(content)))
+            lines.append((content, from_json(content)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path}: line {number} is damaged: {error!r}", "Delete that line, and run the same sweep again"

@@ -1,6 +1,6 @@
-"""Run a sweep: judge cell after cell, here, in several processes or over Ray, and record each when it is finished.
+"""Run a sweep: evaluate cell after cell, here, in several processes or over Ray, and record each when it is finished.
 
-Cells are recorded in the order in which they are requested, whichever process judges them. Knows how the parts of a
+Cells are recorded in the order in which they are requested, whichever process evaluates them. Knows how the parts of a
 sweep work together, but nothing of models, searches or clusters themselves. Prints nothing.
 """
 
@@ -33,8 +33,8 @@ class SweepProgress:
     """The progress of a sweep.
 
     Attributes:
-        done, total: numbers of cells. A search counts the cells that it will try, and those that it gave up as done.
-        cell: the short name of the cell that is being judged; empty if there is none.
+        done, total: numbers of cells. A search counts the cells that it will try; those that it gave up count as done.
+        cell: the short name of the cell that is being evaluated; empty if there is none.
         requests, requests_total: numbers of that cell's requests; 0 over Ray, whose workers do not report them.
         best: the best cell so far, by the mean of its primary scores over its target tasks.
         value: the mean of `best`.
@@ -67,9 +67,9 @@ def sweep(
     processes: Processes | None = None,
     tell: Tell = lambda progress: None,
 ) -> Run:
-    """Judge every cell of a recipe, and write the folder of the sweep.
+    """Evaluate every cell of a recipe, and write the folder of the sweep.
 
-    If the folder contains the same sweep, it is resumed, and finished cells are not judged again.
+    If the folder contains the same sweep, it is resumed, and finished cells are not evaluated again.
 
     Args:
         recipe: a recipe, the path of its file, the name of a shipped recipe, or the result of `prepare`.
@@ -79,14 +79,15 @@ def sweep(
         device: see `bases.choose_device`.
         dtype: the dtype of the base's weights: float32, bfloat16, float16, or auto for the stored one.
         overwrite: replace a sweep that is in the folder.
-        ray: judge in worker processes over Ray. The address of a cluster, or `local` to start one on this machine.
+        ray: evaluate in worker processes over Ray. The address of a cluster, or `local` to start one on this machine.
         workers: the number of workers; None for one on each GPU.
-        processes: the processes that judge every cell together, from `adapterswap.processes.joined`; None for this one
-            alone. All call this with the same arguments; the main process writes the folder, and all return the result.
+        processes: the processes that evaluate every cell together, from `adapterswap.processes.joined`; None for only
+            this one. All call this with the same arguments; the main process writes the folder, and all return the
+            result.
         tell: called with the progress, in the main process.
 
     Returns:
-        The content of the folder; `adapterswap.report` makes a report of it.
+        The content of the folder; `adapterswap.report` makes a report from it.
 
     Raises:
         ArgumentError: `workers` without `ray`, several processes with `ray`, or `overrides` without a recipe's file.
@@ -128,7 +129,7 @@ def sweep(
     if not processes.main:
         return follow(prepared, processes, device, dtype)
 
-    def opened() -> AbstractContextManager[Judge]:
+    def open_judge() -> AbstractContextManager[Judge]:
         if processes.count > 1:
             return nullcontext(lead(prepared, processes, device, dtype))
         if ray is None:
@@ -138,72 +139,78 @@ def sweep(
         return over_ray(prepared, ray, workers=workers, device=device, dtype=dtype)
 
     with recording(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs) as record:
-        _Completion(prepared, record, tell).run(opened)
+        _Completion(prepared, record, tell).run(open_judge)
     return processes.from_main(read_run(out_path))
 
 
 class _Completion:
-    """Judges and records the cells that are not recorded yet, and reports progress."""
+    """Evaluates and records the cells that are not recorded yet, and reports progress."""
 
     def __init__(self, prepared: PreparedSweep, record: Recording, tell: Tell) -> None:
-        self._prepared, self._record, self._found, self._tell = prepared, record, record.found, tell
-        self._alike = {result.cell.identity: result for result in self._found.results.values()}
-        self._total = len(expected(prepared, self._found.seen))
+        self._prepared, self._record, self._findings, self._tell = prepared, record, record.found, tell
+        self._by_identity = {result.cell.identity: result for result in self._findings.results.values()}
+        self._total = len(expected(prepared, self._findings.seen))
         self._best: CellResult | None = None
-        for result in self._found.results.values():
+        for result in self._findings.results.values():
             self._best = better(self._best, result, prepared.tasks)
-        self._now = SweepProgress(0, self._total)
+        self._progress = SweepProgress(0, self._total)
 
-    def run(self, opened: Callable[[], AbstractContextManager[Judge]]) -> None:
-        """Judge the remaining cells. `opened` makes the judge, and is called only if there are any."""
+    def run(self, open_judge: Callable[[], AbstractContextManager[Judge]]) -> None:
+        """Evaluate the remaining cells. `open_judge` is called only if there are any."""
         judge: Judge | None = None
         with ExitStack() as stack:
-            for batch in batches(self._prepared, self._found):
-                pending = [assignment for assignment in batch if self._found.get(assignment) is None]
+            for batch in batches(self._prepared, self._findings):
+                pending = [assignment for assignment in batch if self._findings.get(assignment) is None]
                 if not pending:
                     continue
                 if judge is None:
-                    judge = stack.enter_context(opened())
+                    judge = stack.enter_context(open_judge())
                     self._record.begin(judge.described)
-                self._judge_whole(pending, judge) if pending[0].rung is None else self._judge_rung(pending, judge)
+                self._run_full(pending, judge) if pending[0].rung is None else self._run_rung(pending, judge)
         self._begin("", ())
 
-    def _judge_whole(self, pending: Sequence[Assignment], judge: Judge) -> None:
-        """Judge cells on all documents. Of cells that are the same composition only one is judged."""
-        new = {one.cell.identity: one for one in reversed(pending) if one.cell.identity not in self._alike}
-        judged = judge.judged([one for one in pending if new.get(one.cell.identity) is one], self._on_progress)
+    def _run_full(self, pending: Sequence[Assignment], judge: Judge) -> None:
+        """Evaluate cells on all documents. Of several cells with the same composition, only one is evaluated."""
+        new = {
+            assignment.cell.identity: assignment
+            for assignment in reversed(pending)
+            if assignment.cell.identity not in self._by_identity
+        }
+        outcomes = judge.judged(
+            [assignment for assignment in pending if new.get(assignment.cell.identity) is assignment], self._on_progress
+        )
         for cell in (assignment.cell for assignment in pending):
             self._begin(cell.short, pending)
-            if (like := self._alike.get(cell.identity)) is not None:
-                result = replace(like, cell=cell, seconds={"switch": 0.0, "evaluate": 0.0})
-                self._record.add_copy(result, like)
+            if (finished := self._by_identity.get(cell.identity)) is not None:
+                result = replace(finished, cell=cell, seconds={"switch": 0.0, "evaluate": 0.0})
+                self._record.add_copy(result, finished)
             else:
-                found = next(judged)
-                for task, questions in found.questions.items():
+                outcome = next(outcomes)
+                for task, questions in outcome.questions.items():
                     self._record.keep_questions(task, questions)
-                result = found.result
-                self._record.add(result, found.samples)
-                self._alike[cell.identity] = result
+                result = outcome.result
+                self._record.add(result, outcome.samples)
+                self._by_identity[cell.identity] = result
             self._best = better(self._best, result, self._prepared.tasks)
 
-    def _judge_rung(self, pending: Sequence[Assignment], judge: Judge) -> None:
-        judged = judge.judged(pending, self._on_progress)
+    def _run_rung(self, pending: Sequence[Assignment], judge: Judge) -> None:
+        outcomes = judge.judged(pending, self._on_progress)
         for assignment in pending:
             assert assignment.rung is not None
             self._begin(f"{assignment.cell.short} on {assignment.rung} documents", pending)
-            found = next(judged).result
-            result = RungResult(assignment.cell.cell, assignment.rung, found.results, found.seconds)
+            outcome = next(outcomes).result
+            result = RungResult(assignment.cell.cell, assignment.rung, outcome.results, outcome.seconds)
             self._record.add_rung(assignment.cell, result)
 
-    def _begin(self, judging: str, pending: Sequence[Assignment]) -> None:
-        """Report which cell is judged now. Cells that were given up count as done."""
-        undone = {assignment.cell.cell for assignment in pending} - self._found.results.keys()
-        done = len(self._found.seen - undone)
-        self._now = SweepProgress(done, self._total, judging)
+    def _begin(self, cell: str, pending: Sequence[Assignment]) -> None:
+        """Report which cell is evaluated now. Cells that were given up count as finished."""
+        unfinished = {assignment.cell.cell for assignment in pending} - self._findings.results.keys()
+        finished = len(self._findings.seen - unfinished)
+        self._progress = SweepProgress(finished, self._total, cell)
         if self._best is not None:
             value = cell_value(self._best, self._prepared.tasks)
-            self._now = replace(self._now, best=self._best.cell, value=value)
-        self._tell(self._now)
+            self._progress = replace(self._progress, best=self._best.cell, value=value)
+        self._tell(self._progress)
 
-    def _on_progress(self, done: int, of: int) -> None:
-        self._tell(replace(self._now, requests=done, requests_total=of))
+    def _on_progress(self, finished: int, total: int) -> None:
+        self._tell(replace(self._progress, requests=finished, requests_total=total))
