@@ -1,6 +1,6 @@
 """The cells that represent a method: its default configuration, the selected one, or the papers' best.
 
-A unit is what a method is averaged over: a pair of experts, a single expert or a seed. Knows the cells of a run; knows
+Methods are averaged over units: pairs of experts, single experts or seeds. Knows the cells of a run; knows
 nothing of intervals and tables.
 """
 
@@ -136,7 +136,7 @@ def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> 
 
 
 def table_choice(found: list[Choice], family: str, kind: str = "selected") -> Choice | None:
-    """A family's choice to compare with another family's of a `kind`: of the same kind if there is one."""
+    """A family's choice to compare with another family's choice of `kind`: of the same kind if the family has one."""
     own = {choice.kind: choice for choice in found if choice.family == family and choice.cells}
     return own.get(kind) or own.get("only") or own.get("selected") or own.get("default")
 

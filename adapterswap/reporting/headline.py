@@ -67,8 +67,8 @@ class ScoreDifference:
         low, high: its 95 % interval; None for corpus-level scores, for fewer than three documents, and if a side has
             two experts (or there are two seeds).
         by_unit: the difference in each unit that both have.
-        over: what the interval is over: `documents`, and `task experts`, `language experts`, `experts of other roles`,
-            `seeds` or `adapters` (of one row) if there are several. Empty if there is no interval.
+        over: the factors that the interval resamples: `documents`, and `task experts`, `language experts`, `experts of
+            other roles`, `seeds` or `adapters` (of one row) if there are several. Empty if there is no interval.
     """
 
     to: str

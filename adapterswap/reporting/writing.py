@@ -1,6 +1,6 @@
 """The files of a report: page, tables, methods paragraph and summary.json, and its figures in another folder.
 
-The same report gives the same bytes. `report` makes and writes one in a single call.
+The same report gives the same bytes. `report` computes and writes a report in one call.
 """
 
 from __future__ import annotations
