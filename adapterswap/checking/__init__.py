@@ -1,1 +1,1 @@
-"""Compare what was written with what it was made of. Writes nothing."""
+"""Compare outputs with their sources. Writes nothing."""

@@ -13,18 +13,18 @@ __all__ = ["Verification"]
 
 @dataclass(frozen=True)
 class Verification:
-    """The differences between an adapter or a model and what its sources give.
+    """The differences between an adapter or a model and the result recomputed from its sources.
 
     Attributes:
         changed_sources: experts, or `base`, that have changed since they were composed or cut: name → the file that
             differs, or `weights`.
-        differing: tensors that differ from what the sources give, are missing, or should not be there. Of an extracted
+        differing: tensors that differ from the recomputed ones, are missing, or should not be there. Of an extracted
             adapter: its file, if it is not the one that was written, and modules whose ‖ΔW‖ or error differs from the
             record.
-        config_differs: whether the config differs from what the sources give, or from the extracted one.
+        config_differs: whether the config differs from the recomputed one, or from the one that was extracted.
         config: the config's file name.
         extracted: whether it is an adapter that was cut out of a full fine-tune.
-        record_differs: the keys of adapterswap.json whose values differ from what the sources give.
+        record_differs: the keys of adapterswap.json whose values differ from the recomputed ones.
         unchecked: sources that were not compared, because their location is not known: those of an extracted adapter,
             or `base`.
     """
