@@ -1,4 +1,4 @@
-"""Check that the copies of the base's weights that an expert carries are those of the served base.
+"""Check that an expert's copies of base weights equal the weights of the served base.
 
 vLLM leaves copies out: with an expert of another base it would compute base + ΔW, where PEFT computes copy + ΔW. They
 are compared once, and only if the base is a folder on this machine; nothing is downloaded. Knows nothing of

@@ -1,6 +1,6 @@
 """Plan how to start vLLM's OpenAI server so that it serves compositions: the command, the environment, the ranks.
 
-Starts nothing itself and does not import vLLM. vLLM's own arguments override everything that is chosen here.
+Starts nothing itself and does not import vLLM. vLLM's own arguments override all choices made here.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def plan_launch(
         composer: with the base, the manifest and the cache.
         experts: all experts of the manifest, opened.
         experts_path: where the manifest was read from.
-        vllm_args: the user's own arguments for vLLM, which override what is chosen here.
+        vllm_args: the user's own arguments for vLLM, which override the choices made here.
 
     Raises:
-        ArgumentError: an argument conflicts with the set-up or is not a number where one is needed, or an expert has
-            the base's name.
+        ArgumentError: an argument conflicts with the set-up, or must be a number and is not; or an expert has the
+            base's name.
         UnsupportedError: the experts need a higher rank than vLLM has; see also `NamedComposer.plan`.
     """
     for argument in vllm_args:

@@ -25,7 +25,7 @@ MAX_LORA_RANK = "ADAPTERSWAP_MAX_LORA_RANK"  # the value of vLLM's --max-lora-ra
 _VLLM_DEFAULT_RANK = 16
 
 _composer: NamedComposer | None = None  # of this process
-_manifest: Manifest | None = None  # likewise
+_manifest: Manifest | None = None  # of this process
 
 
 def register() -> None:
