@@ -55,7 +55,7 @@ def extract(
 
     Args:
         full: the fine-tune, a full checkpoint: a folder or Hub id.
-        base_model: the base that it was fine-tuned from, likewise.
+        base_model: the base that it was fine-tuned from, a folder or Hub id.
         out_path: the folder to write; it appears whole or not at all.
         rank: the rank of every module; with `max_error`, the highest allowed.
         max_error: each module gets the smallest rank with at most this relative error of ΔW, before its factors are

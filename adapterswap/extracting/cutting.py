@@ -42,7 +42,7 @@ class CutForm:
     Attributes:
         rank: the rank of every module; with `max_error`, the highest allowed.
         max_error: the smallest rank with at most this relative error of ΔW.
-        dtype: the dtype of the factors, by its name in files; None for that of the fine-tune's weight.
+        dtype: the dtype of the factors, by its name in files; None for the dtype of the fine-tune's weight.
         device: the torch device that computes.
     """
 

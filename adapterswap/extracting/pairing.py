@@ -93,7 +93,7 @@ class WeightPair:
     Attributes:
         full, base: the checkpoints.
         num_layers: the base's layers.
-        matrices: what the adapter will hold; those without a layer first, then by layer and name.
+        matrices: the weights that the adapter will hold; those without a layer first, then by layer and name.
         left_out: everything else.
     """
 
