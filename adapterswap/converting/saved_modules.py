@@ -44,7 +44,7 @@ def write_lowered(
         out: a folder.
         rank: the highest rank of such a module.
         error: the relative error of ΔW at which a smaller rank is enough; None for the full `rank`.
-        dtype: of the new factors; by default that of the adapter's own.
+        dtype: of the new factors; by default the dtype of the adapter's own factors.
 
     Raises:
         BaseModelError: the base has no such module, or in another shape (tokens were added, for instance).
