@@ -138,15 +138,15 @@ def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
         first_name, first = next(iter(experts.items()))
         for ours, theirs in _comparable(first, adapter):
             compare_shapes(
-                {module: held.shape for module, held in ours.items()},
-                {module: held.shape for module, held in theirs.items()},
+                {module: part.shape for module, part in ours.items()},
+                {module: part.shape for module, part in theirs.items()},
                 one=first_name, other=name, remedy="Compose experts of one base model", problems=problems,
                 kind=ExpertError,
             )  # fmt: skip
     _check_nesting(experts, problems)
 
 
-def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Part], Mapping[str, Part]]]:
+def _comparable(first: Adapter, second: Adapter) -> Iterator[tuple[Mapping[str, Part], Mapping[str, Part]]]:
     """The parts of two adapters whose shapes must agree if both adapt one base.
 
     These are LoRA factors and weights held in full. The shapes of other kinds also depend on settings, so these parts
@@ -154,7 +154,7 @@ def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Par
     """
     factors = [
         {**adapter.modules, **{name: part.lora for name, part in adapter.opaque.items() if part.lora is not None}}
-        for adapter in (one, other)
+        for adapter in (first, second)
     ]
     grown = {
         name
@@ -163,40 +163,40 @@ def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Par
     }
     yield {name: part for name, part in factors[0].items() if name not in grown}, factors[1]
     resized = {
-        name for name in one.saved.keys() & other.saved.keys() if _is_resized(one.saved[name], other.saved[name])
+        name for name in first.saved.keys() & second.saved.keys() if _is_resized(first.saved[name], second.saved[name])
     }
-    yield {name: part for name, part in one.saved.items() if name not in resized}, other.saved
+    yield {name: part for name, part in first.saved.items() if name not in resized}, second.saved
     same = [
         name
-        for name, part in one.opaque.items()
+        for name, part in first.opaque.items()
         if part.lora is None
-        and (twin := other.opaque.get(name)) is not None
+        and (twin := second.opaque.get(name)) is not None
         and (part.method, part.settings, part.values) == (twin.method, twin.settings, twin.values)
     ]
-    yield {name: one.opaque[name] for name in same}, {name: other.opaque[name] for name in same}
+    yield {name: first.opaque[name] for name in same}, {name: second.opaque[name] for name in same}
 
 
-def _is_resized(one: FullModule, other: FullModule) -> bool:
+def _is_resized(first: FullModule, second: FullModule) -> bool:
     """Whether both are the same embedding or head with different numbers of rows; `vocabulary` compares these."""
-    if one.rows or other.rows:  # single rows of it
-        return one.width == other.width
-    shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (one, other)]
-    return is_vocabulary(one.name, one.layer) and shapes[0] == shapes[1]
+    if first.rows or second.rows:  # single rows of it
+        return first.width == second.width
+    shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (first, second)]
+    return is_vocabulary(first.name, first.layer) and shapes[0] == shapes[1]
 
 
-def _differ_in_rows(one: LoraModule, other: LoraModule) -> bool:
+def _differ_in_rows(first: LoraModule, second: LoraModule) -> bool:
     """Whether both have LoRA on the same embedding or head with different numbers of rows."""
-    widths = [part.out_features if part.embedding else part.in_features for part in (one, other)]
-    return one.embedding == other.embedding and widths[0] == widths[1]
+    widths = [part.out_features if part.embedding else part.in_features for part in (first, second)]
+    return first.embedding == second.embedding and widths[0] == widths[1]
 
 
 def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
     """Check that no expert adapts a module inside one that another expert holds in full."""
     for name, adapter in experts.items():
-        held = [module for module in adapter.saved if not is_bias(module)]
+        in_full = [module for module in adapter.saved if not is_bias(module)]
         for other, theirs in experts.items():
             inside = next(
-                ((part, module) for module in held for part in theirs.parts if part.startswith(f"{module}.")), None
+                ((part, module) for module in in_full for part in theirs.parts if part.startswith(f"{module}.")), None
             )
             if inside is not None and not (is_bias(inside[0]) and other == name):
                 problems.add(
@@ -279,9 +279,9 @@ def check_matches(
 ) -> None:
     """Report rules that match nothing, and rules that need a layer that a slice does not have."""
     parameter = None if composition.allocation is None else "allocation"
-    held = {stack_of(slot.name) for slot in slots if slot.layer is not None}
+    stacks = {stack_of(slot.name) for slot in slots if slot.layer is not None}
     for rule in rules:
-        if rule.stack and parameter is None and composition.stack == "both" and held and rule.stack not in held:
+        if rule.stack and parameter is None and composition.stack == "both" and stacks and rule.stack not in stacks:
             continue  # the experts adapt only the other stack
         if not rule.optional and all(slot.rule is not rule for slot in slots):
             problems.add(
@@ -455,8 +455,8 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
                 "Resize one (resize_token_embeddings), or extract an adapter from one with `adapterswap extract`",
             )
     shapes = (
-        {key: "×".join(map(str, held[key].tensor.shape)) for key in held if key not in vocabulary}
-        for held in (ours, theirs)
+        {key: "×".join(map(str, tensors[key].tensor.shape)) for key in tensors if key not in vocabulary}
+        for tensors in (ours, theirs)
     )
     compare_shapes(*shapes, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
 

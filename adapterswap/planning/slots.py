@@ -177,8 +177,8 @@ class Slot:
     @property
     def factors_by_rows(self) -> str | None:
         """The first expert whose LoRA enters some rows with another coefficient than others; None if there is none."""
-        found = (t.expert for part in reversed(self.rows) for t in part.terms if isinstance(t.change, LowRank))
-        return next(found, None)
+        experts = (t.expert for part in reversed(self.rows) for t in part.terms if isinstance(t.change, LowRank))
+        return next(experts, None)
 
     @property
     def requested(self) -> Mapping[str, float]:

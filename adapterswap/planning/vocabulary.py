@@ -212,9 +212,9 @@ def _settled(
             return slot, max(sizes[term.expert] for term in slot.terms)
         if not _is_sum(slot, held, composition):
             owner = max(sorted(entering), key=lambda name: (len(new[name]), sizes[name]))
-            which = f"new tokens ({_tokens(new)})" if new_ids else f"{sizes[owner]} rows"
+            excess = f"new tokens ({_tokens(new)})" if new_ids else f"{sizes[owner]} rows"
             problems.add(
-                f"{owner} has {which} and {_how(held[owner])} on {slot.name}, whose rows the rule `{slot.rule}` does "
+                f"{owner} has {excess} and {_how(held[owner])} on {slot.name}, whose rows the rule `{slot.rule}` does "
                 "not combine with fixed weights",
                 f"Give it to {owner} in its own rule: {{modules: [{slot.name}], expert: {owner}}}",
                 kind=UnsupportedError,
@@ -336,11 +336,11 @@ def _notes(known: _Known, new: Mapping[int, tuple[str, str | None]], sizes: Mapp
     if known.size is None or size <= known.size:
         return ()
     owners = dict.fromkeys(owner for owner, _ in new.values())
-    which = [
+    additions = [
         f"{and_more([repr(token) if token else str(i) for i, (o, token) in new.items() if o == owner])} of {owner}"
         for owner in owners
     ]
-    listed = f" ({'; '.join(which)})" if which else ""
+    listed = f" ({'; '.join(additions)})" if additions else ""
     return (
         f"the vocabulary grows from {known.size} to {size} rows{listed}: call model.resize_token_embeddings({size}) "
         "before PEFT loads the adapter",
