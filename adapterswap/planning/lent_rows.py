@@ -36,19 +36,19 @@ def with_lent_rows(
         tied: the embedding and its head, if they are tied in the base but not in the result: if one of them has LoRA,
             the other has the copy's rows without ΔW.
         adapters: the experts that are adapters.
-        problems: collects experts that hold no copy, and methods that are no weighted sum.
+        problems: collects experts that hold no copy, and methods that are not weighted sums.
     """
-    found = dict(slots)
+    extended = dict(slots)
     for name, slot in slots.items():
         if not is_vocabulary(slot.module, slot.layer):
             continue
         size = stored[name].tensor.shape[0]
         if any(_rows_of(term) > size for term in _low_rank(slot)):
-            found[name] = _with_copies(slot, size, adapters, problems)
+            extended[name] = _with_copies(slot, size, adapters, problems)
     if tied is not None:
-        for one, other in ((tied.head, tied.embedding), (tied.embedding, tied.head)):
-            found[one] = _without_factors(found[one], found[other])
-    return found
+        for untied, other in ((tied.head, tied.embedding), (tied.embedding, tied.head)):
+            extended[untied] = _without_factors(extended[untied], extended[other])
+    return extended
 
 
 def _rows_of(term: Term) -> int:
@@ -56,7 +56,7 @@ def _rows_of(term: Term) -> int:
 
 
 def _with_copies(slot: Slot, size: int, adapters: Mapping[str, Adapter], problems: Problems) -> Slot:
-    """An embedding or head with LoRA, of which the base has `size` rows."""
+    """An embedding or head with LoRA; the base has only the first `size` of its rows."""
     if not slot.is_linear or slot.opaque:
         problems.add(
             f"{slot.name} has LoRA of a resized vocabulary, whose rows can only be added up, but its method is "
@@ -107,7 +107,7 @@ def _low_rank(part: Slot | Rows) -> list[Term]:
 
 
 def _without_factors(slot: Slot, other: Slot) -> Slot:
-    """An embedding or head without LoRA; `other` is what it is tied to in the base, whose new rows it shares."""
+    """An embedding or head without LoRA, with the new rows of `other`, to which it is tied in the base."""
     added = [part for part in other.rows if part.start >= slot.shape[0]]
     if slot.rows or not added or not all(part.lent and len(part.lent) == len(part.terms) for part in added):
         return slot

@@ -85,9 +85,9 @@ def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
                 f"The layers are named {first}.N in {first_name} but {container}.N in {name}; these may be the same "
                 "modules"
             )
-    held: dict[str, _Modules] = {name: adapter.parts for name, adapter in experts.items()}
-    for name, modules in held.items():
-        for other, others in held.items():
+    parts: dict[str, _Modules] = {name: adapter.parts for name, adapter in experts.items()}
+    for name, modules in parts.items():
+        for other, others in parts.items():
             if (twin := _twin(modules, others)) is not None:
                 return f"{name} adapts {twin[0]} and {other} adapts {twin[1]}; these may be the same module"
     return None
@@ -115,7 +115,7 @@ def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
 
 
 def _place(module: Part) -> tuple[str, ...]:
-    """What two names of one module have in common: its kind and stack, the numbers in the name, its last part."""
+    """The parts that all names of one module share: its kind and stack, the numbers in the name, its last part."""
     parts = (module.name.removesuffix(".bias") if is_bias(module.name) else module.name).split(".")
     return module.kind, stack_of(module.name) or "", parts[-1], *(part for part in parts if part.isdigit())
 
@@ -127,5 +127,5 @@ def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
     """
     if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
         return False
-    shapes = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
-    return any(one - other and other - one for one, other in combinations(shapes, 2))
+    modules = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
+    return any(first - second and second - first for first, second in combinations(modules, 2))

@@ -65,10 +65,10 @@ def slice_layers(
     name = expert_name(adapter, {}, "expert")
     parts = [(part.name, part.layer) for part in adapter.parts.values() if part.layer is not None]
     if not any(kept.holds(*part) for part in parts):
-        held = format_layers(layer for part, layer in parts if stack is None or stack_of(part) == stack)
+        adapted = format_layers(layer for part, layer in parts if stack is None or stack_of(part) == stack)
         raise ArgumentError(
             f"{name} adapts none of the {kept}",
-            f"Choose from those that it adapts: {held}",
+            f"Choose from those that it adapts: {adapted}",
             parameter="layers",
         )
     rules = (
