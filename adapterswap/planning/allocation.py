@@ -334,12 +334,12 @@ class Rule(MethodFields):
         where += [] if self.stack is None else [f"the {self.stack}"]
         where += [] if self.modules is None else [f"modules {', '.join(self.modules)}"]
         if self.expert is not None:
-            what = self.expert
+            source = self.expert
         else:
             assert self.blend is not None
-            what = " + ".join(f"{weight:g}·{name}" for name, weight in self.blend.items())
-            what = what if self.method == "linear" else f"{self.method}({what})"
-        return f"{' and '.join(where) or 'everything'} → {what}"
+            source = " + ".join(f"{weight:g}·{name}" for name, weight in self.blend.items())
+            source = source if self.method == "linear" else f"{self.method}({source})"
+        return f"{' and '.join(where) or 'everything'} → {source}"
 
 
 def selects(selector: str, name: str, kind: Kind) -> bool:

@@ -187,8 +187,8 @@ class Composition(MethodFields):
         elif self.method != "layer_swap" or self.partition:
             extra = sorted(set_fields & set(ZONES))
             if extra:
-                what = f"partition {self.partition}" if self.partition else self.method
-                raise FieldMistake(f"{', '.join(extra)} can only be set for a layer swap, not for {what}", extra[0])
+                chosen = f"partition {self.partition}" if self.partition else self.method
+                raise FieldMistake(f"{', '.join(extra)} can only be set for a layer swap, not for {chosen}", extra[0])
         if self.partition and self.method != "layer_swap":
             raise FieldMistake(
                 f"a partition can only be set for a layer swap, but the method is {self.method}", "partition"
@@ -207,8 +207,8 @@ class Composition(MethodFields):
             )
         for parameter in own_parameters(self.method):
             if parameter.name not in self.parameters:
-                what = f"{parameter.description}, {parameter.allowed}"
-                raise FieldMistake(f"{self.method} needs a value for {parameter.name} ({what})", parameter.name)
+                meaning = f"{parameter.description}, {parameter.allowed}"
+                raise FieldMistake(f"{self.method} needs a value for {parameter.name} ({meaning})", parameter.name)
         if self.weights == "magnitude" and self.method not in ("layer_swap", "soup"):
             raise FieldMistake(
                 f"magnitude weights work with averages (layer_swap, soup), not with {self.method}", "weights"

@@ -137,24 +137,24 @@ class MethodFields(StrictModel):
     @model_serializer(mode="wrap")
     def _spread(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """Write the parameters as keys of the model, in place of the field."""
-        written: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         for key, value in handler(self).items():
             if key == "parameters":
-                written |= self._named(value, without_defaults=info.exclude_defaults)
+                content |= self._named(value, without_defaults=info.exclude_defaults)
             else:
-                written[key] = value
-        return written
+                content[key] = value
+        return content
 
     def _named(self, values: Mapping[str, Any], *, without_defaults: bool) -> dict[str, Any]:
         if self.as_lists:
             return dict(values)
         own = {parameter.name: parameter for parameter in own_parameters(self.method)}  # type: ignore[attr-defined]
-        kept = {
+        entries = {
             own[name].called(in_rules=self.in_rules): value
             for name, value in values.items()
             if not without_defaults or value != own[name].default or (own[name].required and not self.in_rules)
         }
-        return dict(sorted(kept.items())) if self.in_rules else kept
+        return dict(sorted(entries.items())) if self.in_rules else entries
 
 
 def _aliases(field: FieldInfo) -> Iterable[Any]:
