@@ -80,8 +80,8 @@ def layer_swap(
         AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
     """
     zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
-    chosen = {key: count for key, count in zones.items() if count is not None}
-    return _two_sided("layer_swap", task, language, task_weight, language_weight, num_layers, base_model, **chosen)
+    counts = {key: count for key, count in zones.items() if count is not None}
+    return _two_sided("layer_swap", task, language, task_weight, language_weight, num_layers, base_model, **counts)
 
 
 def soup(

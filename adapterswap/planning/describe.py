@@ -93,8 +93,8 @@ def headline(plan: Plan) -> str:
     composition = plan.composition
     method: str = "allocation" if composition.allocation is not None else composition.method
     method = f"partition {composition.partition}" if composition.partition else method
-    what = "tensors" if plan.is_model else "modules"
-    return f"{method}, {len(plan.slots)} {what}, {format_depth(plan.num_layers)} layers"
+    unit = "tensors" if plan.is_model else "modules"
+    return f"{method}, {len(plan.slots)} {unit}, {format_depth(plan.num_layers)} layers"
 
 
 def summary(plan: Plan) -> str:
@@ -164,9 +164,9 @@ def unusual(plan: Plan) -> list[str]:
     ]
     grouped: dict[tuple[str, str, str], list[int]] = {}
     for slot in plan.saved.values():
-        what = _remark(slot) or owner_label(slot) or blend_text(slot.weights)
-        how = next(a.saved[slot.name].words for a in plan.adapters.values() if slot.name in a.saved)
-        lines.append(f"{slot.name} ({how}): {what}")
+        contents = _remark(slot) or owner_label(slot) or blend_text(slot.weights)
+        form = next(a.saved[slot.name].words for a in plan.adapters.values() if slot.name in a.saved)
+        lines.append(f"{slot.name} ({form}): {contents}")
     for slot in plan.modules.values():
         if slot.rule is None:
             continue

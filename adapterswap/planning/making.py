@@ -332,10 +332,10 @@ def _stored_slot(parameter: StoredTensor, located: Iterable[Mapping[str, Located
     """A slot for a stored tensor, before any rule is applied."""
     key = parameter.name
     module = next((parts[key].module for parts in located if key in parts), parameter.module)
-    own = Whole.of(parameter.path, parameter.tensor) if base else None
+    weight = Whole.of(parameter.path, parameter.tensor) if base else None
     return Slot(
         key, module, parameter.layer, parameter.kind, (), {}, None,
-        dtype=parameter.tensor.dtype, shape=parameter.tensor.shape, base=own,
+        dtype=parameter.tensor.dtype, shape=parameter.tensor.shape, base=weight,
     )  # fmt: skip
 
 
@@ -470,8 +470,10 @@ def _settle_head(
         return slots, False
     head, embedding = slots[tied.head], slots[tied.embedding]
     if embedding.of_tokens and not head.terms:  # PEFT ties the head to them
-        both = {**slots, tied.head: replace(embedding, name=head.name, module=head.module)}
-        return {name: slot for name, slot in both.items() if name != tied.head or name in skeleton.parameters}, False
+        with_head = {**slots, tied.head: replace(embedding, name=head.name, module=head.module)}
+        return {
+            name: slot for name, slot in with_head.items() if name != tied.head or name in skeleton.parameters
+        }, False
 
     def entering(slot: Slot) -> dict[tuple[str, str, int], float]:
         rows = slot.rows or [Rows(0, 0, slot.terms, slot.rest)]
