@@ -431,10 +431,10 @@ class _Reading:
             return float(setting)
         if _is_number(setting[0]):
             place = t * (len(setting) - 1)
-            left = int(place)
-            right = min(len(setting) - 1, left + 1)
-            share = place - left
-            return float((1 - share) * setting[left] + share * setting[right])
+            before = int(place)
+            after = min(len(setting) - 1, before + 1)
+            share = place - before
+            return float((1 - share) * setting[before] + share * setting[after])
         for item in setting:
             text = item.get("filter")
             if text not in (None, "*"):

@@ -61,8 +61,8 @@ def by_rules(composition: Composition, num_layers: int) -> Composition:
 
 def _with_rules(composition: Composition, rules: Sequence[Rule]) -> Composition:
     """An allocation with the composition's experts and base."""
-    kept = _KEPT | ({"seed"} if composition.is_random else set())
-    content: dict[str, Any] = {name: getattr(composition, name) for name in kept & composition.model_fields_set}
+    fields = _KEPT | ({"seed"} if composition.is_random else set())
+    content: dict[str, Any] = {name: getattr(composition, name) for name in fields & composition.model_fields_set}
     if any(weight < 0 for rule in rules for weight in (rule.blend or {}).values()):
         content["allow_negative"] = True  # AdaMergeX subtracts an expert
     return Composition(allocation=tuple(rules), **content)
