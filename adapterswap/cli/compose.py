@@ -87,15 +87,15 @@ def command(
         return
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
     with progress_bar("truncating", _to_truncate(plan, form)) as advance:
-        written = prepare(plan, form, lambda name: advance())
+        prepared = prepare(plan, form, lambda name: advance())
     if not dry_run:
         with working("writing"):
-            write_prepared(written, out_path, overwrite=overwrite)
+            write_prepared(prepared, out_path, overwrite=overwrite)
         push.upload(out_path)
     if as_json:
-        print_json(_as_json(written, out_path, dry_run))
+        print_json(_as_json(prepared, out_path, dry_run))
     else:
-        _print(written, out_path, dry_run)
+        _print(prepared, out_path, dry_run)
 
 
 def _to_truncate(plan: Plan, form: Form) -> int:
@@ -104,11 +104,11 @@ def _to_truncate(plan: Plan, form: Form) -> int:
     return sum(must_reduce(module, form) for module in plan)
 
 
-def _as_json(written: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(prepared: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.planning.describe import unusual
     from adapterswap.records.licences import licences
 
-    plan, layout = written.plan, written.layout
+    plan, layout = prepared.plan, prepared.layout
     return {
         "out_path": out_path,
         "written": not dry_run,
@@ -122,7 +122,7 @@ def _as_json(written: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
         "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
         "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
         "bytes": layout.nbytes,
-        **written.measured,
+        **prepared.measured,
     }
 
 
@@ -132,11 +132,11 @@ def _largest_rank(layout: Layout) -> int:
     return max(ranks)
 
 
-def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
+def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
     from adapterswap.planning.describe import strip, unusual
     from adapterswap.records.licences import licence_warning, licences
 
-    plan, layout = written.plan, written.layout
+    plan, layout = prepared.plan, prepared.layout
     if (zones := _zones_text(plan)) is not None:
         note(zones)
     click.echo(strip(plan))
@@ -145,8 +145,9 @@ def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     for remark in plan.notes:
         note(remark)
     copied = sum(tensor.is_copied for tensor in layout.tensors)
-    kept = sum(bool(slot.terms) for slot in plan.modules.values())  # the others stay as in the base and are not written
-    modules = f"{kept} of {len(plan.modules)} modules" if kept < len(plan.modules) else f"{kept} modules"
+    # Modules without terms stay as in the base and are not written.
+    changed = sum(bool(slot.terms) for slot in plan.modules.values())
+    modules = f"{changed} of {len(plan.modules)} modules" if changed < len(plan.modules) else f"{changed} modules"
     summary = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     note(f"{summary}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
     for remark in _tokenizer_remarks(plan):
@@ -155,12 +156,12 @@ def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
         note(f"Warning: {clash}")
     for first, second in _same(plan):
         note(f"Warning: {first} and {second} are the same folder, so everything comes from one expert")
-    _print_numbers(written)
+    _print_numbers(prepared)
     note_output(out_path, dry_run=dry_run)
 
 
 def _tokenizer_remarks(plan: Plan) -> list[str]:
-    """Warnings about experts whose tokenizer or chat template is not the one of the result."""
+    """Warnings about experts whose tokenizer or chat template differs from the result's."""
     from adapterswap.writing.tokenizer import united_tokenizer
 
     united = united_tokenizer(plan)
@@ -183,24 +184,24 @@ def _same(plan: Plan) -> list[tuple[str, str]]:
     return [(first, second) for first, second in combinations(places, 2) if places[first] == places[second]]
 
 
-def _print_numbers(written: Prepared) -> None:
+def _print_numbers(prepared: Prepared) -> None:
     from adapterswap.planning.describe import error_text
 
-    for name, magnitude in written.resolved.magnitudes.items():
+    for name, magnitude in prepared.resolved.magnitudes.items():
         note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
-    for name, share in written.resolved.kept_share().items():
+    for name, share in prepared.resolved.kept_share().items():
         note(f"{name}: {share:.1%} of its rows kept")
-    if written.reduced:
-        worst = max(written.reduced, key=lambda name: written.reduced[name].written_error)
-        errors = [reduced.written_error for reduced in written.reduced.values()]
+    if prepared.reduced:
+        worst = max(prepared.reduced, key=lambda name: prepared.reduced[name].written_error)
+        errors = [reduced.written_error for reduced in prepared.reduced.values()]
         mean = sum(errors) / len(errors)
-        bounded = written.form.max_rank is not None or written.form.max_error is not None
-        how = "truncated" if bounded else "computed at their full rank"
+        bounded = prepared.form.max_rank is not None or prepared.form.max_error is not None
+        treatment = "truncated" if bounded else "computed at their full rank"
         note(
-            f"{len(errors)} modules {how}: relative error of ΔW {error_text(mean)} on average, "
+            f"{len(errors)} modules {treatment}: relative error of ΔW {error_text(mean)} on average, "
             f"{error_text(max(errors))} at most ({worst})"
         )
-        allowed, cut = written.form.max_error, [reduced.error for reduced in written.reduced.values()]
+        allowed, cut = prepared.form.max_error, [reduced.error for reduced in prepared.reduced.values()]
         if allowed is not None and max(cut) <= allowed < max(errors):
             note(
                 f"Warning: rounding {worst} to its dtype raises its error to {max(errors):.2g}, above --max-error "

@@ -69,25 +69,25 @@ def command(
     adapter = open_adapter(expert)
     plan = slice_layers(adapter, layers, stack=stack, num_layers=num_layers, base_model=base_model)
     with working("reading the expert"):
-        written = prepare(plan, Form())
+        prepared = prepare(plan, Form())
     if dry_run:
         check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
     else:
         with working("writing"):
-            write_prepared(written, out_path, overwrite=overwrite)
+            write_prepared(prepared, out_path, overwrite=overwrite)
         push.upload(out_path)
-    kept = sum(bool(slot.terms) for slot in plan.modules.values())
-    share = written.layout.nbytes / _loaded_bytes(adapter)
-    summary = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": kept}
+    adapted = sum(bool(slot.terms) for slot in plan.modules.values())
+    share = prepared.layout.nbytes / _loaded_bytes(adapter)
+    summary = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": adapted}
     summary |= {"stack": stack} if stack else {}
-    summary |= {"of_modules": len(plan.modules), "bytes": written.layout.nbytes, "share": share}
+    summary |= {"of_modules": len(plan.modules), "bytes": prepared.layout.nbytes, "share": share}
     if as_json:
         print_json(summary)
         return
     of_stack, depth = f"{stack} " if stack else "", format_depth(plan.num_layers)
     click.echo(
-        f"{of_stack}layers {plan.rules[0].layers} of {depth}: {kept} of {len(plan.modules)} modules, "
-        f"{human_bytes(written.layout.nbytes)}, {share:.0%} of the whole expert"
+        f"{of_stack}layers {plan.rules[0].layers} of {depth}: {adapted} of {len(plan.modules)} modules, "
+        f"{human_bytes(prepared.layout.nbytes)}, {share:.0%} of the whole expert"
     )
     for remark in plan.notes:
         note(remark)
