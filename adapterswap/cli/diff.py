@@ -70,10 +70,10 @@ def _farther(comparison: Comparison, limit: float) -> list[str]:
     return lines
 
 
-def _print(rows: list[Difference], what: str) -> None:
+def _print(rows: list[Difference], heading: str) -> None:
     from rich.table import Table
 
-    table = Table(what, box=None, header_style="bold")
+    table = Table(heading, box=None, header_style="bold")
     for name in ("‖ΔW₁‖", "‖ΔW₂‖", "distance", "cosine"):
         table.add_column(name, justify="right")
     for row in rows:

@@ -156,22 +156,22 @@ def _print_plan(plan: LabPlan | ComparisonPlan) -> None:
 
 @contextmanager
 def _progress(seeds: int) -> Iterator[Tell]:
-    """A bar per seed on stderr; without a terminal, a line whenever a seed starts something else.
+    """A bar per seed on stderr; without a terminal, a line for each new step of a seed.
 
-    What follows the last seed, tables and pictures, has a bar too.
+    The report after the last seed has a bar too.
     """
     with Progress(shown=not is_quiet()) as bars:
         rows: dict[int, ProgressRow] = {}
         current: dict[int, str] = {}
 
-        def update(seed: int, what: str, share: float) -> None:
+        def update(seed: int, step: str, share: float) -> None:
             if seed not in rows:
                 rows[seed] = bars.row(f"seed {seed}", _PARTS, steady=False)
-            rows[seed].update(round(share * _PARTS), name=f"seed {seed}: {what}")
-            if current.get(seed) != what:
-                current[seed] = what
+            rows[seed].update(round(share * _PARTS), name=f"seed {seed}: {step}")
+            if current.get(seed) != step:
+                current[seed] = step
                 if not sys.stderr.isatty():
-                    note(f"seed {seed}: {what}")
+                    note(f"seed {seed}: {step}")
                 if list(current.values()) == ["done"] * seeds:
                     bars.row("the report")
 

@@ -93,30 +93,30 @@ def print_table(*tables: Any, width: int = 120) -> None:
 
 
 @contextmanager
-def working(what: str, *, shown: bool = True) -> Iterator[ProgressRow]:
+def working(label: str, *, shown: bool = True) -> Iterator[ProgressRow]:
     """Show progress of unknown length; nothing may be printed meanwhile.
 
     Args:
-        what: the activity, such as `verifying`.
+        label: the activity, such as `verifying`.
         shown: whether this process shows it.
     """
     with Progress(shown=shown and not is_quiet()) as progress:
-        yield progress.row(what)
+        yield progress.row(label)
 
 
 @contextmanager
-def count_bar(what: str, *, shown: bool = True, first_line: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Like `working`, when the number of steps is known once the first one is reported.
+def count_bar(label: str, *, shown: bool = True, first_line: str = "") -> Iterator[Callable[[int, int], None]]:
+    """Like `working`, with a number of steps that the first report sets.
 
     Args:
-        what: what is counted.
+        label: the activity or what it counts, such as `extracting` or `requests`.
         shown: whether this process shows it.
         first_line: without a terminal, the line to print before the first step, with `{total}` in it.
 
     Yields:
         The function to call with the number of finished steps and the total.
     """
-    with working(what, shown=shown) as row:
+    with working(label, shown=shown) as row:
 
         def report(finished: int, total: int) -> None:
             if finished:
@@ -124,18 +124,18 @@ def count_bar(what: str, *, shown: bool = True, first_line: str = "") -> Iterato
                 return
             if shown and first_line and not sys.stderr.isatty():
                 note(first_line.format(total=total))
-            row.begin(what, total)
+            row.begin(label, total)
 
         yield report
 
 
 @contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Like `working`, when the number of steps is known; yields the function that advances it by one."""
+def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """Like `working`, with a known number of steps; yields the function that advances it by one."""
     if total == 0:
         yield lambda: None
         return
-    with working(what) as row:
-        row.begin(what, total)
+    with working(label) as row:
+        row.begin(label, total)
         steps = itertools.count(1)
         yield lambda: row.update(next(steps))
