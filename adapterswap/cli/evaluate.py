@@ -177,20 +177,20 @@ def _settings(options: dict[str, Any]) -> Settings:
     """The options that are settings, under the same names."""
     from adapterswap.evaluation import Settings
 
-    chosen = {name: options[name] for name in _SETTINGS} | {"seed": options["sampling_seed"], "gen_kwargs": {}}
+    values = {name: options[name] for name in _SETTINGS} | {"seed": options["sampling_seed"], "gen_kwargs": {}}
     if text := options["gen_kwargs"]:
         from lm_eval.utils import simple_parse_args_string
 
         if not all(item.partition("=")[2] for item in text.split(",")):
             raise click.UsageError(f"--gen-kwargs must be key=value,key=value, not {text!r}.")
-        chosen["gen_kwargs"] = simple_parse_args_string(text)
-    return Settings(**chosen)
+        values["gen_kwargs"] = simple_parse_args_string(text)
+    return Settings(**values)
 
 
-def _phase(what: str) -> None:
+def _phase(step: str) -> None:
     """Print the step that begins, in one process only."""
     if is_first():
-        note(what)
+        note(step)
 
 
 def _dry_run(prepared: Evaluation, as_json: bool) -> None:

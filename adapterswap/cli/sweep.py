@@ -121,11 +121,13 @@ def command(
         raise click.UsageError("--freeze cannot be combined with --overwrite: register before you run the sweep.")
     short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    chosen = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
+    sweep_recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
     if experts or rules:
-        chosen = with_rules(chosen, named_experts(experts), parsed_rules(rules))
+        sweep_recipe = with_rules(sweep_recipe, named_experts(experts), parsed_rules(rules))
     with working("reading experts and tasks", shown=is_first()):
-        prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
+        prepared = prepare(
+            sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
+        )
     if freeze:
         from adapterswap.sweeps.freezing import freeze as register
 
@@ -210,12 +212,12 @@ def _progress(*, shown: bool) -> Iterator[Callable[[SweepProgress], None]]:
 def _print_estimate(expected: Estimate) -> None:
     families = ", ".join(f"{count} {name}" for name, count in expected.families.items())
     documents = ", ".join(f"{name} {count}" for name, count in expected.documents.items())
-    left = expected.cells - expected.finished - expected.given_up
+    remaining = expected.cells - expected.finished - expected.given_up
     given_up = f" and {expected.given_up:,} given up" * bool(expected.given_up)
     lines = {
         "cells": f"{expected.cells:,}: {families}",
         "left out": f"{expected.left_out:,} whose zones overlap",
-        "finished": f"{expected.finished:,}{given_up}; {left:,} to evaluate",
+        "finished": f"{expected.finished:,}{given_up}; {remaining:,} to evaluate",
         "documents": documents,
         "requests": f"{expected.requests:,}",
         "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first"
@@ -251,8 +253,8 @@ def _print(rows: list[Row], run: Run) -> None:
     for row in rows:
         values = [_number(value) for value in (row.minimum, row.mean, row.maximum)]
         halves = [_number(value) for value in (row.chosen_at, row.reported_at)]
-        chosen = ["", "", halves[1]] if row.best is None else [row.best or "(defaults)", *halves]
-        table.add_row(row.family, str(row.n), *values, *chosen, *[_error(row.relative_error)] * reduced)
+        best = ["", "", halves[1]] if row.best is None else [row.best or "(defaults)", *halves]
+        table.add_row(row.family, str(row.n), *values, *best, *[_error(row.relative_error)] * reduced)
     print_table(table)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     click.echo(f"\nMeans over {', '.join(targets)}.")

@@ -61,27 +61,27 @@ def command(
     short = {"base_model": base_model, "training.device": device, "training.dtype": dtype}
     short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    chosen = _read(recipe, settings)
+    run_recipe = _read(recipe, settings)
     switches = {"trust_task_code": trust_task_code, "resume": resume, "overwrite": overwrite, "as_json": as_json}
     if dry_run:
-        _estimate(chosen, out_path, **switches)
+        _estimate(run_recipe, out_path, **switches)
     else:
-        _train(chosen, out_path, push, **switches)
+        _train(run_recipe, out_path, push, **switches)
 
 
 def _read(recipe: str, settings: list[str]) -> TrainRecipe:
     from adapterswap.shipped import find_recipe
     from adapterswap.training import read_train_recipe
 
-    chosen = read_train_recipe(find_recipe(recipe, "train"), settings)
-    if chosen.selection and is_first():
-        for line in chosen.selection.notes():
+    run_recipe = read_train_recipe(find_recipe(recipe, "train"), settings)
+    if run_recipe.selection and is_first():
+        for line in run_recipe.selection.notes():
             note(line)
-    return chosen
+    return run_recipe
 
 
 def _estimate(
-    chosen: TrainRecipe,
+    recipe: TrainRecipe,
     out_path: str | None,
     *,
     resume: bool,
@@ -91,9 +91,9 @@ def _estimate(
 ) -> None:
     from adapterswap.training import estimate
 
-    _check_output(chosen, out_path, overwrite=overwrite, resume=resume)
+    _check_output(recipe, out_path, overwrite=overwrite, resume=resume)
     with working("reading rows", shown=is_first()):
-        expected = estimate(chosen, trust_task_code=trust_task_code)
+        expected = estimate(recipe, trust_task_code=trust_task_code)
     if not is_first():
         return
     if as_json:
@@ -103,7 +103,7 @@ def _estimate(
 
 
 def _train(
-    chosen: TrainRecipe,
+    recipe: TrainRecipe,
     out_path: str | None,
     push: Push,
     *,
@@ -115,7 +115,7 @@ def _train(
     from adapterswap.training import train
 
     report = train(
-        chosen,
+        recipe,
         out_path=out_path,
         overwrite=overwrite,
         resume=resume,
@@ -137,8 +137,8 @@ def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool,
     from adapterswap.files.smallfiles import expand
     from adapterswap.training.run import check_output
 
-    if chosen := out_path or recipe.out_path:
-        check_output(expand(chosen), recipe.inputs, resume=resume, overwrite=overwrite)
+    if folder := out_path or recipe.out_path:
+        check_output(expand(folder), recipe.inputs, resume=resume, overwrite=overwrite)
 
 
 def _print_estimate(expected: TrainEstimate) -> None:
