@@ -60,8 +60,8 @@ def _print(inspection: Inspection) -> None:
     if inspection.record is not None:
         record = inspection.record
         experts = ", ".join(f"{name} from {source}" for name, source in record.experts.items())
-        how = "composed of" if record.slice is None else f"the {record.slice} of"
-        for line in [f"{how} {experts}", *record.origins, *inspection.strip]:
+        relation = "composed of" if record.slice is None else f"the {record.slice} of"
+        for line in [f"{relation} {experts}", *record.origins, *inspection.strip]:
             click.echo(printable(line))
 
 
@@ -72,18 +72,18 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     form = "rank-stabilized LoRA (s = α/√r)" if config.rslora else "plain LoRA (s = α/r)"
     form = config.title if adapter.opaque else form
     click.echo(f"{adapter.source}: {form} for {config.base_model or 'an unnamed base'}")
-    whole = inspection.num_saved_parameters
-    in_full = f", {len(adapter.saved)} trained in full with {whole:,} parameters" if adapter.saved else ""
+    full_parameters = inspection.num_saved_parameters
+    in_full = f", {len(adapter.saved)} trained in full with {full_parameters:,} parameters" if adapter.saved else ""
     total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
     click.echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
     table = Table("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype", box=None, header_style="bold")
     for cells in _rows(adapter):
         table.add_row(*cells)
-    tables, both = [table] if adapter.modules else [], has_both_stacks(adapter.container)
+    tables, has_stacks = [table] if adapter.modules else [], has_both_stacks(adapter.container)
     if adapter.opaque:
-        tables.append(_tensor_table(config.title, adapter.opaque.values(), both=both))
+        tables.append(_tensor_table(config.title, adapter.opaque.values(), has_stacks=has_stacks))
     if adapter.saved:
-        tables.append(_tensor_table("trained in full", adapter.saved.values(), both=both))
+        tables.append(_tensor_table("trained in full", adapter.saved.values(), has_stacks=has_stacks))
     print_table(*tables)
     if adapter.ignored:
         names = ", ".join(adapter.ignored)
@@ -118,18 +118,18 @@ def _print_model(inspection: Inspection, model: Checkpoint) -> None:
     size, shards = human_bytes(inspection.nbytes), len(model.shards)
     total = inspection.num_parameters
     click.echo(f"{len(parameters)} tensors, {total:,} parameters, {size} in {shards} file{'s' * (shards > 1)}")
-    print_table(_tensor_table("tensor", parameters, both=has_both_stacks(model.container)))
+    print_table(_tensor_table("tensor", parameters, has_stacks=has_both_stacks(model.container)))
 
 
 def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
     """Modules that differ only by their layer share a row."""
 
-    both = has_both_stacks(adapter.container)
+    has_stacks = has_both_stacks(adapter.container)
     grouped: dict[tuple[str, ...], list[int]] = {}
     for module in adapter.modules.values():
         shape = f"{module.out_features} × {module.in_features}"
         key = (
-            _within(module.name, module.layer, both),
+            _within(module.name, module.layer, has_stacks),
             module.kind,
             str(module.rank),
             f"{module.alpha:g}",
@@ -141,7 +141,7 @@ def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
     return [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in grouped.items()]
 
 
-def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, both: bool) -> Any:
+def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, has_stacks: bool) -> Any:
     """A table of whole tensors; those that differ only by their layer share a row."""
     from rich.table import Table
 
@@ -157,7 +157,7 @@ def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Stored
         )
         for name, tensor in tensors.items():
             shape = " × ".join(map(str, tensor.shape)) or "–"
-            key: tuple[str, ...] = (_within(name, part.layer, both), part.kind, shape, tensor.dtype)
+            key: tuple[str, ...] = (_within(name, part.layer, has_stacks), part.kind, shape, tensor.dtype)
             grouped.setdefault(key, []).extend([] if part.layer is None else [part.layer])
             sizes[key] = sizes.get(key, 0) + tensor.nbytes
     table = Table(title, "kind", "layers", "shape", "dtype", "size", box=None, header_style="bold")
@@ -167,8 +167,8 @@ def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Stored
     return table
 
 
-def _within(name: str, layer: int | None, both: bool) -> str:
+def _within(name: str, layer: int | None, has_stacks: bool) -> str:
     """The part of a name after its layer; in a model with two stacks, with the stack in front."""
     if layer is None:
         return name
-    return f"{stack_of(name)} {within_layer(name, layer)}" if both else within_layer(name, layer)
+    return f"{stack_of(name)} {within_layer(name, layer)}" if has_stacks else within_layer(name, layer)

@@ -58,9 +58,9 @@ def _print(verification: Verification) -> None:
     elif verification.equal:
         more = "" if verification.unchecked else ", and every module has the recorded error of ΔW"
         click.echo(f"equal: the files match the record{more}")
-    made = "cut" if verification.extracted else "composed"
+    verb = "cut" if verification.extracted else "composed"
     for name, file in verification.changed_sources.items():
-        click.echo(f"source changed: {name}'s {file} differs from what was {made} (SHA-256)")
+        click.echo(f"source changed: {name}'s {file} differs from what was {verb} (SHA-256)")
     for key in verification.differing[:_SHOWN]:
         click.echo(f"differs: {key}")
     if len(verification.differing) > _SHOWN:
