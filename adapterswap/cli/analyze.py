@@ -154,8 +154,8 @@ def _print(analysis: Analysis) -> None:
             band, cosine = shuffled[layer]["cosine"], numbers["cosine"]
             if band is not None and cosine is not None and not band[0] <= cosine <= band[1]:
                 outside.append(str(layer))
-        where = f"in layers {', '.join(outside)}" if outside else "in no layer"
-        note(f"{' and '.join(pair.experts)}: cosines outside the 95 % range of shuffled experts {where}")
+        place = f"in layers {', '.join(outside)}" if outside else "in no layer"
+        note(f"{' and '.join(pair.experts)}: cosines outside the 95 % range of shuffled experts {place}")
         if pair.shared_start is not None:
             note(
                 f"{' and '.join(pair.experts)} were trained from the same initial A (their rows have a mean cosine of "

@@ -24,15 +24,15 @@ class _Serve(click.Command):
     """Explains where vLLM's options go when one of them is among ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        written = list(args)  # click removes what it has parsed from the list
+        all_args = list(args)  # click removes what it has parsed from the list
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name  # click reports `-tp` as `-t`
             option = next(
-                arg for arg in written if arg.partition("=")[0] == name or (len(name) == 2 and arg.startswith(name))
+                arg for arg in all_args if arg.partition("=")[0] == name or (len(name) == 2 and arg.startswith(name))
             )
-            value = "".join(f" {arg}" for arg in written[written.index(option) + 1 :][:1] if not arg.startswith("-"))
+            value = "".join(f" {arg}" for arg in all_args[all_args.index(option) + 1 :][:1] if not arg.startswith("-"))
             raise click.UsageError(
                 f"{error.format_message()} The engine's own options go after `--`: "
                 f"adapterswap serve … -- {option}{value}",

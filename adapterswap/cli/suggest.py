@@ -185,8 +185,8 @@ def _print_owners(proposal: Dominance) -> None:
     for name in proposal.sizes:
         table.add_column(name, justify="right")
     for row in content["sizes"]:
-        where = [str(row["layer"]), *([row["kind"]] if "kind" in row else [])]
-        table.add_row(*where, *(f"{row[name]:.4g}" for name in proposal.sizes))
+        labels = [str(row["layer"]), *([row["kind"]] if "kind" in row else [])]
+        table.add_row(*labels, *(f"{row[name]:.4g}" for name in proposal.sizes))
     print_table(table)
     click.echo("sizes are ‖ΔW‖ / ‖W‖" if proposal.relative else "sizes are ‖ΔW‖")
     for rule in proposal.rules:
