@@ -65,8 +65,8 @@ class _MethodName(click.ParamType[str]):
 def _parameter_option(parameter: Parameter) -> Callable[[_Function], _Function]:
     """The option of a method's parameter."""
     methods = having(parameter.name)
-    of = ", ".join(methods if len(methods) <= _LISTED else [*methods[: _LISTED - 1], "…"])
-    what = f"{parameter.description[0].upper()}{parameter.description[1:]} ({of})."
+    methods_text = ", ".join(methods if len(methods) <= _LISTED else [*methods[: _LISTED - 1], "…"])
+    text = f"{parameter.description[0].upper()}{parameter.description[1:]} ({methods_text})."
     default = "" if parameter.required else f"  [default: {_shown(parameter.default)}]"
     kinds: dict[type, Any] = {str: click.Choice(parameter.choices), bool: bool, int: int, float: float}
     return click.option(
@@ -74,7 +74,7 @@ def _parameter_option(parameter: Parameter) -> Callable[[_Function], _Function]:
         parameter.name,
         type=kinds[parameter.kind],
         metavar=None if parameter.choices else {bool: "BOOL", int: "N"}.get(parameter.kind, "X"),
-        help=what + default,
+        help=text + default,
     )
 
 
@@ -353,9 +353,9 @@ def _all_combined(experts: dict[str, str], fields: dict[str, Any]) -> dict[str, 
     if fields["method"] != "soup":
         return {**fields, "task": list(experts), "language": [BASE]}
     # A soup with the base on the other side would be half of the experts' average.
-    kept = {key: value for key, value in fields.items() if key not in ("method", "weights")}
+    others = {key: value for key, value in fields.items() if key not in ("method", "weights")}
     rule: dict[str, Any] = {"blend": dict.fromkeys(experts, 1)}
-    return {**kept, "rules": [{**rule, "weights": "magnitude"} if fields.get("weights") == "magnitude" else rule]}
+    return {**others, "rules": [{**rule, "weights": "magnitude"} if fields.get("weights") == "magnitude" else rule]}
 
 
 def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[str, dict[str, str]]:

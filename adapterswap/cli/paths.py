@@ -79,8 +79,8 @@ class RecipePath(EntryPath):
         return _as_items([*shipped, *files], incomplete, self.kind)
 
 
-def _entries(typed: str, wanted: Callable[[Path], bool]) -> list[str]:
-    """The entries that start with `typed`: those that are `wanted`, and all other folders with a trailing /."""
+def _entries(typed: str, is_offered: Callable[[Path], bool]) -> list[str]:
+    """The entries that start with `typed`: those that `is_offered` accepts, and all other folders with a trailing /."""
     head, _, tail = typed.rpartition("/")
     head += "/" if "/" in typed else ""
     try:
@@ -90,7 +90,7 @@ def _entries(typed: str, wanted: Callable[[Path], bool]) -> list[str]:
     visible = [path for path in paths if path.name.startswith(tail) and (tail or not path.name.startswith("."))]
     completions = []
     for path in visible:
-        if wanted(path):
+        if is_offered(path):
             completions.append(head + path.name)
         elif path.is_dir():
             completions.append(head + path.name + "/")
