@@ -136,8 +136,8 @@ def _about_base() -> Iterator[None]:
         raise error.recast(BaseModelError, parameter="base_model") from None
 
 
-def _read_checkpoint(source: Source, what: str) -> Checkpoint:
-    config = read_json(source.folder / MODEL_CONFIG, f"Pass the {what}'s folder, with a valid config.json")
+def _read_checkpoint(source: Source, role: str) -> Checkpoint:
+    config = read_json(source.folder / MODEL_CONFIG, f"Pass the {role}'s folder, with a valid config.json")
     shards = read_shards(source.folder)
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     container = layer_container(tensors)
@@ -218,14 +218,14 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
         with problems.collect():
             shards.append(read_header(folder / name))
     problems.raise_if_any()
-    held: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for shard in shards:
         for tensor in shard.tensors:
-            if tensor in held:
-                problems.add(f"{folder}: {tensor} is in both {held[tensor]} and {shard.path.name}", remedy)
-            held[tensor] = shard.path.name
-    if odd := sorted(name for name in held.keys() | weight_map.keys() if held.get(name) != weight_map.get(name)):
-        actual = held.get(odd[0], "no shard")
+            if tensor in owners:
+                problems.add(f"{folder}: {tensor} is in both {owners[tensor]} and {shard.path.name}", remedy)
+            owners[tensor] = shard.path.name
+    if odd := sorted(name for name in owners.keys() | weight_map.keys() if owners.get(name) != weight_map.get(name)):
+        actual = owners.get(odd[0], "no shard")
         problems.add(
             f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, but it is in {actual}"
             + (f"; {len(odd) - 1} more differ" if len(odd) > 1 else ""),

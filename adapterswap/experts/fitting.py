@@ -56,11 +56,11 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     if not isinstance(configured, int | None):
         _check_stacks(folder, configured, tensors, container, problems)
         configured = None
-    held = _num_layers(tensors, container)
+    stored = _num_layers(tensors, container)
     most = (configured or 0) + layers_ahead(config)
-    if configured is not None and _SHARED not in model and not configured <= held <= most:
+    if configured is not None and _SHARED not in model and not configured <= stored <= most:
         problems.add(
-            f"{folder}: config.json says {configured} layers, but the weights have {held} in {container}", _REMEDY
+            f"{folder}: config.json says {configured} layers, but the weights have {stored} in {container}", _REMEDY
         )
     widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
     for name in (f"{before_layers(container)}{end}.weight" for end in sorted(EMBEDDINGS)):
@@ -79,9 +79,9 @@ def _check_stacks(
 ) -> None:
     for stack, count in configured.items():
         inside = [name for name in tensors if stack_of(name) == stack and layer_of(name, container) is not None]
-        held = _num_layers(inside, container) if inside else 0
-        if held not in (0, count):  # an encoder alone has no decoder
-            message = f"{folder}: config.json says {count} {stack} layers, but the weights have {held}"
+        stored = _num_layers(inside, container) if inside else 0
+        if stored not in (0, count):  # an encoder alone has no decoder
+            message = f"{folder}: config.json says {count} {stack} layers, but the weights have {stored}"
             problems.add(message, _REMEDY)
 
 

@@ -172,7 +172,7 @@ def subfolders_with(source: Source, file: str) -> list[str]:
     return []
 
 
-def _download(hub_id: HubId, files: Sequence[str], what: str, parameter: str | None) -> Source:
+def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | None) -> Source:
     from huggingface_hub import snapshot_download
 
     repo, subfolder, revision = hub_id
@@ -181,15 +181,15 @@ def _download(hub_id: HubId, files: Sequence[str], what: str, parameter: str | N
         snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the Hub's client, its transports and its storage raise different errors
         raise NotFoundError(
-            f"The {what} {hub_id} is not a local folder and could not be downloaded from the Hub: {reason_of(error)}",
+            f"The {role} {hub_id} is not a local folder and could not be downloaded from the Hub: {reason_of(error)}",
             hub_remedy("Check the path or id; for a private repository log in with `hf auth login`"),
             parameter=parameter,
         ) from None
     folder = snapshot / (subfolder or "")
-    _check_links(snapshot, str(hub_id), BaseModelError if what == _BASE else ExpertError, folder)
+    _check_links(snapshot, str(hub_id), BaseModelError if role == _BASE else ExpertError, folder)
     if not is_folder(folder):
         raise NotFoundError(
-            f"{hub_id}: the repository {repo} has no {what} in a folder {subfolder}",
+            f"{hub_id}: the repository {repo} has no {role} in a folder {subfolder}",
             hub_remedy(
                 "Check the folder's name on the Hub",
                 offline="Only what was downloaded before can be read offline: unset HF_HUB_OFFLINE, or check the name",
