@@ -193,8 +193,8 @@ def layer_of(name: str, container: str | None) -> int | None:
     match = _NUMBERED.match(name)
     if match is None or container is None:
         return None
-    own = match["container"][:-1]
-    same = own == container or (_ANY_STACK in container and of_any_stack(own) == container)
+    own_container = match["container"][:-1]
+    same = own_container == container or (_ANY_STACK in container and of_any_stack(own_container) == container)
     return int(match["layer"]) if same else None
 
 
@@ -381,7 +381,7 @@ class KeptLayers:
         """Parse `0-4,30-31`; raises `ValueError` if it is not a list of layers, or the stack is unknown."""
         if stack is not None and stack not in STACKS:
             raise ValueError(f"{stack!r} is not one of {', '.join(STACKS)}")
-        return cls(parse_layers(layers), next((known for known in STACKS if known == stack), None))
+        return cls(parse_layers(layers), next((name for name in STACKS if name == stack), None))
 
     def holds(self, name: str, layer: int) -> bool:
         """Whether the module with this name and layer is kept."""

@@ -238,16 +238,16 @@ def renamed_adapter(adapter: Adapter, mapping: Mapping[str, str], expert: str, c
 
 def check_distinct(mapping: Mapping[str, str], whose: str) -> None:
     """Raise `ExpertError` if two names of `whose` would become the same."""
-    taken: dict[str, str] = {}
+    old_names: dict[str, str] = {}
     for old, new in mapping.items():
-        if new in taken:
+        if new in old_names:
             raise ExpertError(
-                f"{whose}: {taken[new]} and {old} are two names of one module, {new}", "Save the expert again"
+                f"{whose}: {old_names[new]} and {old} are two names of one module, {new}", "Save the expert again"
             )
-        taken[new] = old
+        old_names[new] = old
 
 
-def _same_decoder(one: str, other: str) -> bool:
+def _same_decoder(first: str, second: str) -> bool:
     """Whether two lists of layers may be the same: they differ only in prefixes of the language model."""
-    own, their = ([part for part in name.split(".") if part not in _NEUTRAL] for name in (one, other))
-    return own == their
+    first_parts, second_parts = ([part for part in name.split(".") if part not in _NEUTRAL] for name in (first, second))
+    return first_parts == second_parts

@@ -53,9 +53,9 @@ class Matcher:
             if pattern not in self._compiled:
                 _check(pattern)
                 self._compiled[pattern] = regex.compile(pattern)
-            left = self._deadline - time.monotonic()
-            if left > 0:
-                return self._compiled[pattern].fullmatch(name, timeout=left)
+            seconds_left = self._deadline - time.monotonic()
+            if seconds_left > 0:
+                return self._compiled[pattern].fullmatch(name, timeout=seconds_left)
         except regex.error as error:
             raise ValueError(f"{shown(pattern)} is not a valid regex: {error}") from None
         except TimeoutError:
@@ -126,4 +126,4 @@ def _matches(key: str, name: str, match: Matcher) -> bool:
     start = len(name) - len(key)
     if start < 0 or (start and name[start - 1] != "."):
         return False
-    return all(own in (char, ".") for own, char in zip(key, name[start:], strict=True))
+    return all(expected in (char, ".") for expected, char in zip(key, name[start:], strict=True))
