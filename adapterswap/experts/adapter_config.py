@@ -345,11 +345,13 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
             patterns[key] = Patterns(by_regex)
         except ValueError as error:
             problems.add(f"{where}: {pattern}: {error}", _SIMPLER)
-    own = content.keys() - _NEUTRAL - kind.inert - {"bias", "init_weights", *kind.patterns, *kind.patterns.values()}
+    setting_keys = (
+        content.keys() - _NEUTRAL - kind.inert - {"bias", "init_weights", *kind.patterns, *kind.patterns.values()}
+    )
     return replace(
         config,
         peft_type=content["peft_type"],
-        settings={key: content[key] for key in sorted(own)},
+        settings={key: content[key] for key in sorted(setting_keys)},
         values={key: content[key] for key in kind.patterns if key in content},
         patterns=patterns,
         unknown=(),

@@ -191,7 +191,7 @@ def sort_keys(
         )
     saved_ends = tuple(modules_to_save)
     keys = set(canonical.values())
-    own = LORA_PARTS if kind is None else kind.parts
+    part_names = LORA_PARTS if kind is None else kind.parts
     for stored, tensor in file.tensors.items():
         key = canonical[stored]
         match = _FACTOR.fullmatch(key) if kind is None else None
@@ -210,7 +210,7 @@ def sort_keys(
         if key.startswith(_PREFIX) and not key.endswith(_DOUBLES) and (holder := _saved_module(name, saved_ends)):
             saved.setdefault(holder, {})[key.removeprefix(f"{_PREFIX}{holder}.")] = tensor
             continue
-        part = next((part for part in own if key.endswith(f".{part}")), None)
+        part = next((part for part in part_names if key.endswith(f".{part}")), None)
         if part and key.startswith(_PREFIX):
             module = key.removeprefix(_PREFIX).removesuffix(f".{part}")
             (extras if kind is None else parts).setdefault(module, {})[part] = tensor

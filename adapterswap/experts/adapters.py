@@ -464,8 +464,8 @@ def _with_parameters(
 def _kept_layers(folder: Path) -> KeptLayers | None:
     """The layers of a slice, from its adapterswap.json; None if the adapter is not a slice."""
     try:
-        kept = read_json(folder / PROVENANCE, "")["slice"]
-        return KeptLayers.of(str(kept["layers"]), kept.get("stack"))
+        recorded = read_json(folder / PROVENANCE, "")["slice"]
+        return KeptLayers.of(str(recorded["layers"]), recorded.get("stack"))
     except (ExpertError, ValueError, KeyError, TypeError):
         return None
 
