@@ -120,10 +120,10 @@ def rename_keys(model: Any) -> Callable[[str], str | None]:
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    known = model.state_dict()
+    parameters = model.state_dict()
 
     def rename(key: str) -> str | None:
-        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
         return None if converter else name
 
     return rename

@@ -59,18 +59,18 @@ def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    known = model.state_dict()
+    parameters = model.state_dict()
     alone: dict[str, str] = {}
     sources: dict[str, list[tuple[str, str]]] = {}
     for key in stored:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
         if pattern is None:
             alone[name] = key
         else:
             sources.setdefault(name, []).append((key, pattern))
     modules = dict(model.named_modules())
     fused = {}
-    for name, parameter in known.items():
+    for name, parameter in parameters.items():
         if parameter.dim() != 3:
             continue
         holder = modules.get(name.rpartition(".")[0])

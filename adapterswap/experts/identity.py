@@ -17,7 +17,7 @@ from adapterswap.experts.checkpoints import WEIGHT_FILES, Checkpoint
 
 __all__ = ["fingerprint", "fingerprints", "hashed", "model_fingerprints", "sha256_of"]
 
-_WHOLE = 64 * 2**20  # bytes; smaller files are hashed as a whole
+_SMALL = 64 * 2**20  # bytes; smaller files are hashed as a whole
 _BLOCK = 2**20
 _BLOCKS = 64
 
@@ -52,7 +52,7 @@ def fingerprint(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        if size <= _WHOLE:
+        if size <= _SMALL:
             while block := file.read(_BLOCK):
                 digest.update(block)
         else:
