@@ -117,27 +117,27 @@ def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | 
         ExpertError: see `read_tokens`.
     """
     folders = {**({} if base is None else {BASE: base}), **experts}
-    having = {name: folder for name, folder in folders.items() if tokenizer_files(folder)}
-    if not having:
+    holders = {name: folder for name, folder in folders.items() if tokenizer_files(folder)}
+    if not holders:
         return None
-    templates = {name: text for name in (*experts, BASE) if (text := _template(having.get(name))) is not None}
+    templates = {name: text for name in (*experts, BASE) if (text := _template(holders.get(name))) is not None}
     template = next(iter(templates), None)
     odd = tuple(name for name in templates if name != BASE and templates[name] != templates[str(template)])
-    fast = {name: (folder / _FAST).read_bytes() for name, folder in having.items() if exists(folder / _FAST)}
+    fast = {name: (folder / _FAST).read_bytes() for name, folder in holders.items() if exists(folder / _FAST)}
     if len(set(fast.values())) < 2:  # reading a large vocabulary takes longer than composing adapters
-        return United(next(iter(fast or having)), {}, template, (), odd)
-    tokens = {name: read_tokens(having[name]) or {} for name in fast}
-    beyond = {name for name, own in tokens.items() if rows is not None and max(own, default=0) >= rows}
+        return United(next(iter(fast or holders)), {}, template, (), odd)
+    tokens = {name: read_tokens(holders[name]) or {} for name in fast}
+    beyond = {name for name, own_tokens in tokens.items() if rows is not None and max(own_tokens, default=0) >= rows}
     within = [name for name in tokens if name not in beyond] or list(tokens)
     first = max(within, key=lambda name: all(tokens[name].items() >= tokens[other].items() for other in within))
     added: dict[int, Path] = {}
     all_tokens, others = dict(tokens[first]), []
-    for name, own in tokens.items():
-        if (name in beyond and name != first) or clashes(all_tokens, own):
+    for name, own_tokens in tokens.items():
+        if (name in beyond and name != first) or clashes(all_tokens, own_tokens):
             others.append(name)
             continue
-        added |= dict.fromkeys(own.keys() - all_tokens.keys(), having[name])
-        all_tokens |= own
+        added |= dict.fromkeys(own_tokens.keys() - all_tokens.keys(), holders[name])
+        all_tokens |= own_tokens
     return United(first, added, template, tuple(others), odd)
 
 
