@@ -174,7 +174,7 @@ def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
             home folder.
     """
     place = Path(os.path.realpath(target))
-    if any(_holds(place, Path(os.path.realpath(folder))) for folder in (os.curdir, os.path.expanduser("~"))):
+    if any(_contains(place, Path(os.path.realpath(folder))) for folder in (os.curdir, os.path.expanduser("~"))):
         raise OutputError(
             f"{target} contains your home folder or the current folder",
             "Choose a folder inside it",
@@ -185,7 +185,7 @@ def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
         if source is None or not exists(source):
             continue
         for location in _locations(source):
-            if _holds(place, location) or _holds(location, place):
+            if _contains(place, location) or _contains(location, place):
                 raise OutputError(
                     f"the output {target} overlaps the input {given_input}",
                     "Choose an output path outside every input",
@@ -203,7 +203,7 @@ def _locations(source: Path) -> Iterator[Path]:
             yield from (Path(os.path.realpath(entry)) for entry in real.iterdir() if entry.is_symlink())
 
 
-def _holds(folder: Path, path: Path) -> bool:
+def _contains(folder: Path, path: Path) -> bool:
     """Whether `path` is `folder` or inside it, also under another name (other case, a bind mount)."""
     if path.is_relative_to(folder):
         return True
@@ -397,11 +397,11 @@ def _parents(parent: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def locked(path: Path, message: str) -> Iterator[None]:
     """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies.
 
     Raises:
-        OutputError: another process holds the lock; the message is `what`.
+        OutputError: another process holds the lock; `message` is the error's message.
         OSError: the file cannot be created.
     """
     from filelock import FileLock, Timeout  # here, so that --help stays fast
@@ -413,7 +413,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
         if not path.exists():  # where no file can be created, as in /proc, filelock also reports a timeout
             path.touch()
             path.unlink(missing_ok=True)
-        raise OutputError(what, "Wait until it ends or choose another path", parameter="out_path") from None
+        raise OutputError(message, "Wait until it ends or choose another path", parameter="out_path") from None
     try:
         yield
     finally:
@@ -471,9 +471,9 @@ def _os_errors(target: Path) -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)
         name = str(error.filename or "")
-        where = f" (at {name})" if name and not name.endswith((str(target), ".lock")) and ".tmp" not in name else ""
+        detail = f" (at {name})" if name and not name.endswith((str(target), ".lock")) and ".tmp" not in name else ""
         raise OutputError(
-            f"{target} cannot be written: {reason}{where}", _remedy(error.errno), parameter="out_path"
+            f"{target} cannot be written: {reason}{detail}", _remedy(error.errno), parameter="out_path"
         ) from error
 
 

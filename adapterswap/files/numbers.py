@@ -114,9 +114,9 @@ def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
 
 def write_at(output: int, data: Bytes, offset: int) -> None:
     """Write all of `data` at `offset`; a single system call may write less, for instance on a disk that fills up."""
-    written = 0
-    while written < data.size:
-        written += os.pwrite(output, data[written:].data, offset + written)
+    bytes_written = 0
+    while bytes_written < data.size:
+        bytes_written += os.pwrite(output, data[bytes_written:].data, offset + bytes_written)
 
 
 def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
