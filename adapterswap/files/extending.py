@@ -123,10 +123,10 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def writer(layers: Sequence[Layer], location: Location) -> Path | None:
     """The file that set the value at `location`, or a value above it as a whole; None if no file did."""
-    return next((layer.path for layer in reversed(layers) if _says(layer.content, location)), None)
+    return next((layer.path for layer in reversed(layers) if _sets(layer.content, location)), None)
 
 
-def _says(content: Any, location: Location) -> bool:
+def _sets(content: Any, location: Location) -> bool:
     for step in location:
         if not isinstance(content, dict):
             return True  # a plain value or a list is set as a whole

@@ -244,17 +244,17 @@ def _explained(
 ) -> AdapterswapError:
     problems = Problems(FieldError)
     for details in error.errors(include_url=False):
-        written = _as_written(details["loc"], content)
+        file_location = _as_written(details["loc"], content)
         # A missing key is a mistake of the file that wrote the mapping around it.
-        source = writer(layers, written[:-1] if details["type"] == "missing" else written)
-        problem = _explain(details, written, model, str(source or where))
+        source = writer(layers, file_location[:-1] if details["type"] == "missing" else file_location)
+        problem = _explain(details, file_location, model, str(source or where))
         problems.add(problem.message, problem.remedy, parameter=problem.parameter)
     return problems.as_error(FieldError)
 
 
 def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
     """`location` as the recipe has it: where `list_values` made a mapping a list, keys instead of positions."""
-    written: list[int | str] = []
+    steps: list[int | str] = []
     for step in location:
         if isinstance(step, str) and (step.startswith(MEMBER) or step == "[key]"):
             continue
@@ -262,18 +262,18 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
             step = [key for key, value in content.items() if value is not None][step]
         if step == "parameters" and isinstance(content, Mapping) and step not in content:
             continue  # the parameters of a method are next to it (`planning.parameters`)
-        written.append(step)
+        steps.append(step)
         try:
             content = content[step]
         except (KeyError, IndexError, TypeError):  # a missing key, or a step of pydantic's own
             content = None
-    return tuple(written)
+    return tuple(steps)
 
 
-def _explain(details: Any, written: Location, model: type[BaseModel], where: str) -> Problem:
+def _explain(details: Any, file_location: Location, model: type[BaseModel], where: str) -> Problem:
     """Turn one pydantic error into a problem that names the key, its value and what is allowed."""
     location, kind = details["loc"], details["type"]
-    path = ".".join(str(part) for part in written)
+    path = ".".join(str(part) for part in file_location)
     parameter, key = path or None, path or "the recipe"
     if kind == "extra_forbidden":
         known = details.get("ctx", {}).get("known") or sorted(_known_keys(model, location))

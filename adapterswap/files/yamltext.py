@@ -64,14 +64,14 @@ class _Constructor(SafeConstructor):
 
     def _check_keys(self, mapping: MappingNode) -> None:
         """Refuse lists as keys and repeated keys next to a `<<`, both of which the library accepts."""
-        seen: set[Any] = set()
+        names: set[Any] = set()
         for key, _ in mapping.value:
             name = key.value if key.tag == f"{_PREFIX}merge" else self.construct_object(key)
             if not isinstance(name, Hashable):
                 raise _refusal("a key must be a plain value", key)
-            if name in seen:
+            if name in names:
                 raise _refusal(f"the key {shown(name)} appears twice", key)
-            seen.add(name)
+            names.add(name)
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:
