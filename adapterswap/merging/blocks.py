@@ -26,7 +26,7 @@ from adapterswap.files.tensorfile import Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.slots import Slot, Term
 
-__all__ = ["Block", "Entered", "Part", "Work", "read_blocks"]
+__all__ = ["Block", "Entered", "Part", "ResultTensor", "read_blocks"]
 
 _REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
 _COPIED = 2**20  # bytes of a block to copy, and
@@ -34,7 +34,7 @@ _COMPUTED = 2**18  # elements of a block to compute, 1 MB in float32: both fit i
 
 
 @dataclass(frozen=True)
-class Work:
+class ResultTensor:
     """A tensor of the result: its slot, and its place in a file that is open for writing."""
 
     slot: Slot
@@ -44,8 +44,8 @@ class Work:
     @property
     def copied(self) -> Whole | None:
         """The tensor to copy byte for byte; None if the result must be computed."""
-        found = self.slot.copied
-        return found if found is not None and found.tensor.dtype == self.place.dtype else None
+        tensor = self.slot.copied
+        return tensor if tensor is not None and tensor.tensor.dtype == self.place.dtype else None
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -72,7 +72,7 @@ class Block:
     `origin`, or of each range of `Slot.rows`. `opaque` are the tensors of each opaque term, by name.
     """
 
-    work: Work
+    result: ResultTensor
     start: int
     stop: int
     whole: tuple[Part, ...]
@@ -125,41 +125,41 @@ class Entered:
         SHA-256. You can compute it again from the checkpoint. It does not cover other tensors.
         """
         copied = [tensor for (owner, _), tensor in self.copied.items() if owner == expert]
-        own = sorted((name, *found) for (owner, name), found in self.computed.items() if owner == expert)
-        lines = [f"{name} {tensor.dtype} {list(tensor.shape)} {digest}\n" for name, tensor, digest in own]
+        inputs = sorted((name, *entry) for (owner, name), entry in self.computed.items() if owner == expert)
+        lines = [f"{name} {tensor.dtype} {list(tensor.shape)} {digest}\n" for name, tensor, digest in inputs]
         return {
             "copied": {"tensors": len(copied), "bytes": sum(tensor.nbytes for tensor in copied)},
             "computed": {
-                "tensors": len(own),
-                "bytes": sum(tensor.nbytes for _, tensor, _ in own),
+                "tensors": len(inputs),
+                "bytes": sum(tensor.nbytes for _, tensor, _ in inputs),
                 "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
             },
         }
 
 
-def read_blocks(work: Work, files: Mapping[Path, int], entered: Entered) -> Iterator[Block]:
+def read_blocks(result: ResultTensor, files: Mapping[Path, int], entered: Entered) -> Iterator[Block]:
     """The blocks of a tensor of the result, in order.
 
     Raises:
         ExpertError: a file cannot be read, or is shorter than its header says.
     """
-    if work.copied is None:
-        yield from _computed_blocks(work, _Reader(files, entered))
+    if result.copied is None:
+        yield from _computed_blocks(result, _Reader(files, entered))
         return
-    owner, tensor = work.slot.owner or BASE, work.copied.tensor
+    owner, tensor = result.slot.owner or BASE, result.copied.tensor
     for start, stop in row_ranges(tensor.nbytes, _COPIED):
-        raw = read_bytes(files[work.copied.path], tensor, start, stop)
-        yield Block(work, start, stop, (Part(owner, tensor, raw),), None, ())
+        raw = read_bytes(files[result.copied.path], tensor, start, stop)
+        yield Block(result, start, stop, (Part(owner, tensor, raw),), None, ())
     entered.copied[owner, tensor.name] = tensor
 
 
-def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
-    slot = work.slot
+def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
+    slot = result.slot
     if slot.rows:
-        yield from _blocks_by_rows(work, reader)
+        yield from _blocks_by_rows(result, reader)
         return
     base = slot.base if slot.needs_base else None
-    rows, columns = work.matrix
+    rows, columns = result.matrix
     step = rows if slot.is_held_whole else max(1, _COMPUTED // columns)
     height = rows // slot.matrices
     for matrix, (first, last) in product(range(slot.matrices), row_ranges(height, step)):
@@ -169,35 +169,37 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
         # An expert on two sides is read and hashed once.
         read = {term.expert: term.whole for term in slot.whole}
         parts = {expert: reader.elements(expert, whole, *cut) for expert, whole in read.items()}
-        whole = tuple(parts[term.expert] for term in slot.whole)
+        weights = tuple(parts[term.expert] for term in slot.whole)
         factors = tuple(reader.factors(term, matrix) for term in slot.low_rank) if start == origin else ()
         opaque = tuple(map(reader.opaque, slot.opaque))
-        own = reader.elements(BASE, base, *cut) if base else None
-        yield Block(work, start, stop, whole, own, factors, opaque, origin)
+        base_part = reader.elements(BASE, base, *cut) if base else None
+        yield Block(result, start, stop, weights, base_part, factors, opaque, origin)
 
 
-def _blocks_by_rows(work: Work, reader: _Reader) -> Iterator[Block]:
+def _blocks_by_rows(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
     """The blocks of an embedding or head whose rows have different terms.
 
     If any row of the base is used, all are read, so that its hash covers the whole tensor.
     """
-    slot, columns = work.slot, work.matrix[1]
+    slot, columns = result.slot, result.matrix[1]
     base = slot.base if any(part.rest for part in slot.rows) else None
     for rows in slot.rows:
         terms = (*rows.terms, *rows.lent)
-        part = replace(work, slot=replace(slot, terms=terms))
-        factors = tuple(reader.factors(term, 0) for term in part.slot.low_rank)
+        tensor_of_rows = replace(result, slot=replace(slot, terms=terms))
+        factors = tuple(reader.factors(term, 0) for term in tensor_of_rows.slot.low_rank)
         for start, stop in row_ranges(rows.stop - rows.start, max(1, _COMPUTED // columns)):
             first, last = start + rows.start, stop + rows.start
             cut = (first * columns, last * columns)
-            shifts = [term.whole.place_of(rows.start) - rows.start for term in part.slot.whole]
-            whole = tuple(
+            shifts = [term.whole.place_of(rows.start) - rows.start for term in tensor_of_rows.slot.whole]
+            weights = tuple(
                 reader.elements(term.expert, term.whole, (first + shift) * columns, (last + shift) * columns)
-                for term, shift in zip(part.slot.whole, shifts, strict=True)
+                for term, shift in zip(tensor_of_rows.slot.whole, shifts, strict=True)
             )
             inside = base is not None and last <= base.tensor.shape[0]
-            own = reader.elements(BASE, base, *cut) if base is not None and inside else None
-            yield Block(part, first, last, whole, own if rows.rest else None, factors if start == 0 else ())
+            base_part = reader.elements(BASE, base, *cut) if base is not None and inside else None
+            yield Block(
+                tensor_of_rows, first, last, weights, base_part if rows.rest else None, factors if start == 0 else ()
+            )
 
 
 class _Reader:

@@ -25,7 +25,7 @@ from adapterswap.files.numbers import Bytes, check_finite, decode, encode, finit
 from adapterswap.merging.blocks import Block, Part
 from adapterswap.planning.slots import Slot, Term
 
-__all__ = ["Done", "Rows", "compute", "needs_torch"]
+__all__ = ["Chunk", "Rows", "compute", "needs_torch"]
 
 Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW are kept
 
@@ -34,7 +34,7 @@ _CHECKED = 2**20  # bytes to check at a time, so that they stay in the processor
 Delta = npt.NDArray[np.float32]
 
 
-class Done(NamedTuple):
+class Chunk(NamedTuple):
     """Bytes of the result, and their offset in its file."""
 
     offset: int
@@ -48,7 +48,7 @@ class _Product(NamedTuple):
     right: Any
 
 
-def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) -> Iterator[Done]:
+def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) -> Iterator[Chunk]:
     """Compute the results of blocks, in order.
 
     Args:
@@ -63,29 +63,29 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
     """
     product: _Product | None = None
     for block in blocks:
-        work = block.work
+        result = block.result
         for part in block.parts:
             _check(part)
-        if work.copied is not None:
-            yield Done(work.place.start + block.start, block.whole[0].raw)
+        if result.copied is not None:
+            yield Chunk(result.place.start + block.start, block.whole[0].raw)
             continue
-        columns = work.matrix[1]
-        if work.slot.opaque:
+        columns = result.matrix[1]
+        if result.slot.opaque:
             data = _with_opaque(block, kept_rows, seed)
-        elif work.slot.is_linear:
-            if not needs_torch(work.slot, device):
+        elif result.slot.is_linear:
+            if not needs_torch(result.slot, device):
                 data = _averaged(block)
             else:
                 if block.start == block.origin or block.factors:
-                    product = _product(work.slot, block, device, kept_rows)
-                data = _linear(block, product if work.slot.low_rank else None, device)
+                    product = _product(result.slot, block, device, kept_rows)
+                data = _linear(block, product if result.slot.low_rank else None, device)
         else:
             try:
                 data = _nonlinear(block, kept_rows, seed)
             except np.linalg.LinAlgError:  # an SVD of infinite numbers
-                raise _overflow(work.slot.name, work.place.dtype) from None
-        size = DTYPE_BYTES[work.place.dtype] * columns
-        yield Done(work.place.start + block.start * size, data)
+                raise _overflow(result.slot.name, result.place.dtype) from None
+        size = DTYPE_BYTES[result.place.dtype] * columns
+        yield Chunk(result.place.start + block.start * size, data)
 
 
 def _check(part: Part) -> None:
@@ -137,9 +137,9 @@ def needs_torch(slot: Slot, device: str) -> bool:
 
 def _weighted(block: Block) -> list[tuple[float, Part]]:
     """The stored weights of the sum, each with its coefficient; the base comes last."""
-    slot = block.work.slot
-    found = [(term.coefficient, part) for term, part in zip(slot.whole, block.whole, strict=True)]
-    return found + ([(slot.rest, block.base)] if block.base is not None else [])
+    slot = block.result.slot
+    terms = [(term.coefficient, part) for term, part in zip(slot.whole, block.whole, strict=True)]
+    return terms + ([(slot.rest, block.base)] if block.base is not None else [])
 
 
 def _averaged(block: Block) -> Bytes:
@@ -150,7 +150,7 @@ def _averaged(block: Block) -> Bytes:
             numbers *= np.float32(coefficient)
             total = numbers if total is None else np.add(total, numbers, out=total)
         assert total is not None
-    name, dtype = block.work.slot.name, block.work.place.dtype
+    name, dtype = block.result.slot.name, block.result.place.dtype
     raw = encode(total, dtype)
     if not check_finite(raw, dtype):
         raise _overflow(name, dtype)
@@ -168,7 +168,7 @@ def _overflow(name: str, dtype: str) -> UnsupportedError:
 def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     import torch
 
-    slot, place = block.work.slot, block.work.place
+    slot, place = block.result.slot, block.result.place
     total: Any = None
     for coefficient, part in _weighted(block):
         numbers = _tensor(part, device)
@@ -176,7 +176,7 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
             total.add_(numbers, alpha=coefficient)
         else:
             total = numbers if coefficient == 1 else numbers.mul_(coefficient)  # in place: the block is not used again
-    columns = block.work.matrix[1]
+    columns = block.result.matrix[1]
     if product is not None:
         left = product.left[block.start - block.origin : block.stop - block.origin]
         total = left @ product.right if total is None else total.view(-1, columns).addmm_(left, product.right)
@@ -188,7 +188,7 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
 
 def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     """Σ c_i·W_i + (1 - Σ c_i)·W_base + Σ c_i·s_i·B_i·A_i, where some W_i are what PEFT makes of the base's weight."""
-    slot, place = block.work.slot, block.work.place
+    slot, place = block.result.slot, block.result.place
     if not slot.is_linear:
         return _nonlinear(block, kept_rows, seed)
     assert block.base is not None
@@ -228,7 +228,7 @@ def _merged(term: Term, tensors: Mapping[str, Part], base: Delta, slot: Slot) ->
 
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     """The whole tensor: W_base plus the method's combination of dense ΔW, or its combination of whole weights."""
-    slot, place = block.work.slot, block.work.place
+    slot, place = block.result.slot, block.result.place
     rule = slot.rule
     assert rule is not None
     base = np.zeros(place.shape, np.float32)
@@ -237,7 +237,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     on_weights = rule.acts_on_weights
     # If any term is stored in×out, all ΔW are transposed to out×in.
     across = any(isinstance(term.change, LowRank | Opaque) and term.change.transposed for term in slot.terms)
-    found: dict[str, Delta] = {}
+    by_side: dict[str, Delta] = {}
     factors_of: dict[str, list[tuple[float, Factors]]] = {}
     by_factors = rule.on_cores and not slot.whole and not slot.opaque
     name = slot.module if slot.name.endswith(".weight") else slot.name
@@ -245,12 +245,12 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
         turned = base.T if across else base
         for side, share in slot.whole_shares.items():
             if share < 1:
-                found[side] = turned if share == 0 else np.float32(1 - share) * turned
+                by_side[side] = turned if share == 0 else np.float32(1 - share) * turned
 
     def enter(term: Term, delta: Delta) -> None:
         share = rule.sides[term.side][term.expert]
         delta = delta if share == 1 else np.float32(share) * delta
-        found[term.side] = found[term.side] + delta if term.side in found else delta
+        by_side[term.side] = by_side[term.side] + delta if term.side in by_side else delta
 
     with np.errstate(all="ignore"):  # what overflows is found by `finite_bytes`
         for whole, part in zip(slot.whole, block.whole, strict=True):
@@ -274,7 +274,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             product = np.asarray(left @ right, np.float32)
             return finite_bytes(base + (product.T if across else product), place.dtype, slot.name)
         # In the rule's order, on which some methods depend.
-        deltas = {side: found[side] for side in slot.weights if side in found}
+        deltas = {side: by_side[side] for side in slot.weights if side in by_side}
         merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
         merged = merged.T if across else merged
         return finite_bytes(merged if on_weights else base + merged, place.dtype, slot.name)

@@ -18,7 +18,7 @@ from adapterswap.changes.kinds import Whole
 from adapterswap.experts.layers import deepest
 from adapterswap.files.numbers import open_files, write_at
 from adapterswap.files.tensorfile import TensorFile
-from adapterswap.merging.blocks import Entered, Work, read_blocks
+from adapterswap.merging.blocks import Entered, ResultTensor, read_blocks
 from adapterswap.merging.computing import Rows, compute, needs_torch
 from adapterswap.merging.shards import OutputShard
 from adapterswap.merging.workers import Stopped, work_off
@@ -72,8 +72,8 @@ def stream(
     entered = Entered()
     with ExitStack() as stack:
         files = stack.enter_context(open_files(_sources(plan)))
-        copied: list[tuple[str, Work]] = []
-        computed: list[tuple[str, Work]] = []
+        copied: list[tuple[str, ResultTensor]] = []
+        computed: list[tuple[str, ResultTensor]] = []
         for shard in shards:
             output = stack.enter_context((folder / shard.name).open("xb", buffering=0))
             output.write(shard.header)
@@ -81,23 +81,23 @@ def stream(
             for key in (key for key in plan.slots if key in shard.places):
                 slot = plan.slots[key]
                 device = devices[(slot.layer or 0) * len(devices) // deepest(plan.num_layers)]
-                work = Work(slot, shard.places[key], output.fileno())
-                (computed if work.copied is None else copied).append((device, work))
+                result = ResultTensor(slot, shard.places[key], output.fileno())
+                (computed if result.copied is None else copied).append((device, result))
 
-        def carry_out(item: tuple[str, Work], stopped: Stopped) -> None:
-            device, work = item
-            for done in compute(read_blocks(work, files, entered), device, kept_rows, plan.composition.seed):
+        def carry_out(item: tuple[str, ResultTensor], stopped: Stopped) -> None:
+            device, result = item
+            for chunk in compute(read_blocks(result, files, entered), device, kept_rows, plan.composition.seed):
                 if stopped():
                     return
-                write_at(work.output, done.data, done.offset)
+                write_at(result.output, chunk.data, chunk.offset)
             progress()
 
-        with_torch = any(needs_torch(work.slot, device) for device, work in computed)
+        with_torch = any(needs_torch(result.slot, device) for device, result in computed)
         if with_torch:  # importing it takes as long as copying a gigabyte, so do both at once
             threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
         workers = min(max(_WORKERS, 2 * len(devices)), cores())
-        if any(work.slot.is_held_whole for _, work in computed):
+        if any(result.slot.is_held_whole for _, result in computed):
             workers = 1  # whole tensors are in memory
         if with_torch:
             stack.enter_context(torch_threads(cores() // workers))
@@ -107,15 +107,15 @@ def stream(
 
 def _sources(plan: Plan) -> list[TensorFile]:
     """The files with tensors that the result uses."""
-    used: set[Path] = set()
+    paths: set[Path] = set()
     for slot in plan:
         copied = slot.copied
         whole = [copied] if copied else [term.change for term in slot.all_terms if isinstance(term.change, Whole)]
         if slot.base is not None and copied is None and slot.needs_base:
             whole.append(slot.base)
         factors = [term.change.path for term in slot.all_terms if not isinstance(term.change, Whole)]
-        used |= {part.path for part in whole} | set(factors)
+        paths |= {part.path for part in whole} | set(factors)
     checkpoints = [*plan.checkpoints.values(), *([plan.base] if plan.base else [])]
-    known = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
-    known += [adapter.file for adapter in plan.adapters.values()]
-    return [file for file in known if file.path in used]
+    candidates = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
+    candidates += [adapter.file for adapter in plan.adapters.values()]
+    return [file for file in candidates if file.path in paths]
