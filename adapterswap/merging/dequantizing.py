@@ -40,14 +40,14 @@ def dequantized(base: Checkpoint) -> Checkpoint:
         _load(base, settings).save_pretrained(folder)
         for path in {path for pattern in COMPANIONS for path in base.source.folder.glob(pattern) if path.is_file()}:
             shutil.copyfile(path, folder / path.name)
-        found = read_checkpoint(replace(base.source, folder=folder))
-        if found.config.get("quantization_config"):
+        checkpoint = read_checkpoint(replace(base.source, folder=folder))
+        if checkpoint.config.get("quantization_config"):
             raise _cannot(base, settings, "the weights stay quantised")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    weakref.finalize(found, shutil.rmtree, folder, ignore_errors=True)
-    return found
+    weakref.finalize(checkpoint, shutil.rmtree, folder, ignore_errors=True)
+    return checkpoint
 
 
 def _load(base: Checkpoint, settings: dict[str, Any]) -> Any:
@@ -63,7 +63,7 @@ def _load(base: Checkpoint, settings: dict[str, Any]) -> Any:
         # Saving reverses these conversions to restore the original names; quantisation cannot be reversed this way.
         conversions = getattr(model, "_weight_conversions", None)
         if conversions:
-            model._weight_conversions = [each for each in conversions if _can_be_reversed(each)]
+            model._weight_conversions = [conversion for conversion in conversions if _can_be_reversed(conversion)]
         return model
     except AdapterswapError as error:
         raise _cannot(base, settings, error.problems[0].message) from None

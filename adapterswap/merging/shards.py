@@ -91,11 +91,11 @@ def lay_out_model(plan: Plan, form: ModelForm) -> tuple[OutputShard, ...]:
 def index_of(plan: Plan, shards: tuple[OutputShard, ...], form: ModelForm) -> dict[str, Any] | None:
     """The content of model.safetensors.index.json; None if a single file needs no index."""
     theirs = plan.skeleton.source.folder / MODEL_INDEX
-    kept = form.shard_bytes is None and exists(theirs)
-    if len(shards) == 1 and not kept:
+    keeps_shards = form.shard_bytes is None and exists(theirs)
+    if len(shards) == 1 and not keeps_shards:
         return None
     total = sum(place.nbytes for shard in shards for place in shard.places.values())
-    metadata = read_json(theirs).get("metadata") if kept else None
+    metadata = read_json(theirs).get("metadata") if keeps_shards else None
     return {
         "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": total},
         "weight_map": dict(sorted((key, shard.name) for shard in shards for key in shard.places)),
@@ -104,10 +104,10 @@ def index_of(plan: Plan, shards: tuple[OutputShard, ...], form: ModelForm) -> di
 
 def _own_shards(plan: Plan) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
-    where = {name: slot.path.name for name, slot in plan.skeleton.parameters.items()}
-    last = next(iter(where.values()))
+    file_of = {name: slot.path.name for name, slot in plan.skeleton.parameters.items()}
+    last = next(iter(file_of.values()))
     for key in plan.slots:
-        last = where.get(key, last)  # an untied head follows its embedding
+        last = file_of.get(key, last)  # an untied head follows its embedding
         groups.setdefault(last, []).append(key)
     return groups
 
