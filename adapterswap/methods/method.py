@@ -146,7 +146,7 @@ class Method:
 
     def has(self, parameter: Parameter) -> bool:
         """Whether the method has a parameter of this name."""
-        return any(own.name == parameter.name for own in self.parameters)
+        return any(p.name == parameter.name for p in self.parameters)
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise ValueError if the parameters' values are not compatible."""

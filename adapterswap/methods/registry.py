@@ -125,8 +125,8 @@ def check_name(name: str, *, in_rules: bool) -> str:
     except (ArgumentError, DependencyError) as error:
         raise ValueError("; ".join(f"{problem.message}. {problem.remedy}" for problem in error.problems)) from None
     if not (method.in_rules if in_rules else method.as_composition):
-        where = "rules" if in_rules else "whole compositions"
-        raise ValueError(f"{name!r} is not a method of {where}: choose among {', '.join(names_of(in_rules=in_rules))}")
+        scope = "rules" if in_rules else "whole compositions"
+        raise ValueError(f"{name!r} is not a method of {scope}: choose among {', '.join(names_of(in_rules=in_rules))}")
     return method.name
 
 
@@ -144,8 +144,8 @@ def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
 
     `packages` adds aliases and the names from installed packages, without loading them.
     """
-    own = [name for name, method in BUILT_IN.items() if (method.in_rules if in_rules else method.as_composition)]
-    return [*own, *ALIASES, *sorted(_added())] if packages else own
+    names = [name for name, method in BUILT_IN.items() if (method.in_rules if in_rules else method.as_composition)]
+    return [*names, *ALIASES, *sorted(_added())] if packages else names
 
 
 def in_adapters(method: Method) -> str:
@@ -166,45 +166,43 @@ def own_parameters(name: str) -> tuple[Parameter, ...]:
 
 def having(parameter: str, *, in_rules: bool = False) -> list[str]:
     """The built-in methods that have a parameter of this name."""
-    return [
-        name for name in names_of(in_rules=in_rules) if any(parameter == own.name for own in BUILT_IN[name].parameters)
-    ]
+    return [name for name in names_of(in_rules=in_rules) if any(parameter == p.name for p in BUILT_IN[name].parameters)]
 
 
 @cache
 def _added() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points  # here, because `adapterswap compose -h` does not need it
 
-    return {found.name: found for found in entry_points(group=GROUP) if found.name not in BUILT_IN}
+    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN}
 
 
 @cache
 def _loaded(name: str) -> Method:
     entry = _added()[name]
-    where = f"The entry point {name} = {entry.value!r} of {GROUP}"
+    entry_point = f"The entry point {name} = {entry.value!r} of {GROUP}"
     remedy = "Correct or uninstall the package that adds it"
     try:
         kind = entry.load()
     except Exception as error:  # whatever a package's own code raises
-        raise DependencyError(f"{where} cannot be loaded: {reason_of(error)}", remedy) from error
+        raise DependencyError(f"{entry_point} cannot be loaded: {reason_of(error)}", remedy) from error
     if not (isinstance(kind, type) and issubclass(kind, NonlinearMethod | SpanMethod | CoreMethod)):
-        raise DependencyError(f"{where} is not a subclass of NonlinearMethod, SpanMethod or CoreMethod", remedy)
+        raise DependencyError(f"{entry_point} is not a subclass of NonlinearMethod, SpanMethod or CoreMethod", remedy)
     if getattr(kind, "name", None) != name or not _NAME.fullmatch(name):
         raise DependencyError(
-            f"{where} has the name {getattr(kind, 'name', None)!r}",
+            f"{entry_point} has the name {getattr(kind, 'name', None)!r}",
             "Use the same name for the class and the entry point, with lower-case letters, digits and _",
         )
     if lacking := [
         field for field in ("title", "reference", "formula") if not isinstance(getattr(kind, field, None), str)
     ]:
-        raise DependencyError(f"{where} has no `{lacking[0]}`", remedy)
+        raise DependencyError(f"{entry_point} has no `{lacking[0]}`", remedy)
     for parameter in kind.parameters:
         if (fault := _fault(parameter)) is not None:
-            raise DependencyError(f"{where} has the parameter {fault}", remedy)
+            raise DependencyError(f"{entry_point} has the parameter {fault}", remedy)
     try:
         return kind()
     except TypeError as error:  # `combine` is not defined, or the class wants arguments
-        raise DependencyError(f"{where} cannot be used: {reason_of(error)}", remedy) from error
+        raise DependencyError(f"{entry_point} cannot be used: {reason_of(error)}", remedy) from error
 
 
 def _fault(parameter: object) -> str | None:
@@ -216,8 +214,8 @@ def _fault(parameter: object) -> str | None:
         return f"{name!r}; use lower-case letters, digits and _"
     if {name, parameter.called(in_rules=True)} & RESERVED:
         return f"{name!r}, a name that compositions use for something else"
-    known = PARAMETERS.get(name)
-    if known is not None and (known.kind, known.rule_name, known.shared) != (
+    namesake = PARAMETERS.get(name)
+    if namesake is not None and (namesake.kind, namesake.rule_name, namesake.shared) != (
         parameter.kind, parameter.rule_name, parameter.shared,
     ):  # fmt: skip
         return f"{name!r}, which other methods declare with another type: import it from adapterswap.methods.method"
