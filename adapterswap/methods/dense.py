@@ -86,9 +86,9 @@ def keep_largest(delta: Delta, density: float) -> Delta:
         return delta
     count = max(1, int(density * delta.size))
     places = np.argpartition(np.abs(delta), delta.size - count, axis=None)[delta.size - count :]
-    kept = np.zeros(delta.size, delta.dtype)
-    kept[places] = delta.reshape(-1)[places]
-    return kept.reshape(delta.shape)
+    sparse = np.zeros(delta.size, delta.dtype)
+    sparse[places] = delta.reshape(-1)[places]
+    return sparse.reshape(delta.shape)
 
 
 def keep_between(delta: Delta, density: float, gamma: float) -> Delta:
@@ -104,9 +104,9 @@ def keep_between(delta: Delta, density: float, gamma: float) -> Delta:
     cuts = sorted({place for place in (start, start + count) if place < size})
     ascending = np.argpartition(np.abs(delta), cuts, axis=None) if cuts else np.arange(size)
     places = ascending[start : start + count]
-    kept = np.zeros(size, delta.dtype)
-    kept[places] = delta.reshape(-1)[places]
-    return kept.reshape(delta.shape)
+    sparse = np.zeros(size, delta.dtype)
+    sparse[places] = delta.reshape(-1)[places]
+    return sparse.reshape(delta.shape)
 
 
 def ranked_chances(delta: Delta, density: float, epsilon: float) -> Delta:
@@ -125,14 +125,14 @@ def keep_ranked(delta: Delta, chances: Delta, drawn: Mask, rescale: str) -> Delt
 
     `l1` restores the sum of absolute values of ΔW; `probability` divides each entry by its chance of being kept.
     """
-    kept = np.where(drawn, delta, np.float32(0))
+    sparse = np.where(drawn, delta, np.float32(0))
     if rescale == "probability":
-        return np.asarray(kept / chances, np.float32)
+        return np.asarray(sparse / chances, np.float32)
     if rescale == "l1":
-        before, after = (float(np.abs(part).sum(dtype=np.float64)) for part in (delta, kept))
+        before, after = (float(np.abs(part).sum(dtype=np.float64)) for part in (delta, sparse))
         if after > 0:
-            kept *= np.float32(before / after)
-    return kept
+            sparse *= np.float32(before / after)
+    return sparse
 
 
 def drop_mask(shape: tuple[int, ...], density: float | Delta, *, seed: int, expert: str, module: str) -> Mask:

@@ -39,10 +39,10 @@ class Sce(NonlinearMethod):
         stacked = np.stack(list(deltas.values()))
         if settings["select_topk"] < 1:
             variance = stacked.var(axis=0, dtype=np.float64).reshape(-1)
-            kept = np.zeros(variance.size, np.bool_)
+            mask = np.zeros(variance.size, np.bool_)
             if count := int(np.count_nonzero(variance) * settings["select_topk"]):
-                kept[np.argpartition(variance, variance.size - count)[variance.size - count :]] = True
-            stacked = np.where(kept.reshape(stacked.shape[1:]), stacked, np.float32(0))
+                mask[np.argpartition(variance, variance.size - count)[variance.size - count :]] = True
+            stacked = np.where(mask.reshape(stacked.shape[1:]), stacked, np.float32(0))
         energy = np.square(stacked, dtype=np.float64).reshape(len(stacked), -1).sum(axis=1)
         if energy.sum() == 0:
             return np.zeros_like(stacked[0])
@@ -70,10 +70,10 @@ class NearSwap(NonlinearMethod):
     def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings) -> Array:
         import numpy as np
 
-        one, other = deltas.values()
-        apart = np.maximum(np.abs(one - other), np.float32(1e-6))  # as in mergekit
+        first, second = deltas.values()
+        apart = np.maximum(np.abs(first - second), np.float32(1e-6))  # as in mergekit
         share = np.minimum(np.float32(settings["t"]) / apart, np.float32(1))
-        return np.asarray(share * other + (1 - share) * one, np.float32)
+        return np.asarray(share * second + (1 - share) * first, np.float32)
 
 
 class ArceeFusion(NonlinearMethod):
@@ -92,26 +92,29 @@ class ArceeFusion(NonlinearMethod):
     def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings) -> Array:
         import numpy as np
 
-        one, other = deltas.values()
-        importance = _importance(one, other).reshape(-1)
+        first, second = deltas.values()
+        importance = _importance(first, second).reshape(-1)
         places = [int(share * (importance.size - 1)) for share in (0.25, 0.5, 0.75)]
         low, middle, high = np.partition(importance, places)[places]
-        chosen = (importance >= middle + 1.5 * (high - low)).reshape(one.shape)
-        return np.asarray(np.where(chosen, other, one), np.float32)
+        takes_second = (importance >= middle + 1.5 * (high - low)).reshape(first.shape)
+        return np.asarray(np.where(takes_second, second, first), np.float32)
 
 
-def _importance(one: Array, other: Array) -> Array:
+def _importance(first_weight: Array, second_weight: Array) -> Array:
     """|W_2 - W_1|·KL of the rows' softmaxes; in float64, because the two differ by little, and a few rows at a time."""
     import numpy as np
 
-    rows = [np.atleast_1d(array).reshape(-1, array.shape[-1] if array.ndim else 1) for array in (one, other)]
-    found = np.empty_like(rows[0])
-    step = max(1, _BLOCK // found.shape[1])
-    for start in range(0, len(found), step):
+    rows = [
+        np.atleast_1d(array).reshape(-1, array.shape[-1] if array.ndim else 1)
+        for array in (first_weight, second_weight)
+    ]
+    importance = np.empty_like(rows[0])
+    step = max(1, _BLOCK // importance.shape[1])
+    for start in range(0, len(importance), step):
         first, second = (part[start : start + step].astype(np.float64) for part in rows)
         q, p = (_softmax(part) + 1e-8 for part in (first, second))
-        found[start : start + step] = np.abs(second - first) * np.sum(p * np.log(p / q), axis=1, keepdims=True)
-    return found
+        importance[start : start + step] = np.abs(second - first) * np.sum(p * np.log(p / q), axis=1, keepdims=True)
+    return importance
 
 
 def _softmax(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
