@@ -133,8 +133,8 @@ def _svd(matrix: Core, count: int, cores: Cores) -> tuple[Core, Core, Core]:
 
     u, sigma, vt = np.linalg.svd(matrix, full_matrices=False)
     largest = max(float(np.linalg.norm(core)) for core in cores.values())
-    kept = min(count, int(np.sum(sigma > _NONE * largest)))
-    return u[:, :kept], sigma[:kept], vt[:kept]
+    rank = min(count, int(np.sum(sigma > _NONE * largest)))
+    return u[:, :rank], sigma[:rank], vt[:rank]
 
 
 def _orthogonal(columns: Core) -> Core:
@@ -142,8 +142,8 @@ def _orthogonal(columns: Core) -> Core:
     import numpy as np
 
     u, sigma, vt = np.linalg.svd(columns, full_matrices=False)
-    kept = sigma > _NONE * sigma[0] if len(sigma) else slice(0)
-    return np.asarray(u[:, kept] @ vt[kept], np.float64)
+    nonzero = sigma > _NONE * sigma[0] if len(sigma) else slice(0)
+    return np.asarray(u[:, nonzero] @ vt[nonzero], np.float64)
 
 
 class Tsv(CoreMethod):
@@ -163,20 +163,20 @@ class Tsv(CoreMethod):
     ) -> Core:
         import numpy as np
 
-        each = max(1, min(shape) // len(cores))
-        found = [_svd(core, each, cores) for core in cores.values()]
-        left, sigma, right = _side_by_side(found)
+        rank = max(1, min(shape) // len(cores))
+        parts = [_svd(core, rank, cores) for core in cores.values()]
+        left, sigma, right = _side_by_side(parts)
         merged = (_orthogonal(left) * sigma) @ _orthogonal(right).T
         return np.asarray(settings["scale"] * merged, np.float64)
 
 
-def _side_by_side(found: Sequence[tuple[Core, Core, Core]]) -> tuple[Core, Core, Core]:
+def _side_by_side(parts: Sequence[tuple[Core, Core, Core]]) -> tuple[Core, Core, Core]:
     import numpy as np
 
     return (
-        np.concatenate([u for u, _, _ in found], axis=1),
-        np.concatenate([sigma for _, sigma, _ in found]),
-        np.concatenate([vt.T for _, _, vt in found], axis=1),
+        np.concatenate([u for u, _, _ in parts], axis=1),
+        np.concatenate([sigma for _, sigma, _ in parts]),
+        np.concatenate([vt.T for _, _, vt in parts], axis=1),
     )
 
 
@@ -226,12 +226,12 @@ class IsoCts(CoreMethod):
         total = np.sum(list(cores.values()), axis=0)
         u, sigma, vt = _svd(total, min(total.shape), cores)
         size, count = len(sigma), len(cores)
-        own = round((size - int(size * settings["common_space_fraction"])) / count)
-        own -= own * count > size  # rounding up may exceed the total
-        shared = size - own * count
-        u, sigma, vt = u[:, :shared], sigma[:shared], vt[:shared]
-        found = [_svd(core - u @ (u.T @ core), own, cores) for core in cores.values()]
-        left, sigma, right = _side_by_side([*found, (u, sigma, vt)])
+        own_rank = round((size - int(size * settings["common_space_fraction"])) / count)
+        own_rank -= own_rank * count > size  # rounding up may exceed the total
+        shared_rank = size - own_rank * count
+        u, sigma, vt = u[:, :shared_rank], sigma[:shared_rank], vt[:shared_rank]
+        parts = [_svd(core - u @ (u.T @ core), own_rank, cores) for core in cores.values()]
+        left, sigma, right = _side_by_side([*parts, (u, sigma, vt)])
         if not len(sigma):
             return np.zeros_like(total)
         return np.asarray(settings["scale"] * sigma.mean() * _orthogonal(left) @ _orthogonal(right).T, np.float64)

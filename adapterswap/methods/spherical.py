@@ -87,15 +87,17 @@ class NuSlerp(SpanMethod):
         if self.spans(settings.values):
             return super().combine(deltas, weights, settings)
         axis = 0 if settings["nuslerp_row_wise"] else -1
-        one, other = (np.asarray(delta, np.float64) for delta in deltas.values())
-        first, second = (weights[name] for name in deltas)
-        t = second / (first + second)
-        norms = np.sqrt(np.square(one).sum(axis, keepdims=True) * np.square(other).sum(axis, keepdims=True))
-        cosine = np.clip((one * other).sum(axis, keepdims=True) / np.where(norms == 0, 1, norms), -1, 1)
+        first_delta, second_delta = (np.asarray(delta, np.float64) for delta in deltas.values())
+        first_weight, second_weight = (weights[name] for name in deltas)
+        t = second_weight / (first_weight + second_weight)
+        norms = np.sqrt(
+            np.square(first_delta).sum(axis, keepdims=True) * np.square(second_delta).sum(axis, keepdims=True)
+        )
+        cosine = np.clip((first_delta * second_delta).sum(axis, keepdims=True) / np.where(norms == 0, 1, norms), -1, 1)
         straight = 1 - cosine**2 <= np.where(cosine > 0, _PARALLEL, _OPPOSITE) ** 2
         angle = np.arccos(np.where(straight, 0, cosine))
         a, b = (np.where(straight, line, np.sin(line * angle) / np.sin(angle)) for line in (1 - t, t))
-        return np.asarray(a * one + b * other, np.float32)
+        return np.asarray(a * first_delta + b * second_delta, np.float32)
 
 
 EPS = Parameter("eps", "norms below this count as zero", 1e-8, gt=0, lt=1)
@@ -189,9 +191,9 @@ class Karcher(SpanMethod):
             mean = math.cos(step) * mean + math.sin(step) / step * tangent
             if (norm := length(mean)) > tol:
                 mean /= norm
-        found = np.zeros(count)
-        found[valid] = float(norms.mean()) * mean / norms[valid]
-        return [float(value) for value in found]
+        coefficients = np.zeros(count)
+        coefficients[valid] = float(norms.mean()) * mean / norms[valid]
+        return [float(value) for value in coefficients]
 
 
 FILTER_WISE = Parameter("filter_wise", "compute t for each row separately", False)
@@ -242,8 +244,8 @@ def _stock_share(gram: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     squares = np.einsum("iir->ir", gram)
     norms = np.sqrt(squares[:, np.newaxis] * squares[np.newaxis])
     cosines = np.clip(np.divide(gram, norms, out=np.zeros_like(gram), where=norms > 0), -1, 1)
-    one, other = np.triu_indices(count, 1)
-    mean = cosines[one, other].mean(axis=0)
+    rows, columns = np.triu_indices(count, 1)
+    mean = cosines[rows, columns].mean(axis=0)
     below = 1 + (count - 1) * mean
     share = np.zeros_like(mean)  # 0 (the base) if t is not finite: opposing experts would be amplified
     np.divide(count * mean, below, out=share, where=np.abs(below) >= _SINGULAR)
