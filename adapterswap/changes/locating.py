@@ -100,14 +100,14 @@ def with_head(parameters: Mapping[str, StoredTensor], tied: TiedHead | None) -> 
     """The stored tensors, with the tied head added after its embedding."""
     if tied is None:
         return dict(parameters)
-    found: dict[str, StoredTensor] = {}
+    with_tied: dict[str, StoredTensor] = {}
     for name, parameter in parameters.items():
         if name == tied.head:
             continue
-        found[name] = parameter
+        with_tied[name] = parameter
         if name == tied.embedding:
-            found[tied.head] = replace(parameter, name=tied.head, module=tied.head.rpartition(".")[0])
-    return found
+            with_tied[tied.head] = replace(parameter, name=tied.head, module=tied.head.rpartition(".")[0])
+    return with_tied
 
 
 def locate_all(
@@ -121,12 +121,12 @@ def locate_all(
 ) -> dict[str, dict[str, Located]]:
     """Each adapter's changes of the stored tensors `parameters` of the model called `where`; see `locate`."""
     orientation = Orientation(model)
-    found = {}
+    located = {}
     for name, adapter in adapters.items():
         with problems.collect():
             _check_shared(name, adapter, model)
-            found[name] = locate(name, adapter, parameters, where, orientation, problems, resized=resized)
-    return found
+            located[name] = locate(name, adapter, parameters, where, orientation, problems, resized=resized)
+    return located
 
 
 def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
@@ -164,7 +164,7 @@ def locate(
         resized: allow other numbers of rows in embeddings and heads that are stored in full, and more in those with
             LoRA.
     """
-    found: dict[str, Located] = {}
+    changes: dict[str, Located] = {}
     by_name = _renaming(adapter, parameters)
 
     def stored_name(module: str, parameter: str) -> str | None:
@@ -194,10 +194,10 @@ def locate(
         if located is None:
             missing.append(part.name)
         else:
-            found |= located
+            changes |= located
     for module in (module for module in adapter.modules.values() if module.parameter):
         with problems.collect():
-            found |= _locate_fused(expert, module, adapter, parameters, where, orientation)
+            changes |= _locate_fused(expert, module, adapter, parameters, where, orientation)
     for module in (module for module in adapter.modules.values() if not module.parameter):
         key = stored_name(module.name, "weight")
         if key is None:
@@ -206,17 +206,17 @@ def locate(
         shape = parameters[key].tensor.shape
         straight, across = (module.out_features, module.in_features), (module.in_features, module.out_features)
         transposed = module.embedding or orientation.is_transposed(key)
-        wanted = across if transposed else straight
-        grows = is_vocabulary(module.name, module.layer) and shape[1:] == wanted[1:] and shape[0] < wanted[0]
+        expected = across if transposed else straight
+        grows = is_vocabulary(module.name, module.layer) and shape[1:] == expected[1:] and shape[0] < expected[0]
         if grows and not resized:
             _report_resized(expert, "LoRA", module, where, shape[0], problems)
             continue
-        ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (wanted, shape))
+        ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (expected, shape))
         if grows:
             del ours[module.name], theirs[module.name]
-        elif shape != wanted:
+        elif shape != expected:
             continue
-        found[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
+        changes[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
     if missing:
         message = f"{expert} adapts {and_more(missing)}, but {where} stores no such weight"
         problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
@@ -242,7 +242,7 @@ def locate(
                     kind=BaseModelError,
                 )
             else:
-                found[key] = Located(saved.name, Whole(adapter.file.path, {"weight": tensor}, saved.rows))
+                changes[key] = Located(saved.name, Whole(adapter.file.path, {"weight": tensor}, saved.rows))
             continue
         for parameter, tensor in saved.tensors.items():
             holder = saved.name.removesuffix(".bias") if is_bias(saved.name) else saved.name
@@ -259,8 +259,8 @@ def locate(
                     kind=BaseModelError,
                 )
                 continue
-            found[key] = Located(saved.name, Whole.of(adapter.file.path, tensor))
-    return found
+            changes[key] = Located(saved.name, Whole.of(adapter.file.path, tensor))
+    return changes
 
 
 def _locate_fused(
@@ -340,33 +340,33 @@ def _locate_opaque(
     lora = part.lora
     if lora is not None:
         straight, across = (lora.out_features, lora.in_features), (lora.in_features, lora.out_features)
-        wanted, shape = across if transposed or lora.embedding else straight, parameters[key].tensor.shape
-        if is_vocabulary(part.name, part.layer) and shape[1:] == wanted[1:] and shape[0] < wanted[0]:
+        expected, shape = across if transposed or lora.embedding else straight, parameters[key].tensor.shape
+        if is_vocabulary(part.name, part.layer) and shape[1:] == expected[1:] and shape[0] < expected[0]:
             _report_resized(expert, part.method, lora, where, shape[0], problems)
             return {}
-        if shape != wanted:
+        if shape != expected:
             problems.add(
-                f"{part.name} is {'×'.join(map(str, wanted))} in {expert}, and {'×'.join(map(str, shape))} in {where} "
-                "as stored",
+                f"{part.name} is {'×'.join(map(str, expected))} in {expert}, and {'×'.join(map(str, shape))} in "
+                f"{where} as stored",
                 _REMEDY,
                 parameter="base_model",
                 kind=BaseModelError,
             )
             return {}
     change = Opaque(part, adapter.file.path, transposed or (lora is not None and lora.embedding))
-    found = {key: Located(part.name, change)}
+    changes = {key: Located(part.name, change)}
     if part.on_bias:
         bias = stored_name(part.name, "bias")
         if bias is not None:
-            found[bias] = Located(part.name, change)
-    return found
+            changes[bias] = Located(part.name, change)
+    return changes
 
 
 def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:
     """A function from the names of a module and a parameter to the stored tensor's name, or None."""
     adapted: dict[str, LoraModule | OpaqueModule] = {**adapter.modules, **adapter.opaque}
     layered = [module.name for module in adapted.values() if module.layer is not None]
-    prefixes = sorted({name.partition(".")[0] for name, found in parameters.items() if found.layer is not None})
+    prefixes = sorted({name.partition(".")[0] for name, stored in parameters.items() if stored.layer is not None})
     changes: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
     changes += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in prefixes]  # type: ignore[misc]
     fitting = (change for change in changes if all(f"{change(name)}.weight" in parameters for name in layered))
@@ -389,6 +389,6 @@ def carried_copies(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Ca
     stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
     located = locate_all({name: adapter}, stored, "the base", base, problems).get(name, {})
     problems.raise_if_any()
-    for key, found in located.items():
-        if (copy := copy_beside(found.change)) is not None:
+    for key, place in located.items():
+        if (copy := copy_beside(place.change)) is not None:
             yield Carried(name, adapter, key, copy, Whole.of(stored[key].path, stored[key].tensor))
