@@ -108,22 +108,24 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
     Raises:
         ExpertError: two experts carry different copies; see also `is_one_weight`.
     """
-    carried: dict[str, dict[str, Tensor]] = {}
+    copies_of: dict[str, dict[str, Tensor]] = {}
     for expert, adapter in adapters.items():
         for module in adapter.factors.values():
             if module.base is not None:
-                carried.setdefault(module.name, {})[expert] = module.base
-    shared = {name: copies for name, copies in carried.items() if len(copies) > 1}
+                copies_of.setdefault(module.name, {})[expert] = module.base
+    shared = {name: copies for name, copies in copies_of.items() if len(copies) > 1}
     if not shared:
         return
     problems = Problems(ExpertError)
     with open_files(adapter.file for adapter in adapters.values()) as files:
         for copies in shared.values():
-            found = {expert: stored_weight(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()}
+            weights = {
+                expert: stored_weight(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()
+            }
             # Two roundings of a third weight may differ, so compare all copies with the most precise one.
-            first = min(found, key=lambda expert: FLOATS.index(found[expert].dtype))
-            for expert, copy in found.items():
-                if expert != first and not is_one_weight(found[first], copy):
+            first = min(weights, key=lambda expert: FLOATS.index(weights[expert].dtype))
+            for expert, copy in weights.items():
+                if expert != first and not is_one_weight(weights[first], copy):
                     problems.add(
                         f"the experts {first!r} and {expert!r} were trained on different bases: each carries a copy "
                         f"of its own ({copies[expert].name}), and they differ",
@@ -150,20 +152,20 @@ def check_base(
     Raises:
         BaseModelError: a copy differs from the base's weight.
     """
-    compared = [one for one in carried if one.own.tensor.dtype in FLOATS]
+    compared = [entry for entry in carried if entry.own.tensor.dtype in FLOATS]
     if not compared:
         return
     problems = Problems(BaseModelError)
-    adapters = {one.adapter.file.path: one.adapter.file for one in compared}
+    adapters = {entry.adapter.file.path: entry.adapter.file for entry in compared}
     with open_files([*adapters.values(), *base.shards]) as files:
-        for one in compared:
-            copy, own = stored_weight(one.copy, files[one.adapter.file.path]), one.own.tensor.shape
-            if copy.shape[1:] == own[1:] and copy.shape[0] > own[0]:
-                copy = copy._replace(shape=own)
-            if not is_one_weight(copy, stored_weight(one.own.tensor, files[one.own.path])):
+        for entry in compared:
+            copy, base_shape = stored_weight(entry.copy, files[entry.adapter.file.path]), entry.own.tensor.shape
+            if copy.shape[1:] == base_shape[1:] and copy.shape[0] > base_shape[0]:
+                copy = copy._replace(shape=base_shape)
+            if not is_one_weight(copy, stored_weight(entry.own.tensor, files[entry.own.path])):
                 problems.add(
-                    f"{one.expert} was trained on another {one.name} than {where} has: it carries a copy "
-                    f"({one.copy.name}), {effect}",
+                    f"{entry.expert} was trained on another {entry.name} than {where} has: it carries a copy "
+                    f"({entry.copy.name}), {effect}",
                     remedy,
                     parameter=parameter,
                 )

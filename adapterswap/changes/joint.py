@@ -94,8 +94,8 @@ class Basis:
     def expand(self, vectors: Core) -> Core:
         """Q·vectors (n×k), for vectors (p×k) in coordinates of Q."""
         if self._inverse is not None:
-            found = mixed(self._parts, self._inverse @ vectors, self._axis)
-            return found if self._axis == 1 else found.T
+            expanded = mixed(self._parts, self._inverse @ vectors, self._axis)
+            return expanded if self._axis == 1 else expanded.T
         if self._q is None:
             self._q = self._by_qr("reduced")[0]
         return self._q @ vectors
@@ -137,15 +137,15 @@ class Joint:
         self._twins = [next(j for j in range(i + 1) if _equal(changes[j], changes[i])) for i in range(len(changes))]
         self._distinct = sorted(set(self._twins))
         distinct = [changes[i] for i in self._distinct]
-        bs, as_ = [each.b for each in distinct], [each.a for each in distinct]
-        left, right = self_products(bs, 1), self_products(as_, 0)
-        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+        bs, as_ = [part.b for part in distinct], [part.a for part in distinct]
+        left_gram, right_gram = self_products(bs, 1), self_products(as_, 0)
+        if not (np.isfinite(left_gram).all() and np.isfinite(right_gram).all()):
             raise np.linalg.LinAlgError("NaN or infinity in a factor")
         stops = np.cumsum([change.a.shape[0] for change in distinct])
         self._places = {i: slice(stop - self.ranks[i], stop) for i, stop in zip(self._distinct, stops, strict=True)}
-        self._left_gram, self._right_gram = left, right
+        self._left_gram, self._right_gram = left_gram, right_gram
         # ΔW_i is a sum of products b·aᵀ of these lengths, relative to which rounding is measured
-        self._lengths = np.sqrt(np.diagonal(left)) * np.sqrt(np.diagonal(right))
+        self._lengths = np.sqrt(np.diagonal(left_gram)) * np.sqrt(np.diagonal(right_gram))
         self._used = np.flatnonzero(self._lengths)  # products with a zero factor are left out
 
     def inner(self, one: int, other: int) -> float:
@@ -235,9 +235,9 @@ class Joint:
         u, sigma, vt = np.linalg.svd(core, full_matrices=False)
         if not sigma.any():
             return Factors(np.zeros((1, self.shape[1])), np.zeros((self.shape[0], 1)))
-        kept = sigma > _ROUNDING * sigma[0] * max(core.shape)
-        root = np.sqrt(sigma[kept])
-        return Factors(self.right.expand(vt[kept].T * root).T, self.left.expand(u[:, kept] * root))
+        nonzero = sigma > _ROUNDING * sigma[0] * max(core.shape)
+        root = np.sqrt(sigma[nonzero])
+        return Factors(self.right.expand(vt[nonzero].T * root).T, self.left.expand(u[:, nonzero] * root))
 
     def coordinates(self, index: int) -> tuple[Core, Core]:
         """S_Bi (p×r_i) and S_Ai (q×r_i), with C_i = S_Bi·S_Aiᵀ; without columns whose product is zero."""
@@ -260,9 +260,9 @@ class Joint:
         parts = []
         for index in self._distinct:
             place = self._places[index]
-            kept = self._used[(self._used >= place.start) & (self._used < place.stop)] - place.start
+            columns = self._used[(self._used >= place.start) & (self._used < place.stop)] - place.start
             part = self._changes[index].b if axis == 1 else self._changes[index].a
-            parts.append(part if len(kept) == part.shape[axis] else np.take(part, kept, axis=axis))
+            parts.append(part if len(columns) == part.shape[axis] else np.take(part, columns, axis=axis))
         return Basis(parts, axis, gram[np.ix_(self._used, self._used)])
 
     def _for_all(self, mixture: Mixture) -> Mixture:
@@ -313,8 +313,8 @@ def _block(parts: Sequence[Matrix], axis: int, block: slice) -> Core:
     rank, long = sum(piece.shape[axis] for piece in pieces), pieces[0].shape[1 - axis]
     if (scratch := getattr(_SCRATCH, "block", None)) is None or scratch.size < rank * long:
         scratch = _SCRATCH.block = np.empty(rank * max(long, _ROWS))
-    whole: Core = scratch[: rank * long].reshape((long, rank) if axis == 1 else (rank, long))
-    return np.concatenate(pieces, axis=axis, out=whole)
+    joined: Core = scratch[: rank * long].reshape((long, rank) if axis == 1 else (rank, long))
+    return np.concatenate(pieces, axis=axis, out=joined)
 
 
 def _triangle(gram: Core, lengths: Core) -> tuple[Core, Core] | None:
@@ -329,10 +329,12 @@ def _triangle(gram: Core, lengths: Core) -> tuple[Core, Core] | None:
     return (np.asarray(lower), np.asarray(inverse)) if float(np.sum(np.square(inverse))) <= _ILL_CONDITIONED else None
 
 
-def _equal(one: Factors, other: Factors) -> bool:
-    if one.a is other.a and one.b is other.b:
+def _equal(first: Factors, second: Factors) -> bool:
+    if first.a is second.a and first.b is second.b:
         return True
-    if one.a.shape != other.a.shape or one.b.shape != other.b.shape:
+    if first.a.shape != second.a.shape or first.b.shape != second.b.shape:
         return False
-    first = np.array_equal(one.a[0], other.a[0]) and np.array_equal(one.b[:1], other.b[:1])  # most differ here
-    return first and np.array_equal(one.a, other.a) and np.array_equal(one.b, other.b)
+    first_entries = np.array_equal(first.a[0], second.a[0]) and np.array_equal(
+        first.b[:1], second.b[:1]
+    )  # most differ here
+    return first_entries and np.array_equal(first.a, second.a) and np.array_equal(first.b, second.b)
