@@ -69,20 +69,20 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
     return np.ascontiguousarray(merged, np.float32)
 
 
-def _module(change: Opaque, parameter: str, own: Numbers, tensors: Mapping[str, Numbers]) -> Any:
+def _module(change: Opaque, parameter: str, base_values: Numbers, tensors: Mapping[str, Numbers]) -> Any:
     """A module with the base's weight or bias, and zeros for the other; None if no module has this shape."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
     lora = change.part.lora
     if parameter == "bias":
-        if own.ndim != 1:
+        if base_values.ndim != 1:
             return None
-        out, width = own.shape[0], lora.in_features if lora is not None else 1
-        weight, bias = np.zeros((width, out) if change.transposed else (out, width), np.float32), own
-    elif own.ndim == 2:
-        weight = own
-        out, width = own.shape[::-1] if change.transposed else own.shape
+        out, width = base_values.shape[0], lora.in_features if lora is not None else 1
+        weight, bias = np.zeros((width, out) if change.transposed else (out, width), np.float32), base_values
+    elif base_values.ndim == 2:
+        weight = base_values
+        out, width = base_values.shape[::-1] if change.transposed else base_values.shape
         bias = np.zeros(out, np.float32)
     else:
         return None
@@ -121,8 +121,8 @@ def _load(model: Any, name: str, tensors: Mapping[str, Numbers]) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     state = {}
-    wanted = get_peft_model_state_dict(model)
-    for key, target in wanted.items():
+    targets = get_peft_model_state_dict(model)
+    for key, target in targets.items():
         part = key.removeprefix(f"base_model.model.{_MODULE}.").removeprefix("base_model.")
         if part not in tensors:
             raise ExpertError(f"{name} has no {part}", "Save the adapter again")

@@ -69,11 +69,11 @@ def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
     """
     if module.experts == 1:
         return [read_factors(expert, file, module)]
-    whole = Factors.scaled(
+    joined = Factors.scaled(
         read_numbers(expert, file, module.a), read_numbers(expert, file, module.b), module.scale, module.name
     )
-    a = whole.a.reshape(module.experts, module.rank, module.in_features)
-    b = whole.b.reshape(module.out_features, module.rank, module.experts)
+    a = joined.a.reshape(module.experts, module.rank, module.in_features)
+    b = joined.b.reshape(module.out_features, module.rank, module.experts)
     return [Factors(a[i], np.ascontiguousarray(b[:, :, i])) for i in range(module.experts)]
 
 
@@ -111,16 +111,16 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
         factors, name = read_factors(expert, files[change.path], change.lora), change.lora.name
         stored = factors.T if change.transposed else factors
 
-        def product(own: Rows, start: int, stop: int | None) -> Rows:
+        def product(base_rows: Rows, start: int, stop: int | None) -> Rows:
             with np.errstate(all="ignore"):  # what overflows is found by `finite`
                 return finite(stored.rows(start, stop), name)
 
         return product
 
-    def difference(own: Rows, start: int, stop: int | None) -> Rows:
+    def difference(base_rows: Rows, start: int, stop: int | None) -> Rows:
         delta = read_rows(expert, change, files, start, stop)
         with np.errstate(all="ignore"):
-            delta -= own
+            delta -= base_rows
         return finite(delta, change.tensor.name)
 
     return difference
