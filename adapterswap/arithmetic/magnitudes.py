@@ -38,11 +38,11 @@ def sides_magnitudes(plan: Plan) -> dict[str, float]:
         UnsupportedError: a product overflows.
         BaseModelError: the base lacks a weight that an adapter changes.
     """
-    wanted: dict[str, Mapping[str, float]] = {}
+    shares_of: dict[str, Mapping[str, float]] = {}
     for slot in plan:
         if slot.rule is not None and slot.rule.weights:
-            wanted |= {side: slot.rule.sides[side] for side in slot.weights}
-    magnitudes = {side: _magnitude(shares, plan) for side, shares in wanted.items()}
+            shares_of |= {side: slot.rule.sides[side] for side in slot.weights}
+    magnitudes = {side: _magnitude(shares, plan) for side, shares in shares_of.items()}
     problems = Problems(ExpertError)
     for side in (side for side, magnitude in magnitudes.items() if magnitude == 0):
         problems.add(
@@ -73,9 +73,13 @@ def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapter
         ExpertError, UnsupportedError: see `read_factors`; or a product of factors overflows.
     """
     total, rows = 0.0, 0
-    held = {expert: adapters[expert].modules for expert in shares}
-    for name in dict.fromkeys(name for modules in held.values() for name in modules):
-        parts = [(share, read(expert, held[expert][name])) for expert, share in shares.items() if name in held[expert]]
+    modules_of = {expert: adapters[expert].modules for expert in shares}
+    for name in dict.fromkeys(name for modules in modules_of.values() for name in modules):
+        parts = [
+            (share, read(expert, modules_of[expert][name]))
+            for expert, share in shares.items()
+            if name in modules_of[expert]
+        ]
         means = row_magnitudes(parts[0][1] if parts[0][0] == 1 else concatenate(parts), name)
         total, rows = total + float(means.sum()), rows + means.size
     return total / rows
@@ -96,18 +100,20 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
     with open_files([*shards, *base.shards, *(adapter.file for adapter in adapters.values())]) as files:
         for key, original in parameters.items():
             stored = tied.embedding if tied and key == tied.head and key not in base.parameters else key
-            own = Whole.of(original.path, original.tensor)
+            base_weight = Whole.of(original.path, original.tensor)
             tensors = {name: full[name].parameters[stored] for name in shares if name in full}
             dtypes = {original.tensor.dtype, *(parameter.tensor.dtype for parameter in tensors.values())}
             if len(original.tensor.shape) < 2 or not dtypes <= set(FLOATS):
                 continue
-            changes: dict[str, Change] = {name: Whole.of(found.path, found.tensor) for name, found in tensors.items()}
-            changes |= {name: found[key].change for name, found in located.items() if key in found}
+            changes: dict[str, Change] = {
+                name: Whole.of(tensor.path, tensor.tensor) for name, tensor in tensors.items()
+            }
+            changes |= {name: by_key[key].change for name, by_key in located.items() if key in by_key}
             readers = [(np.float32(shares[name]), row_reader(name, change, files)) for name, change in changes.items()]
             columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
             outputs = columns if orientation.is_transposed(stored) else count
             for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
-                rows_of_base = read_rows(BASE, own, files, start, stop)
+                rows_of_base = read_rows(BASE, base_weight, files, start, stop)
                 delta = np.zeros_like(rows_of_base)
                 for share, read in readers:
                     delta += share * read(rows_of_base, start, stop)

@@ -46,12 +46,12 @@ def must_reduce(module: Slot, form: Form) -> bool:
 def check_form(plan: Plan, form: Form) -> None:
     """Raise an `UnsupportedError` if a plan is nonlinear without a bound on rank or error, or acts on whole weights."""
     nonlinear = next((slot for slot in plan.modules.values() if slot.terms and not slot.has_low_rank), None)
-    whole = next(
+    on_weights = next(
         (slot for slot in plan.modules.values() if slot.terms and slot.rule and slot.rule.acts_on_weights), None
     )
-    if whole is not None:
+    if on_weights is not None:
         raise UnsupportedError(
-            f"{whole.method} combines whole weights, including the base's, but an adapter holds only ΔW",
+            f"{on_weights.method} combines whole weights, including the base's, but an adapter holds only ΔW",
             "Write full weights with `adapterswap merge`, or use a method on ΔW (`adapterswap methods` lists them)",
             parameter="method",
         )
@@ -65,9 +65,9 @@ def check_form(plan: Plan, form: Form) -> None:
 
 def measurements(resolved: Resolved, reduced: Mapping[str, Reduced]) -> dict[str, Any]:
     """Values measured on the tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
-    cut = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in reduced.items()}
-    found = {"magnitudes": dict(resolved.magnitudes), "kept_rows": resolved.kept_share(), "reduced": cut}
-    return {key: values for key, values in found.items() if values}
+    cut = {name: {"rank": result.rank, "relative_error": result.written_error} for name, result in reduced.items()}
+    measured = {"magnitudes": dict(resolved.magnitudes), "kept_rows": resolved.kept_share(), "reduced": cut}
+    return {key: values for key, values in measured.items() if values}
 
 
 def reduce(
@@ -81,13 +81,13 @@ def reduce(
     """
     plan = resolved.plan
     check_form(plan, form)
-    wanted = [module for module in plan.modules.values() if must_reduce(module, form)]
-    if not wanted:
+    to_reduce = [module for module in plan.modules.values() if must_reduce(module, form)]
+    if not to_reduce:
         return {}
     reduced, spool = {}, Spool()
     with factor_reader(plan.adapters) as read:
 
-        def one(module: Slot) -> Reduced:
+        def reduce_one(module: Slot) -> Reduced:
             try:
                 with np.errstate(all="ignore"):  # overflow is detected below, and by `finite_bytes`
                     if _on_cores(module) or (module.is_linear and form.truncation == "float64"):
@@ -96,13 +96,13 @@ def reduce(
             except (np.linalg.LinAlgError, RuntimeError):  # from numpy's and torch's SVD of infinite numbers
                 raise too_large(module.name) from None
 
-        low_rank = [module for module in wanted if module.has_low_rank]
-        dense = [module for module in wanted if not module.has_low_rank]  # torch has its own threads
-        for modules, results in ((low_rank, map_in_threads(one, low_rank)), (dense, map(one, dense))):
+        low_rank = [module for module in to_reduce if module.has_low_rank]
+        dense = [module for module in to_reduce if not module.has_low_rank]  # torch has its own threads
+        for modules, results in ((low_rank, map_in_threads(reduce_one, low_rank)), (dense, map(reduce_one, dense))):
             for module, result in zip(modules, results, strict=True):
                 reduced[module.name] = result
                 progress(module.name)
-    return {module.name: reduced[module.name] for module in wanted}
+    return {module.name: reduced[module.name] for module in to_reduce}
 
 
 def _on_cores(module: Slot) -> bool:
@@ -172,15 +172,15 @@ def _rounded(
     for block in blocks_of(parts, axis):
         exact = mixed([part[:, block] if axis == 0 else part[block] for part in parts], mix, axis)
         raw = finite_bytes(exact.astype(np.float32), dtype, key)
-        written = decode(raw, dtype, exact.shape).astype(np.float64)
-        exact -= written
+        rounded = decode(raw, dtype, exact.shape).astype(np.float64)
+        exact -= rounded
         if axis == 0:
             data[:, block] = raw.reshape(*exact.shape, -1)
-            across += exact @ written.T
+            across += exact @ rounded.T
             within += exact @ exact.T
         else:
             data[block] = raw.reshape(*exact.shape, -1)
-            across += exact.T @ written
+            across += exact.T @ rounded
             within += exact.T @ exact
     stored = spool.add(data.reshape(-1), shape)
     return _Rounded(OutputTensor(key, dtype, shape, axis, data=stored), across, within)
@@ -189,8 +189,8 @@ def _rounded(
 def _distance(sigma: npt.NDArray[np.float64], b: _Rounded, a: _Rounded) -> float:
     """‖b·a - b̂·â‖ for factors with bᵀb = a·aᵀ = Σ: that of E_b·a + b̂·E_a, from k×k products."""
     square = float(np.sum(np.diagonal(b.within) * sigma)) + 2 * float(np.sum(b.across * (a.across + a.within).T))
-    written = np.diag(sigma) - b.across - b.across.T - b.within  # b̂ᵀb̂
-    return math.sqrt(max(0.0, square + float(np.sum(written * a.within))))
+    rounded_gram = np.diag(sigma) - b.across - b.across.T - b.within  # b̂ᵀb̂
+    return math.sqrt(max(0.0, square + float(np.sum(rounded_gram * a.within))))
 
 
 def _approximated(module: Slot, resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
@@ -224,12 +224,12 @@ def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form, spool: 
     scale, dtype, first = _written_form(module, rank, plan, form)
     root = np.float32(np.sqrt(abs(scale)))  # split between the factors, as in `_truncated`
     values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
-    tensors, written = [], []
+    tensors, rounded = [], []
     for axis, key, part in values:
         raw = finite_bytes(np.asarray(part, np.float32), dtype, key)
         tensors.append(OutputTensor(key, dtype, part.shape, axis, data=spool.add(raw, part.shape)))
-        written.append(decode(raw, dtype, part.shape))
-    a, b = written
+        rounded.append(decode(raw, dtype, part.shape))
+    a, b = rounded
     return Reduced(
         rank, tuple(tensors), result.error, _written_error(result, Factors(a * root, b * root * np.sign(scale)))
     )
@@ -249,10 +249,10 @@ def _written_error(result: Truncated, written: Factors) -> float:
 
     The truncated part is orthogonal to the change by rounding, up to products of two roundings.
     """
-    kept = float(np.sum(np.square(result.singular_values, dtype=np.float64)))
-    if kept == 0:
+    energy = float(np.sum(np.square(result.singular_values, dtype=np.float64)))
+    if energy == 0:
         return result.error
     exact = result.factors
     rounded = concatenate([(1, Factors(exact.a, exact.b - written.b)), (1, Factors(exact.a - written.a, written.b))])
-    norm = math.sqrt(kept / (1 - result.error**2)) if result.error < 1 else math.sqrt(kept)
+    norm = math.sqrt(energy / (1 - result.error**2)) if result.error < 1 else math.sqrt(energy)
     return math.hypot(result.error, Joint([rounded]).norm([1]) / norm)

@@ -41,10 +41,12 @@ class Resolved:
 
     def kept_share(self) -> dict[str, float]:
         """The share of each side's rows that the threshold keeps, over the side's modules."""
-        kept: dict[str, list[npt.NDArray[np.bool_]]] = {}
+        rows_of: dict[str, list[npt.NDArray[np.bool_]]] = {}
         for (side, _), mask in self.kept_rows.items():
-            kept.setdefault(side, []).append(mask)
-        return {side: float(sum(m.sum() for m in masks) / sum(m.size for m in masks)) for side, masks in kept.items()}
+            rows_of.setdefault(side, []).append(mask)
+        return {
+            side: float(sum(m.sum() for m in masks) / sum(m.size for m in masks)) for side, masks in rows_of.items()
+        }
 
 
 def resolve(plan: Plan) -> Resolved:
@@ -64,12 +66,12 @@ def resolve(plan: Plan) -> Resolved:
     magnitudes = sides_magnitudes(plan)
     with factor_reader(plan.adapters) as read:
         slots = {slot.name: _settled(slot, magnitudes, read, apart=threshold is not None) for slot in plan}
-        kept = {}
+        kept_rows = {}
         if threshold is not None:
             for slot in plan.modules.values():
                 for side, factors in side_factors(slot, read).items():
-                    kept[side, slot.name] = row_magnitudes(factors, slot.name) >= threshold
-    return Resolved(replace(plan, slots=slots), magnitudes, kept)
+                    kept_rows[side, slot.name] = row_magnitudes(factors, slot.name) >= threshold
+    return Resolved(replace(plan, slots=slots), magnitudes, kept_rows)
 
 
 def _has_angle(slot: Slot) -> bool:
@@ -84,11 +86,11 @@ def side_factors(
 ) -> dict[str, Factors]:
     """The ΔW of each side of a slot, as factors: an expert's, or the average of several experts'."""
     sides = slot.rule.sides if slot.rule else {}
-    found: dict[str, list[tuple[float, Factors]]] = {}
+    parts_of: dict[str, list[tuple[float, Factors]]] = {}
     for term in slot.terms:
         share = sides[term.side][term.expert] if term.side in sides else 1.0
-        found.setdefault(term.side, []).append((share, read(term.expert, term.lora)))
-    combined = {side: parts[0][1] if parts[0][0] == 1 else concatenate(parts) for side, parts in found.items()}
+        parts_of.setdefault(term.side, []).append((share, read(term.expert, term.lora)))
+    combined = {side: parts[0][1] if parts[0][0] == 1 else concatenate(parts) for side, parts in parts_of.items()}
     for side, factors in combined.items():
         rows = (kept_rows or {}).get((side, slot.name))
         if rows is not None:
@@ -98,9 +100,9 @@ def side_factors(
 
 def _magnitude_weights(rule: Rule, weights: Mapping[str, float], magnitudes: Mapping[str, float]) -> dict[str, float]:
     """The sides' weights divided by their magnitudes, then by their sum if the rule normalizes."""
-    found = {side: weight / magnitudes[side] for side, weight in weights.items()}
-    total = math.fsum(found.values()) if rule.normalizes else 1.0
-    return {side: weight / total for side, weight in found.items()}
+    divided = {side: weight / magnitudes[side] for side, weight in weights.items()}
+    total = math.fsum(divided.values()) if rule.normalizes else 1.0
+    return {side: weight / total for side, weight in divided.items()}
 
 
 def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *, apart: bool) -> Slot:
@@ -122,10 +124,10 @@ def _gram(slot: Slot, rule: Rule, read: FactorReader) -> npt.NDArray[np.float64]
     """⟨ΔW_i, ΔW_j⟩ of the blend's sides; zero if a side lacks the module."""
     sides = side_factors(slot, read)
     names = list(rule.blend or {})
-    held = [place for place, name in enumerate(names) if name in sides]
+    present = [place for place, name in enumerate(names) if name in sides]
     gram = np.zeros((len(names), len(names)))
-    joint = Joint([sides[names[place]] for place in held])
-    for i, one in enumerate(held):
-        for j, other in enumerate(held):
-            gram[one, other] = joint.inner(i, j)
+    joint = Joint([sides[names[place]] for place in present])
+    for i, row in enumerate(present):
+        for j, column in enumerate(present):
+            gram[row, column] = joint.inner(i, j)
     return gram
