@@ -39,10 +39,10 @@ def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> L
 def _version(plan: Plan) -> dict[str, str]:
     """The earliest PEFT version among the experts, so that PEFT can warn about later changes."""
     versions = [adapter.config.peft_version for adapter in plan.adapters.values() if adapter.opaque]
-    known = [version for version in versions if version is not None]
-    if not known or len(known) < len(versions):
+    known_versions = [version for version in versions if version is not None]
+    if not known_versions or len(known_versions) < len(versions):
         return {}
-    return {"peft_version": min(known, key=lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]])}
+    return {"peft_version": min(known_versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]])}
 
 
 def part_of(module: Slot) -> OpaqueModule:

@@ -41,9 +41,11 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     plan = resolved.plan
     modules = [module for module in plan.modules.values() if module.terms]
     if any(term.opaque.part.lora is None for module in modules for term in module.terms if term.opaque):
-        whole = lay_out_kind(plan, modules, _fan_in_fan_out(plan))
+        layout = lay_out_kind(plan, modules, _fan_in_fan_out(plan))
         dtype = form.dtype
-        return whole if dtype is None else replace(whole, tensors=tuple(replace(t, dtype=dtype) for t in whole.tensors))
+        return (
+            layout if dtype is None else replace(layout, tensors=tuple(replace(t, dtype=dtype) for t in layout.tensors))
+        )
     if form.layout == "portable" and any(is_fused(module.name) for module in modules):
         modules = [
             module for module in plan.modules.values() if module.terms or is_fused(module.name)
@@ -149,8 +151,8 @@ def trained_biases(plan: Plan) -> dict[str, str]:
     """The setting `bias`, if the result has trained biases of the base."""
     if not any(is_bias(name) and module.terms for name, module in plan.saved.items()):
         return {}
-    said = {adapter.config.bias for adapter in plan.adapters.values()} - {"none"}
-    return {"bias": said.pop() if len(said) == 1 else "all"}
+    settings = {adapter.config.bias for adapter in plan.adapters.values()} - {"none"}
+    return {"bias": settings.pop() if len(settings) == 1 else "all"}
 
 
 def _tied(plan: Plan) -> bool:
@@ -244,8 +246,10 @@ def _like(module: Slot, plan: Plan) -> LoraModule:
     """An expert's module of the same name and shape, if possible one that takes part."""
     if module.terms:
         return module.terms[0].lora
-    held = (adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules)
-    return replace(next(held), name=module.name)
+    candidates = (
+        adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules
+    )
+    return replace(next(candidates), name=module.name)
 
 
 def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:

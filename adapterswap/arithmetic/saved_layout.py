@@ -86,13 +86,15 @@ def _by_rows(module: Slot, plan: Plan) -> Iterator[OutputTensor]:
         for part in module.rows:
             cut = part.start, part.stop
             for term in part.terms:
-                held = term.whole.tensors[parameter]
-                pieces.append(Piece(term.expert, term.change.path, held, term.coefficient, part.start, cut=cut))
+                expert_tensor = term.whole.tensors[parameter]
+                pieces.append(
+                    Piece(term.expert, term.change.path, expert_tensor, term.coefficient, part.start, cut=cut)
+                )
             if part.rest:
                 assert plan.composition.base_model is not None
                 name = parameter_name(module.name, parameter)
-                path, own = find_base_tensor(plan.composition.base_model, name, tensor, rows=part.stop)
-                pieces.append(Piece(BASE, path, own, part.rest, part.start, cut=cut))
+                path, base_tensor = find_base_tensor(plan.composition.base_model, name, tensor, rows=part.stop)
+                pieces.append(Piece(BASE, path, base_tensor, part.rest, part.start, cut=cut))
         dtypes = {piece.tensor.dtype for piece in pieces}
         shape = (module.rows[-1].stop, *tensor.shape[1:])
         dtype = tensor.dtype if len(dtypes) == 1 else "F32"
