@@ -30,7 +30,7 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
     if tensor.data is not None:
         return tensor.data.read(tensor.shape)
     values = np.zeros(tensor.view or tensor.shape, np.float32)
-    begun: set[int] = set()
+    offsets: set[int] = set()
     with np.errstate(all="ignore"):  # as in `encode`
         for piece in tensor.pieces:
             numbers = read_numbers(piece.expert, files[piece.path], piece.source) * np.float32(piece.factor)
@@ -41,9 +41,9 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
             else:
                 width = piece.source.shape[tensor.axis]
                 place = (slice(None),) * tensor.axis + (slice(piece.offset, piece.offset + width),)
-                if piece.cut is not None and piece.offset in begun:
+                if piece.cut is not None and piece.offset in offsets:
                     values[place] += numbers
                 else:
                     values[place] = numbers
-                begun.add(piece.offset)
+                offsets.add(piece.offset)
     return finite_bytes(values, tensor.dtype, tensor.key)

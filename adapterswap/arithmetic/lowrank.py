@@ -43,8 +43,8 @@ def concatenate(terms: list[tuple[float, Factors]]) -> Factors:
 
 def cosine(product: float, norms: tuple[float, float]) -> float | None:
     """⟨X, Y⟩ / (‖X‖·‖Y‖), clipped to ±1; None if one of the norms is zero."""
-    one, other = norms
-    return max(-1.0, min(1.0, product / (one * other))) if one and other else None
+    first, second = norms
+    return max(-1.0, min(1.0, product / (first * second))) if first and second else None
 
 
 def truncate(factors: Factors, *, rank: int | None = None, error: float | None = None) -> Truncated:

@@ -99,10 +99,10 @@ class Spool:
 
 def _read(file: int, size: int, offset: int) -> bytearray:
     raw = bytearray(size)
-    done = 0
-    while done < size:
-        count = os.preadv(file, [memoryview(raw)[done:]], offset + done)
+    bytes_read = 0
+    while bytes_read < size:
+        count = os.preadv(file, [memoryview(raw)[bytes_read:]], offset + bytes_read)
         if count == 0:
             raise OutputError("A temporary file was truncated", "Run the command again")
-        done += count
+        bytes_read += count
     return raw
