@@ -87,10 +87,10 @@ def adapter_config(
         "base_model_name_or_path": base_model,
         "revision": revision,
         "r": rank,
-        "lora_alpha": _whole(alpha),
+        "lora_alpha": _as_whole_number(alpha),
         "use_rslora": rslora,
         "rank_pattern": {name: shapes[name].rank for name in names if shapes[name].rank != rank},
-        "alpha_pattern": {name: _whole(shapes[name].alpha) for name in names if shapes[name].alpha != alpha},
+        "alpha_pattern": {name: _as_whole_number(shapes[name].alpha) for name in names if shapes[name].alpha != alpha},
         "target_modules": sorted(shapes),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -109,7 +109,7 @@ def is_fused(module: str) -> bool:
     return _PER_EXPERT.search(module) is not None
 
 
-def _whole(alpha: float) -> float:
+def _as_whole_number(alpha: float) -> float:
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
