@@ -309,8 +309,8 @@ def _truncation(record: CompositionRecord) -> list[str]:
     ranks = sorted({module["rank"] for module in record.reduced.values()})
     rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
     count = "1 module was" if len(record.reduced) == 1 else f"{len(record.reduced)} modules were"
-    how = "reduced to" if record.output.keys() & {"max_rank", "max_error"} else "computed at"
-    return [f"{count} {how} {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst}"]
+    verb = "reduced to" if record.output.keys() & {"max_rank", "max_error"} else "computed at"
+    return [f"{count} {verb} {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst}"]
 
 
 def _list(lines: Iterable[str]) -> str:

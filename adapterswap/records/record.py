@@ -190,9 +190,9 @@ class CompositionRecord(_Written):
 
     @model_validator(mode="after")
     def _check(self) -> CompositionRecord:
-        known = {*self.experts, BASE}
-        named = {name for what in self.modules.values() for name in ([what] if isinstance(what, str) else what)}
-        if not named <= known:
+        known_names = {*self.experts, BASE}
+        named = {name for owner in self.modules.values() for name in ([owner] if isinstance(owner, str) else owner)}
+        if not named <= known_names:
             raise ValueError("a module names an expert that is not among the experts")
         return self
 
@@ -315,9 +315,9 @@ def composition_record(
         fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
     else:
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
-        if (kept := sliced_layers(plan)) is not None:
-            only = {"stack": kept.stack} if kept.stack else {}
-            fields["slice"] = SliceRecord(layers=format_layers(kept.layers), **only)
+        if (kept_layers := sliced_layers(plan)) is not None:
+            only = {"stack": kept_layers.stack} if kept_layers.stack else {}
+            fields["slice"] = SliceRecord(layers=format_layers(kept_layers.layers), **only)
     if base is not None:
         fields["base"] = base
     if rows := {slot.name: {f"{r.start}-{r.stop - 1}": r.made_of for r in slot.rows} for slot in plan if slot.rows}:
@@ -349,7 +349,7 @@ def checkpoint_source(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str,
     return _source(
         checkpoint.source,
         sha256={MODEL_CONFIG: sha256_of(config)},
-        entered={how: dict(numbers) for how, numbers in entered.items()},
+        entered={use: dict(numbers) for use, numbers in entered.items()},
     )
 
 
@@ -382,9 +382,9 @@ def _origin(folder: Path) -> Origin | None:
     if isinstance(record, ExtractionRecord):
         content: dict[str, Any] = {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
     else:
-        own = record.content()
-        kept = ("num_layers", "composition", "experts", "rules", "slice")
-        content = _shortened({key: own[key] for key in kept if key in own}, _DEPTH - 1)
+        recorded = record.content()
+        keys = ("num_layers", "composition", "experts", "rules", "slice")
+        content = _shortened({key: recorded[key] for key in keys if key in recorded}, _DEPTH - 1)
     return Origin.model_validate(content)
 
 
