@@ -289,9 +289,11 @@ def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """
     text = language_config(config)
     model_type, outer = text.get("model_type"), config.get("model_type")
-    architecture = next((known for known in ARCHITECTURES if model_type in known.model_types), None)
+    architecture = next((candidate for candidate in ARCHITECTURES if model_type in candidate.model_types), None)
     if architecture is None or (text is not config and outer not in architecture.wrappers):
-        types = ", ".join(sorted(name for known in ARCHITECTURES for name in (*known.model_types, *known.wrappers)))
+        types = ", ".join(
+            sorted(name for candidate in ARCHITECTURES for name in (*candidate.model_types, *candidate.wrappers))
+        )
         raise UnsupportedError(
             f"{where} has the type {outer if text is not config else model_type}, but only adapters of {types} can be "
             "exported to GGUF",

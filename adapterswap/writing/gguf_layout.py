@@ -118,8 +118,8 @@ class GgufTensor:
         if self.source.data is not None or len(pieces) != 1:
             return None
         piece = pieces[0]
-        own = piece.tensor.shape == self.source.shape and piece.factor == 1 and piece.rows is None
-        return piece if own else None
+        is_copy = piece.tensor.shape == self.source.shape and piece.factor == 1 and piece.rows is None
+        return piece if is_copy else None
 
     def _ordered(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.expert_rows is not None:
@@ -284,14 +284,14 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
             )
             continue
         layers = f"{architecture.container}.{slot.layer}"
-        own = [f"{layers}.{part}" for part in projection.experts] or [canonical]
-        held = tuple(name for name in map(names.get_name, own) if name is not None)
-        if len(held) != len(own):
+        canonical_names = [f"{layers}.{part}" for part in projection.experts] or [canonical]
+        gguf_names = tuple(name for name in map(names.get_name, canonical_names) if name is not None)
+        if len(gguf_names) != len(canonical_names):
             problems.add(f"gguf has no name for {canonical} in this architecture", "Install a newer gguf")
             continue
         if projection not in orders:
             orders[projection] = projection.rows(sizes) if projection.rows else None
-        places[slot.name] = _Place(tuple(f"{name}.weight" for name in held), orders[projection])
+        places[slot.name] = _Place(tuple(f"{name}.weight" for name in gguf_names), orders[projection])
     problems.raise_if_any()
     return places
 
@@ -358,14 +358,14 @@ def _tensors(
     plan: Plan, layout: Layout, places: Mapping[str, _Place], architecture: Architecture
 ) -> tuple[float, tuple[GgufTensor, ...]]:
     """The common alpha, and the tensors in the order of the plan's modules."""
-    written = {tensor.key: tensor for tensor in layout.tensors}
+    by_key = {tensor.key: tensor for tensor in layout.tensors}
     config = layout.config
     scales: dict[str, float] = {}  # s·r of each module; llama.cpp divides it by r
     pairs: dict[str, tuple[OutputTensor, OutputTensor]] = {}
     for name in places:
         lora = plan.slots[name].terms[0].lora
         a_key, b_key = written_keys(lora, plan)
-        a, b = pairs[name] = written[a_key], written[b_key]
+        a, b = pairs[name] = by_key[a_key], by_key[b_key]
         rank = a.shape[0] // lora.experts
         alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
         scales[name] = rank * scale(rank, alpha, config["use_rslora"])
@@ -380,26 +380,26 @@ def _tensors(
             factor, pieces = 1.0, b.pieces
         exact_a = a if a.data is not None else replace(a, dtype="F32")
         exact_b = b if b.data is not None else replace(b, dtype="F32", pieces=pieces)
-        where = slot.layer, name, slot.kind
-        left = factor if b.data is not None else 1.0
+        module = slot.layer, name, slot.kind
+        b_factor = factor if b.data is not None else 1.0
         if lora.parameter:
             count, rank, half = lora.experts, a.shape[0] // lora.experts, b.shape[0] // len(place.names)
             for part, weight in enumerate(place.names):
                 rows = slice(part * half, (part + 1) * half)
                 tensors += [
                     GgufTensor(
-                        f"{weight}.lora_a", (count, rank, a.shape[1]), *where, exact_a, expert_rows=(count, None),
+                        f"{weight}.lora_a", (count, rank, a.shape[1]), *module, exact_a, expert_rows=(count, None),
                     ),
                     GgufTensor(
-                        f"{weight}.lora_b", (count, half, rank), *where, exact_b, left, expert_rows=(count, rows),
+                        f"{weight}.lora_b", (count, half, rank), *module, exact_b, b_factor, expert_rows=(count, rows),
                     ),
                 ]  # fmt: skip
             continue
         (weight,), (rank, width), (out, _) = place.names, a.shape, b.shape
         shape_a = (width, rank) if lora.embedding else (rank, width)
         tensors += [
-            GgufTensor(f"{weight}.lora_a", shape_a, *where, exact_a, transposed=lora.embedding),
-            GgufTensor(f"{weight}.lora_b", (out, rank), *where, exact_b, left, place.rows),
+            GgufTensor(f"{weight}.lora_a", shape_a, *module, exact_a, transposed=lora.embedding),
+            GgufTensor(f"{weight}.lora_b", (out, rank), *module, exact_b, b_factor, place.rows),
         ]
     return common, tuple(tensors)
 

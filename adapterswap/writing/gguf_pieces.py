@@ -70,22 +70,22 @@ def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
         layers.setdefault(tensor.layer, {}).setdefault(shares[tensor.module], []).append(tensor)
     zones: list[tuple[list[int], str, list[GgufTensor]]] = []
     running: dict[str, tuple[list[int], str, list[GgufTensor]]] = {}
-    for layer, held in layers.items():
+    for layer, by_share in layers.items():
         # A zone continues if the layer before was divided in the same way among the same owners.
-        continues = layer is not None and running.keys() == held.keys()
+        continues = layer is not None and running.keys() == by_share.keys()
         continues = continues and all(zone[0] and zone[0][-1] == (layer or 0) - 1 for zone in running.values())
         if not continues:
-            running = {share: ([], share, []) for share in held}
+            running = {share: ([], share, []) for share in by_share}
             zones += running.values()
-        for share, tensors in held.items():
+        for share, tensors in by_share.items():
             running[share][0].extend([] if layer is None else [layer])
             running[share][2].extend(tensors)
     parts: list[Part] = []
     for numbers, share, tensors in zones:
         ends = dict.fromkeys((numbers[0], numbers[-1])) if numbers else ()
-        where = "-".join(f"{end:0{width}}" for end in ends) or "outside"
+        span = "-".join(f"{end:0{width}}" for end in ends) or "outside"
         owner = "+".join(re.sub(r"[^\w.-]", "_", name) for name in prepared.plan.experts if name in _experts_of(share))
-        parts.append(Part(f"zone-{where}-{owner}", tuple(numbers), None, tuple(tensors)))
+        parts.append(Part(f"zone-{span}-{owner}", tuple(numbers), None, tuple(tensors)))
     return _distinct(parts)
 
 
@@ -102,10 +102,10 @@ def _experts_of(share: str) -> Sequence[str]:
 
 def _distinct(parts: Sequence[Part]) -> list[Part]:
     """The parts, with numbers after names that occur twice: blends of the same experts with other weights."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     renamed = []
     for part in parts:
-        count = seen[part.name] = seen.get(part.name, 0) + 1
+        count = counts[part.name] = counts.get(part.name, 0) + 1
         name = part.name if count == 1 else f"{part.name}-{count}"
         renamed.append(Part(name, part.layers, part.kind, part.tensors))
     return renamed
