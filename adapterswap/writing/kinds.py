@@ -105,13 +105,15 @@ def check_kinds(plan: Plan, form: Form) -> None:
     problems.raise_if_any()
 
 
-def _differing(one: OpaqueModule, other: OpaqueModule) -> dict[str, tuple[Any, Any]]:
+def _differing(first: OpaqueModule, second: OpaqueModule) -> dict[str, tuple[Any, Any]]:
     """The settings in which two modules differ, as PEFT reads them: absent keys have PEFT's defaults."""
     from peft import PeftConfig
 
-    read = [PeftConfig.from_peft_type(peft_type=part.peft_type, **part.settings).to_dict() for part in (one, other)]
-    keys = sorted({*one.settings, *other.settings} & read[0].keys())
-    return {key: (read[0][key], read[1][key]) for key in keys if read[0][key] != read[1][key]}
+    settings = [
+        PeftConfig.from_peft_type(peft_type=part.peft_type, **part.settings).to_dict() for part in (first, second)
+    ]
+    keys = sorted({*first.settings, *second.settings} & settings[0].keys())
+    return {key: (settings[0][key], settings[1][key]) for key in keys if settings[0][key] != settings[1][key]}
 
 
 def _check_shared(plan: Plan, parts: Sequence[tuple[str, OpaqueModule]], problems: Problems) -> None:
@@ -119,16 +121,16 @@ def _check_shared(plan: Plan, parts: Sequence[tuple[str, OpaqueModule]], problem
 
     PEFT makes the projections as wide as the adapter's widest module.
     """
-    held = {expert: part for expert, part in parts if KINDS.get(part.peft_type) and KINDS[part.peft_type].shared}
-    if not held:
+    sharing = {expert: part for expert, part in parts if KINDS.get(part.peft_type) and KINDS[part.peft_type].shared}
+    if not sharing:
         return
-    first = next(iter(held))
-    names = sorted({name for part in held.values() for name in part.shared})
+    first = next(iter(sharing))
+    names = sorted({name for part in sharing.values() for name in part.shared})
     adapters = plan.adapters
-    with open_files(adapters[expert].file for expert in held) as files:
-        for expert, part in held.items():
+    with open_files(adapters[expert].file for expert in sharing) as files:
+        for expert, part in sharing.items():
             for name in names:
-                ours, theirs = held[first].shared.get(name), part.shared.get(name)
+                ours, theirs = sharing[first].shared.get(name), part.shared.get(name)
                 if ours is None or theirs is None:
                     same = ours is theirs
                 else:
@@ -144,12 +146,12 @@ def _check_shared(plan: Plan, parts: Sequence[tuple[str, OpaqueModule]], problem
                     )
                     return
     result = {_leaf(slot) for slot in plan if slot.opaque}
-    for expert in held:
+    for expert in sharing:
         lost = sorted({_leaf(part) for part in adapters[expert].opaque.values()} - result)
         if lost:
             problems.add(
                 f"the result has no module like {lost[0]} of {expert}, but the widest module decides the width of the "
-                f"projections that {held[expert].method} shares",
+                f"projections that {sharing[expert].method} shares",
                 f"Keep one such module, or {_MERGE}",
             )
             return

@@ -157,21 +157,22 @@ def _as_expert(plan: Plan, expert: str, model: ModelNames | None) -> Plan:
     if not any(other.original for other in plan.adapters.values()):
         return plan  # all experts use the same names
     model = model or _names_of(plan)
-    own = _own_names(adapter)
+    own_names = _own_names(adapter)
     schemes: list[Callable[[str], str | None]] = [
         lambda name: name, lambda name: named(name, model.older),
-        lambda name: named(name, lambda module: _in_class_of(model, module, own)),
+        lambda name: named(name, lambda module: _in_class_of(model, module, own_names)),
     ]  # fmt: skip
-    scheme = next((scheme for scheme in schemes if _explains(scheme, own)), lambda name: None)
+    scheme = next((scheme for scheme in schemes if _explains(scheme, own_names)), lambda name: None)
     names: dict[str, str] = {}
     for name in plan.slots:
-        if (written := own.get(name) or scheme(name)) is None:
+        if (name_in_file := own_names.get(name) or scheme(name)) is None:
             raise UnsupportedError(
-                f"{expert} names its modules like {next(iter(own.values()))}, but {name} has no name of this form",
+                f"{expert} names its modules like {next(iter(own_names.values()))}, but {name} has no name "
+                "of this form",
                 "Choose other `names`, such as transformers5",
                 parameter="names",
             )
-        names[name] = written
+        names[name] = name_in_file
     return _with_names(plan, names)
 
 
@@ -181,21 +182,23 @@ def _own_names(adapter: Adapter) -> Mapping[str, str]:
 
 
 def _is_older(adapter: Adapter, model: ModelNames) -> bool:
-    own = _own_names(adapter)
-    return any(name != old for name, old in own.items()) and _explains(lambda name: named(name, model.older), own)
+    own_names = _own_names(adapter)
+    return any(name != old for name, old in own_names.items()) and _explains(
+        lambda name: named(name, model.older), own_names
+    )
 
 
-def _explains(scheme: Callable[[str], str | None], own: Mapping[str, str]) -> bool:
+def _explains(scheme: Callable[[str], str | None], own_names: Mapping[str, str]) -> bool:
     """Whether a naming scheme produces an expert's own names."""
     try:
-        return all(scheme(name) == old for name, old in own.items())
+        return all(scheme(name) == old for name, old in own_names.items())
     except AdapterswapError:
         return False
 
 
-def _in_class_of(model: ModelNames, name: str, own: Mapping[str, str]) -> str | None:
-    """The name in the model class that the names `own` come from, which is known by the prefix of its layers."""
-    moved = model.exchange(name, model.container, layer_container(own.values()))
+def _in_class_of(model: ModelNames, name: str, own_names: Mapping[str, str]) -> str | None:
+    """The name in the model class that `own_names` come from, which is known by the prefix of its layers."""
+    moved = model.exchange(name, model.container, layer_container(own_names.values()))
     return name if moved is None and name.rpartition(".")[2] in HEADS else moved
 
 
@@ -267,14 +270,14 @@ def loadable_form(plan: Plan, form: Form) -> Form:
                 "former for one of the fused experts",
                 remedy,
             )
-    held: dict[str, set[str]] = {}  # list of experts → names within it
+    names_within: dict[str, set[str]] = {}  # list of experts → names within it
     for name in fused:
         start, _, within = name.rpartition(".experts.")
-        held.setdefault(start, set()).add(within)
-    required = set().union(*held.values())
+        names_within.setdefault(start, set()).add(within)
+    required = set().union(*names_within.values())
     for pairs in (_PAIRS, [(second, first) for first, second in _PAIRS]):
         required |= {f"{name.removesuffix(a)}{b}" for name in required for a, b in pairs if name.endswith(a)}
-    for start, names in held.items():
+    for start, names in names_within.items():
         if missing := sorted(required - names):
             raise UnsupportedError(
                 f"No expert has LoRA on {start}.experts.{missing[0]}, but PEFT on transformers 5 fuses the experts of "
@@ -324,15 +327,15 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
             "Pass `base_model`",
             parameter="base_model",
         )
-    held = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
-    if _is_known_to_fuse(base_config(reference)[1], [part for name, part in held.items() if is_fused(name)]):
+    modules = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
+    if _is_known_to_fuse(base_config(reference)[1], [part for name, part in modules.items() if is_fused(name)]):
         return
     import torch
     from peft import LoraConfig
 
     model = empty_model_as_saved(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
     layer = f"{module.partition('.experts.')[0]}.experts."
-    parts = [part for name, part in held.items() if name.startswith(layer)]
+    parts = [part for name, part in modules.items() if name.startswith(layer)]
     tensors = {}
     for part in parts:
         tensors[factor_key(part.name, "A", embedding=False)] = torch.empty(1, part.in_features, device="meta")
