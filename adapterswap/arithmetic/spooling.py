@@ -70,7 +70,7 @@ class Spool:
         self._folder = folder
         self._lock = Lock()
         self._file: _Unnamed | None = None
-        self._held = self._written = 0
+        self._bytes_in_memory = self._bytes_in_file = 0
 
     def add(self, data: Bytes, shape: tuple[int, int]) -> Stored:
         """Keep the bytes of a tensor.
@@ -79,11 +79,11 @@ class Spool:
             OutputError: they cannot be written.
         """
         with self._lock:
-            if self._held + data.size <= _IN_MEMORY:
-                self._held += data.size
+            if self._bytes_in_memory + data.size <= _IN_MEMORY:
+                self._bytes_in_memory += data.size
                 return Stored(shape, data.size, data, None, 0)
-            offset = self._written
-            self._written += data.size
+            offset = self._bytes_in_file
+            self._bytes_in_file += data.size
             try:
                 if self._file is None:
                     self._file = _Unnamed(self._folder)
