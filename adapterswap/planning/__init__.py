@@ -1,1 +1,1 @@
-"""What is asked for and what will be done, module by module: pure data, no tensor and no torch."""
+"""The requested composition and its plan, module by module: pure data, no tensors, no torch."""

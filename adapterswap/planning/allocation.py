@@ -205,7 +205,7 @@ class Rule(MethodFields):
 
     @property
     def sides(self) -> dict[str, dict[str, float]]:
-        """What the rule combines: for each name, an expert or an average, the experts in it and their shares.
+        """The sides that the rule combines: the name of an expert or an average → its experts and their shares.
 
         The base is left out but counts in an average: the average of an expert and the base is half the expert.
         """

@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def skeleton(self) -> Checkpoint:
-        """Where full weights take shards, config and tokenizer from: the base, or else the first full expert."""
+        """The checkpoint whose shards, config and tokenizer full weights use: the base, or the first full expert."""
         return self.base or next(iter(self.checkpoints.values()))
 
     def one_depth(self, what: str) -> int:
