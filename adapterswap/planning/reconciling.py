@@ -76,7 +76,7 @@ def reference_of(experts: Mapping[str, Adapter], base_model: str | None) -> str 
 
 
 def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
-    """A sentence that names two experts' names that may mean one module; None if there are none."""
+    """A sentence about two names in different experts that may mean one module; None if there are none."""
     layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
     for name, container in layered.items():
         first_name, first = next(iter(layered.items()))
@@ -94,7 +94,7 @@ def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
 
 
 def _twin(ours: _Modules, theirs: _Modules) -> tuple[str, str] | None:
-    """A name that only we have and one that only they have, if the two may mean one module."""
+    """A name that is only in `ours` and one that is only in `theirs`, if the two may mean one module."""
     mine, others = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
     if not mine:
         return None

@@ -166,7 +166,7 @@ class Slot:
 
     @property
     def of_tokens(self) -> bool:
-        """Whether what enters are single rows of an embedding or head (`trainable_token_indices`)."""
+        """Whether the changes are single rows of an embedding or head (`trainable_token_indices`)."""
         return any(term.whole.rows for term in self.whole)
 
     @property
@@ -176,7 +176,7 @@ class Slot:
 
     @property
     def factors_by_rows(self) -> str | None:
-        """The first expert whose LoRA enters some rows with another coefficient than others; None if there is none."""
+        """The first expert whose LoRA has different coefficients in different rows; None if there is none."""
         experts = (t.expert for part in reversed(self.rows) for t in part.terms if isinstance(t.change, LowRank))
         return next(experts, None)
 
