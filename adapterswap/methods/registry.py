@@ -98,7 +98,7 @@ def find_method(name: str) -> Method:
     """The method with this name or alias.
 
     Raises:
-        ArgumentError: there is no such method.
+        ArgumentError: the method is unknown.
         DependencyError: a package adds it, but not as a valid method.
     """
     name = ALIASES.get(name, name)
