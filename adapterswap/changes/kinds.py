@@ -76,7 +76,7 @@ class Whole:
         return tensor
 
     def place_of(self, row: int) -> int:
-        """Where a row of the weight lies among the tensor's rows."""
+        """The position of a row of the weight among the tensor's rows."""
         return self._places[row] if self.rows else row
 
     @cached_property

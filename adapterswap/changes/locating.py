@@ -309,7 +309,7 @@ def _locate_fused(
 
 
 def _report_resized(expert: str, method: str, lora: LoraModule, where: str, rows: int, problems: Problems) -> None:
-    """Report factors for an embedding or head of which the model stores fewer rows."""
+    """Report factors for an embedding or head with more rows than the model stores."""
     size = lora.in_features if lora.embedding else lora.out_features
     problems.add(
         f"{expert} has {method} on {lora.name} of a resized vocabulary, {size} rows, and {where} stores {rows}",

@@ -62,7 +62,7 @@ def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
 
 
 def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
-    """Each matrix's factors where the module is a parameter of a mixture's experts; else those of the one weight.
+    """The factors of each matrix of a mixture's fused parameter, or of any other module's one weight.
 
     Raises:
         ExpertError, UnsupportedError: see `read_factors`.
@@ -78,7 +78,7 @@ def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
 
 
 def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int = 0, stop: int | None = None) -> Rows:
-    """Read rows `start` to `stop` of a stored tensor, whose axes but the last count as rows.
+    """Read rows `start` to `stop` of a stored tensor. All axes but the last count as rows.
 
     Args:
         owner: its expert, or the base, for messages.
@@ -100,7 +100,7 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
     """A function that reads rows of an expert's dense ΔW, in the orientation in which the model stores the weight.
 
     Call it with the base's own rows, which are subtracted if the expert has whole weights. Factors are read once, when
-    the function is made.
+    the function is created.
 
     Raises:
         ExpertError, UnsupportedError: now or when the function is called: see `read_factors` and `read_rows`; or ΔW
