@@ -174,7 +174,7 @@ class Joint:
 
     @cached_property
     def right(self) -> Basis:
-        """Q_A, likewise."""
+        """Q_A, and the coordinates of those rows of the A_i whose column of B_i is not zero."""
         return self._basis(0)
 
     def core(self, weights: Sequence[float]) -> Core:
