@@ -44,8 +44,8 @@ class ResultTensor:
     @property
     def copied(self) -> Whole | None:
         """The tensor to copy byte for byte; None if the result must be computed."""
-        tensor = self.slot.copied
-        return tensor if tensor is not None and tensor.tensor.dtype == self.place.dtype else None
+        source = self.slot.copied
+        return source if source is not None and source.tensor.dtype == self.place.dtype else None
 
     @property
     def matrix(self) -> tuple[int, int]:

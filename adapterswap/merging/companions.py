@@ -66,7 +66,7 @@ def differing_tokenizers(plan: Plan) -> list[str]:
 
 
 def resized_vocabulary(plan: Plan) -> dict[int, int]:
-    """The numbers of rows of the skeleton's embeddings and heads that the result changes → its own."""
+    """The skeleton's numbers of rows in embeddings and heads that the result resizes → the result's."""
     stored = plan.skeleton.parameters
     sizes = {slot.name: slot.shape[0] for slot in plan if is_vocabulary(slot.module, slot.layer)}
     return {

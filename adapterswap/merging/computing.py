@@ -187,7 +187,7 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
 
 
 def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
-    """Σ c_i·W_i + (1 - Σ c_i)·W_base + Σ c_i·s_i·B_i·A_i, where some W_i are what PEFT makes of the base's weight."""
+    """Σ c_i·W_i + (1 - Σ c_i)·W_base + Σ c_i·s_i·B_i·A_i, where PEFT computes some W_i from the base's weight."""
     slot, place = block.result.slot, block.result.place
     if not slot.is_linear:
         return _nonlinear(block, kept_rows, seed)
