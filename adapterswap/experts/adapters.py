@@ -270,7 +270,7 @@ class Adapter:
 
     @property
     def tokens(self) -> dict[str, FullModule]:
-        """The embeddings and heads of which it holds single rows (`trainable_token_indices`), by name."""
+        """The embeddings and heads with single trained rows (`trainable_token_indices`), by name."""
         return {name: part for name, part in self.saved.items() if part.rows}
 
     def check_low_rank(self, purpose: str, name: str | None = None) -> None:

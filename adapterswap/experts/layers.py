@@ -354,7 +354,7 @@ def parse_layers(text: str) -> frozenset[int]:
 
 
 def is_vocabulary(module: str, layer: int | None) -> bool:
-    """Whether a module is an embedding or a head, so that its weight has a row for each token."""
+    """Whether a module is an embedding or a head, whose weight has a row for each token."""
     return layer is None and module.rpartition(".")[2] in EMBEDDINGS | HEADS
 
 

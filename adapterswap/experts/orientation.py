@@ -63,7 +63,7 @@ class Orientation:
     def stored_keys(self) -> Mapping[str, str]:
         """The name of each parameter in the model of transformers → the key under which the checkpoint stores it.
 
-        Parameters that transformers makes of several keys (fused experts) are left out.
+        Parameters that transformers builds from several keys (fused experts) are left out.
 
         Raises:
             BaseModelError: transformers cannot build the model without remote code.
