@@ -90,10 +90,10 @@ def take_names(content: dict[str, Any], path: Path) -> list[str]:
 
 
 def find_fragment(name: str, path: Path) -> Path:
-    """The file that the recipe at `path` means by `name`.
+    """The file to which `name` refers in the recipe at `path`.
 
     Raises:
-        FieldError: there is no such file.
+        FieldError: `name` is neither a file nor a shipped fragment.
     """
     local = path.parent / expand(name)
     if exists(local) and local.is_file():

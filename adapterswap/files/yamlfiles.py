@@ -253,7 +253,7 @@ def _explained(
 
 
 def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
-    """`location` as the recipe has it: where `list_values` made a mapping a list, keys instead of positions."""
+    """`location` as written in the recipe, with the keys of mappings that `list_values` turned into lists."""
     steps: list[int | str] = []
     for step in location:
         if isinstance(step, str) and (step.startswith(MEMBER) or step == "[key]"):
