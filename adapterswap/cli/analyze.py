@@ -129,7 +129,7 @@ def _print_count(count: dict[str, int], *, as_json: bool) -> None:
 
 
 def _print(analysis: Analysis) -> None:
-    """Print a row per layer with what each expert changed there, then a table per pair of experts."""
+    """Print a row per layer with each expert's change, then a table per pair of experts."""
     columns = []
     for table in analysis.tables:
         shares: dict[int, list[float]] = {}
