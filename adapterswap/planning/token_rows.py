@@ -47,8 +47,10 @@ def settle_tokens(
         return slot, None  # `check_saved` refuses it
     terms: dict[str, Term] = {}
     for term in trained:  # an expert may enter on two sides
-        known = terms.get(term.expert)
-        terms[term.expert] = term if known is None else replace(term, coefficient=known.coefficient + term.coefficient)
+        earlier = terms.get(term.expert)
+        terms[term.expert] = (
+            term if earlier is None else replace(term, coefficient=earlier.coefficient + term.coefficient)
+        )
     if any(term.coefficient <= 0 for term in terms.values()):
         odd = next(name for name, term in terms.items() if term.coefficient <= 0)
         problems.add(
@@ -75,7 +77,9 @@ def settle_tokens(
             rows[-1] = replace(last, stop=row + 1)
         else:
             rows.append(Rows(row, row + 1, entering, 0.0, is_new))
-    unknown = next((part for part in rows if part.is_new and len(part.terms) > 1 and not _known(part, tokens)), None)
+    unknown = next(
+        (part for part in rows if part.is_new and len(part.terms) > 1 and not _has_tokenizers(part, tokens)), None
+    )
     if unknown is not None:
         several = [term.expert for term in unknown.terms]
         problems.add(
@@ -88,7 +92,7 @@ def settle_tokens(
     return settled, total if size is not None and total > size else None
 
 
-def _known(rows: Rows, tokens: Mapping[str, Tokens]) -> bool:
+def _has_tokenizers(rows: Rows, tokens: Mapping[str, Tokens]) -> bool:
     return all(term.expert in tokens for term in rows.terms)
 
 

@@ -38,7 +38,7 @@ class Vocabularies(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Known:
+class _TokenTable:
     """The vocabularies of the base and the experts, as far as they are known.
 
     Attributes:
@@ -81,30 +81,32 @@ def settle_vocabulary(
     """
     if not any(ends.values()):
         return Vocabularies(list(slots))
-    known = _known(ends, experts, composition, slots, base, problems)
+    table = _token_table(ends, experts, composition, slots, base, problems)
     if problems:
         return Vocabularies(list(slots))
     settled, sizes = [], {}
     new: dict[int, tuple[str, str | None]] = {}
     for slot in slots:
-        held = {name: changes[slot.name] for name, changes in ends.items() if slot.name in changes}
+        slot_changes = {name: changes[slot.name] for name, changes in ends.items() if slot.name in changes}
         if any(isinstance(term.change, Whole) and term.change.rows for term in slot.terms):
-            slot, size = settle_tokens(slot, known.size, known.tokens, problems)
+            slot, size = settle_tokens(slot, table.size, table.tokens, problems)
         else:
-            held = {name: part for name, part in held.items() if not (isinstance(part, Whole) and part.rows)}
+            slot_changes = {
+                name: part for name, part in slot_changes.items() if not (isinstance(part, Whole) and part.rows)
+            }
             size = None
-        if held and not slot.of_tokens:
-            slot, size = _settled(slot, held, known, composition, problems)
+        if slot_changes and not slot.of_tokens:
+            slot, size = _settled(slot, slot_changes, table, composition, problems)
         if size is not None:
             sizes[slot.name] = size
         for rows in slot.rows:
             for i in range(rows.start, rows.stop) if rows.is_new else ():
                 owner = rows.terms[0].expert
-                new.setdefault(i, (owner, known.tokens.get(owner, {}).get(i)))
+                new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
         settled.append(slot)
     check_sizes(sizes, problems)
-    check_ties(settled, known.config, problems)
-    return Vocabularies(settled, _notes(known, new, sizes))
+    check_ties(settled, table.config, problems)
+    return Vocabularies(settled, _notes(table, new, sizes))
 
 
 def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
@@ -128,19 +130,19 @@ def _rows_of(change: Change) -> int:
     return lora.in_features if lora.embedding else lora.out_features
 
 
-def _known(
+def _token_table(
     ends: Mapping[str, Mapping[str, Change]],
     experts: Mapping[str, Adapter | Checkpoint],
     composition: Composition,
     slots: Sequence[Slot],
     opened: Checkpoint | None,
     problems: Problems,
-) -> _Known:
-    """See `_Known`. Experts that have different tokens under one id are reported."""
+) -> _TokenTable:
+    """The tokens of the base and the experts. Experts that have different tokens under one id are reported."""
     config: Mapping[str, Any] | None = None
     folder: Path | None = None
     configs = [expert.config for expert in experts.values() if isinstance(expert, Adapter)]
-    named = (at_revision(own.base_model, own.revision) for own in configs if own.base_model)
+    named = (at_revision(c.base_model, c.revision) for c in configs if c.base_model)
     reference = composition.base_model or next(named, None)
     if opened is not None:
         config, folder = opened.config, opened.source.folder
@@ -163,35 +165,35 @@ def _known(
         base = None if folder is None else read_tokens(folder)
     if base is None:  # assume the tokens that all experts share
         everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
-        held = [
+        row_counts = [
             min(part.rows) if isinstance(part, Whole) and part.rows else _rows_of(part)
             for changes in ends.values()
             for part in changes.values()
         ]
-        base = {i: token for i, token in everywhere if i < (size or min(held))}
+        base = {i: token for i, token in everywhere if i < (size or min(row_counts))}
     names = list(tokens)
     for number, name in enumerate(names):
         for other in names[:number]:
-            own, theirs = ({i: t for i, t in tokens[who].items() if base.get(i) != t} for who in (other, name))
-            if odd := clashes(own, theirs):
+            ours, theirs = ({i: t for i, t in tokens[who].items() if base.get(i) != t} for who in (other, name))
+            if odd := clashes(ours, theirs):
                 problems.add(
                     f"{other} and {name} have different tokens under one id, or one token under two: {and_more(odd)}",
                     "Train both with one tokenizer: add all new tokens, in one order, to each before training",
                     kind=ExpertError,
                 )
-    return _Known(config, size, base, tokens)
+    return _TokenTable(config, size, base, tokens)
 
 
 def _settled(
     slot: Slot,
-    held: Mapping[str, Change],
-    known: _Known,
+    changes: Mapping[str, Change],
+    table: _TokenTable,
     composition: Composition,
     problems: Problems,
 ) -> tuple[Slot, int | None]:
     """The slot with its rows, and their number; None if it stays the base's."""
-    sizes = {name: _rows_of(part) for name, part in held.items()}
-    new = {name: known.new(name, sizes[name]) for name in held}
+    sizes = {name: _rows_of(part) for name, part in changes.items()}
+    new = {name: table.new(name, sizes[name]) for name in changes}
     new_ids = {i for tokens in new.values() for i in tokens}
     if new_ids and not slot.terms:
         problems.add(
@@ -207,15 +209,15 @@ def _settled(
     entering = {term.expert for term in slot.terms}
     known_ids = {i for name in entering for i in new[name]}
     entering |= {name for name, tokens in new.items() if not tokens.keys() <= known_ids}
-    if not all(isinstance(held[name], Whole) for name in entering):
+    if not all(isinstance(changes[name], Whole) for name in entering):
         if _has_one_rule(slot, sizes, new):
             return slot, max(sizes[term.expert] for term in slot.terms)
-        if not _is_sum(slot, held, composition):
+        if not _is_sum(slot, changes, composition):
             owner = max(sorted(entering), key=lambda name: (len(new[name]), sizes[name]))
             excess = f"new tokens ({_tokens(new)})" if new_ids else f"{sizes[owner]} rows"
             problems.add(
-                f"{owner} has {excess} and {_how(held[owner])} on {slot.name}, whose rows the rule `{slot.rule}` does "
-                "not combine with fixed weights",
+                f"{owner} has {excess} and {_kind_of(changes[owner])} on {slot.name}, whose rows the rule "
+                f"`{slot.rule}` does not combine with fixed weights",
                 f"Give it to {owner} in its own rule: {{modules: [{slot.name}], expert: {owner}}}",
                 kind=UnsupportedError,
             )
@@ -232,12 +234,12 @@ def _settled(
             return slot, None
     total = max(sizes[name] for name in entering)
     edges = {0, total, *sizes.values(), *new_ids, *(i + 1 for i in new_ids)}
-    edges |= set() if known.size is None else {known.size}
+    edges |= set() if table.size is None else {table.size}
     rows: list[Rows] = []
     ordered = sorted(edge for edge in edges if edge <= total)
     for start, stop in pairwise(ordered):
         owners = [name for name, tokens in new.items() if start in tokens]
-        part = _range_of(slot, start, stop, owners, sizes, known, held)
+        part = _range_of(slot, start, stop, owners, sizes, table, changes)
         if part is None:
             problems.add(
                 f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
@@ -253,9 +255,9 @@ def _settled(
             rows.append(part)
     ordinary = all((part.terms, part.rest) == (slot.terms, slot.rest) for part in rows)
     ordinary = ordinary and all(sizes[term.expert] == total for term in slot.terms)
-    if ordinary and (known.size in (None, total) or not slot.rest):
+    if ordinary and (table.size in (None, total) or not slot.rest):
         # All rows have the same terms, but merging has to know where the base's rows end.
-        rows = rows if known.size is not None and known.size != total else []
+        rows = rows if table.size is not None and table.size != total else []
     return replace(slot, rows=tuple(rows)), total
 
 
@@ -265,8 +267,8 @@ def _range_of(
     stop: int,
     owners: Sequence[str],
     sizes: Mapping[str, int],
-    known: _Known,
-    held: Mapping[str, Change],
+    table: _TokenTable,
+    changes: Mapping[str, Change],
 ) -> Rows | None:
     """A range of rows with its terms; None if several experts own the rows and the rule names none of them."""
     if owners:
@@ -275,11 +277,11 @@ def _range_of(
             return None
     else:
         entering = [term for term in slot.terms if sizes[term.expert] >= stop]
-        if len(entering) == len(slot.terms) and (not slot.rest or known.size is None or stop <= known.size):
+        if len(entering) == len(slot.terms) and (not slot.rest or table.size is None or stop <= table.size):
             return Rows(start, stop, slot.terms, slot.rest)
         owners = [name for name, size in sizes.items() if size >= stop]
     if not entering:
-        entering = [Term(owners[0], owners[0], 1.0, held[owners[0]])]
+        entering = [Term(owners[0], owners[0], 1.0, changes[owners[0]])]
     terms = shared_out(entering)
     return Rows(start, stop, terms, _rest(terms), is_new=True)
 
@@ -301,18 +303,20 @@ def _has_one_rule(slot: Slot, sizes: Mapping[str, int], new: Mapping[str, Mappin
     new_ids = {i for tokens in new.values() for i in tokens}
     if not new_ids or (slot.owner is not None and new_ids <= new.get(slot.owner, {}).keys()):
         return True
-    own = [new.get(name, {}) for name in slot.requested]
-    same = all(tokens.keys() == new_ids and tokens == own[0] and None not in tokens.values() for tokens in own)
+    new_tokens = [new.get(name, {}) for name in slot.requested]
+    same = all(
+        tokens.keys() == new_ids and tokens == new_tokens[0] and None not in tokens.values() for tokens in new_tokens
+    )
     return same and all(isinstance(term.change, LowRank) for term in slot.terms)
 
 
-def _is_sum(slot: Slot, held: Mapping[str, Change], composition: Composition) -> bool:
+def _is_sum(slot: Slot, changes: Mapping[str, Change], composition: Composition) -> bool:
     """Whether the rows can be computed one by one: a sum with coefficients that no tensor decides."""
     fixed = slot.rule is not None and not slot.rule.weights and composition.row_threshold is None
-    return fixed and slot.method == "linear" and not any(isinstance(part, Opaque) for part in held.values())
+    return fixed and slot.method == "linear" and not any(isinstance(part, Opaque) for part in changes.values())
 
 
-def _how(change: Change) -> str:
+def _kind_of(change: Change) -> str:
     if isinstance(change, Opaque):
         return change.part.method
     return "LoRA" if isinstance(change, LowRank) else "whole weights"
@@ -331,9 +335,9 @@ def _ids(numbers: set[int]) -> str:
     return and_more([str(number) for number in sorted(numbers)])
 
 
-def _notes(known: _Known, new: Mapping[int, tuple[str, str | None]], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _notes(table: _TokenTable, new: Mapping[int, tuple[str, str | None]], sizes: Mapping[str, int]) -> tuple[str, ...]:
     size = max(sizes.values(), default=0)
-    if known.size is None or size <= known.size:
+    if table.size is None or size <= table.size:
         return ()
     owners = dict.fromkeys(owner for owner, _ in new.values())
     additions = [
@@ -342,6 +346,6 @@ def _notes(known: _Known, new: Mapping[int, tuple[str, str | None]], sizes: Mapp
     ]
     listed = f" ({'; '.join(additions)})" if additions else ""
     return (
-        f"the vocabulary grows from {known.size} to {size} rows{listed}: call model.resize_token_embeddings({size}) "
+        f"the vocabulary grows from {table.size} to {size} rows{listed}: call model.resize_token_embeddings({size}) "
         "before PEFT loads the adapter",
     )
