@@ -301,11 +301,11 @@ def check_matches(
     slices = any(expert.kept_layers is not None for expert in experts.values())
     for slot in slots if slices else ():
         for name in slot.requested:
-            kept = experts[name].kept_layers if name in experts else None
-            if kept is not None and slot.layer is not None and not kept.holds(slot.name, slot.layer):
-                stack = f"{stack_of(slot.name)} " if has_both_stacks(experts[name].container) or kept.stack else ""
+            layers = experts[name].kept_layers if name in experts else None
+            if layers is not None and slot.layer is not None and not layers.holds(slot.name, slot.layer):
+                stack = f"{stack_of(slot.name)} " if has_both_stacks(experts[name].container) or layers.stack else ""
                 problems.add(
-                    f"{name} is a slice with the {kept}, but the composition needs its {stack}layer {slot.layer}",
+                    f"{name} is a slice with the {layers}, but the composition needs its {stack}layer {slot.layer}",
                     "Pass the whole expert, or choose other zones",
                     parameter=parameter,
                     kind=CompositionError,
@@ -323,13 +323,13 @@ def check_saved(
         if not slot.in_full or slot.rule is None:
             continue
         if slot.rule.combines_sides:
-            how = (
+            training = (
                 "has trained tokens (trainable_token_indices)"
                 if slot.of_tokens
                 else "is trained in full (modules_to_save)"
             )
             problems.add(
-                f"{slot.name} {how}, so it cannot be blended by magnitude or by a method on ΔW",
+                f"{slot.name} {training}, so it cannot be blended by magnitude or by a method on ΔW",
                 f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
                 kind=UnsupportedError,
             )
@@ -400,9 +400,9 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
     if composition.bottom is not None and composition.top is not None and composition.allocation is None:
         return
     parts = [slot for slot in plan if not slot.in_full or slot.layer is not None]
-    used = {term.expert for slot in parts for term in slot.terms} | silenced_experts(plan.rules)
+    contributing = {term.expert for slot in parts for term in slot.terms} | silenced_experts(plan.rules)
     for name in names:
-        if name not in used and parts:
+        if name not in contributing and parts:
             problems.add(
                 f"the expert {name!r} contributes no {'tensor' if plan.is_model else 'module'} to the result",
                 "Remove it, or give it layers and modules that it adapts",

@@ -238,14 +238,14 @@ def _compose(
     check_type(
         experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders, Hub ids or opened experts"
     )
-    known: dict[str, Expert] = {**composition.experts, **(experts or {})}
+    references: dict[str, Expert] = {**composition.experts, **(experts or {})}
     opened: dict[str, Adapter | Checkpoint] = {}
     problems = Problems(CompositionError)
-    check_names(composition.expert_names, known, problems, composition.allocation)
+    check_names(composition.expert_names, references, problems, composition.allocation)
     for name in composition.expert_names:
-        if name in known:
+        if name in references:
             with problems.collect():
-                opened[name] = _open(known[name], parameters.get(name, "experts"))
+                opened[name] = _open(references[name], parameters.get(name, "experts"))
     problems.raise_if_any()
     return make_plan(composition, opened)
 

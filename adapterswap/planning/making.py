@@ -112,17 +112,17 @@ def make_plan(
             )
     problems.raise_if_any()
     check_names(names, experts, problems, composition.allocation)
-    used = {name: experts[name] for name in names if name in experts}
-    adapters = {name: expert for name, expert in used.items() if isinstance(expert, Adapter)}
+    opened = {name: experts[name] for name in names if name in experts}
+    adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
     check_experts(adapters, composition, problems)
     if not problems:
         adapters = under_one_name(adapters, composition.base_model, problems)
-        used |= adapters
+        opened |= adapters
     check_shapes(adapters, problems)
-    if any(isinstance(expert, Checkpoint) for expert in used.values()):
-        plan = _plan_of_weights(composition, used, problems)
+    if any(isinstance(expert, Checkpoint) for expert in opened.values()):
+        plan = _plan_of_weights(composition, opened, problems)
     else:
-        plan = _plan_of_modules(composition, used, num_layers, problems, base_at_hand=base_at_hand)
+        plan = _plan_of_modules(composition, opened, num_layers, problems, base_at_hand=base_at_hand)
     if not recorded:
         check_used(plan, names, problems)
     problems.raise_if_any()
