@@ -85,22 +85,22 @@ class _MergekitRecipe(StrictModel):
                 "out_dtype",
                 remedy="Remove `dtype` or `out_dtype`",
             )
-        for place, own in self._settings():
-            for key, setting in own.items():
+        for place, settings in self._settings():
+            for key, setting in settings.items():
                 self._check_setting(place, key, setting)
         return self
 
     def _check_setting(self, place: str, key: str, setting: Any) -> None:
-        shared, own = _SHARED[self.merge_method], _OWN[self.merge_method]
+        for_file, for_models = _SHARED[self.merge_method], _OWN[self.merge_method]
         in_model = "sources" in place or place.startswith("models")
-        known = own if in_model else (*shared, *own)
+        allowed = for_models if in_model else (*for_file, *for_models)
         where = f"{place}.{key}"
-        if key not in known:
+        if key not in allowed:
             level = "a model's parameter" if in_model else "a parameter"
             raise FieldMistake(
                 f"{key!r} is not {level} of {self.merge_method}; mergekit would ignore it",
                 where,
-                remedy=did_you_mean(key, known, f"Use {', '.join(known) or 'none'}, or remove it"),
+                remedy=did_you_mean(key, allowed, f"Use {', '.join(allowed) or 'none'}, or remove it"),
             )
         if key in ("normalize", "rescale", "int8_mask"):
             if not isinstance(setting, bool):
@@ -223,9 +223,9 @@ class _Reading:
             )
         # Without a base, the config and the tokenizer come from the first expert of the first rule.
         rules = tuple(sorted(_compressed(outcomes), key=lambda rule: rule.experts[:1] != (self.names[first],)))
-        used = {name for rule in rules for name in rule.experts}
+        names = {name for rule in rules for name in rule.experts}
         composition = Composition(
-            experts={name: self._place(reference) for reference, name in self.names.items() if name in used},
+            experts={name: self._place(reference) for reference, name in self.names.items() if name in names},
             base_model=self._place(recipe.base_model) if recipe.base_model else None,
             num_layers=num_layers,
             allocation=rules,
@@ -368,8 +368,8 @@ class _Reading:
         for source in part.sources:
             if not is_linear and source.model == base:
                 continue
-            own = [source.parameters, *scopes]
-            weight = self._value("weight", tensor, t, own)
+            nearest_first = [source.parameters, *scopes]
+            weight = self._value("weight", tensor, t, nearest_first)
             if weight is None:
                 raise FieldError(
                     f"{self.path}: {source.model} has no weight for {tensor}", "Set `weight`", parameter="weight"
@@ -380,7 +380,7 @@ class _Reading:
                     f"{self.path}: {source.model} is listed twice", "List each model once", parameter="model"
                 )
             weights[name] = weight
-            density = self._value("density", tensor, t, own) if method == "ties" else None
+            density = self._value("density", tensor, t, nearest_first) if method == "ties" else None
             densities[name] = 1.0 if density is None else density
         normalize = next((scope["normalize"] for scope in scopes if "normalize" in scope), _NORMALIZES[method])
         factor = self._value("lambda", tensor, t, scopes) if not is_linear else None
@@ -402,8 +402,8 @@ class _Reading:
                 "Set normalize: true, or weights that sum to 1",
                 parameter="normalize",
             )
-        kept = {name: weight for name, weight in weights.items() if weight != 0}
-        if not kept or factor == 0:
+        nonzero = {name: weight for name, weight in weights.items() if weight != 0}
+        if not nonzero or factor == 0:
             return Rule(expert=BASE)
         if method == "ties":
             if len(set(densities.values())) > 1:
@@ -412,9 +412,9 @@ class _Reading:
                     "Set the same `density` for all models",
                     parameter="density",
                 )
-            own = {"density": next(iter(densities.values())), "lambda": factor}
-            return Rule(blend=weights, method="ties", normalize=normalize, **own)
-        shares = {name: factor * weight / (total if normalize else 1) for name, weight in kept.items()}
+            parameters = {"density": next(iter(densities.values())), "lambda": factor}
+            return Rule(blend=weights, method="ties", normalize=normalize, **parameters)
+        shares = {name: factor * weight / (total if normalize else 1) for name, weight in nonzero.items()}
         if len(shares) == 1 and abs(next(iter(shares.values())) - 1) < 1e-12:
             return Rule(expert=next(iter(shares)))
         return Rule(blend=shares, normalize=False)

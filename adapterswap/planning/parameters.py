@@ -50,8 +50,8 @@ class MethodFields(StrictModel):
 
     @classmethod
     def known_keys(cls) -> list[str]:
-        own = [key for key in super().known_keys() if key != "parameters"]
-        return [*own, *parameter_keys(in_rules=cls.in_rules)]
+        fields = [key for key in super().known_keys() if key != "parameters"]
+        return [*fields, *parameter_keys(in_rules=cls.in_rules)]
 
     @model_validator(mode="before")
     @classmethod
@@ -64,8 +64,8 @@ class MethodFields(StrictModel):
         nested = content.get("parameters", {})
         if not others or not isinstance(nested, Mapping):
             return content
-        kept = {key: value for key, value in content.items() if key in fields}
-        return {**kept, "parameters": {**nested, **others}}
+        declared = {key: value for key, value in content.items() if key in fields}
+        return {**declared, "parameters": {**nested, **others}}
 
     @field_validator("parameters", mode="before", check_fields=False)
     @classmethod
@@ -82,19 +82,19 @@ class MethodFields(StrictModel):
     @classmethod
     def _checked(cls, content: Mapping[Any, Any], methods: list[str]) -> dict[str, Any]:
         """The checked values by name, with defaults for those that are absent."""
-        own = {p.name: p for method in methods for p in own_parameters(method)}
-        names = {p.called(in_rules=cls.in_rules): p.name for p in own.values()}
+        parameters = {p.name: p for method in methods for p in own_parameters(method)}
+        names = {p.called(in_rules=cls.in_rules): p.name for p in parameters.values()}
         values: dict[str, Any] = {}
         mistakes: list[InitErrorDetails] = []
         for key, value in content.items():
             if value is None:
                 continue
             if key not in names:
-                if (mistake := cls._not_own(key, value, methods, own)) is not None:
+                if (mistake := cls._not_own(key, value, methods, parameters)) is not None:
                     mistakes.append({"type": mistake, "loc": (key,), "input": value})
                 continue
             try:
-                values[names[key]] = cls._read(own[names[key]], value)
+                values[names[key]] = cls._read(parameters[names[key]], value)
             except ValidationError as error:
                 mistakes += [
                     {
@@ -108,10 +108,10 @@ class MethodFields(StrictModel):
         if mistakes:
             raise ValidationError.from_exception_data(cls.__name__, mistakes)
         if cls.as_lists:
-            return {name: values[name] for name in own if name in values}
+            return {name: values[name] for name in parameters if name in values}
         return {
             name: values.get(name, parameter.default)
-            for name, parameter in own.items()
+            for name, parameter in parameters.items()
             if name in values or cls.in_rules or not parameter.required
         }
 
@@ -122,12 +122,12 @@ class MethodFields(StrictModel):
 
     @classmethod
     def _not_own(
-        cls, key: Any, value: Any, methods: list[str], own: Mapping[str, Parameter]
+        cls, key: Any, value: Any, methods: list[str], parameters: Mapping[str, Parameter]
     ) -> PydanticCustomError | None:
         """The mistake in a key that is not a parameter of these methods; None if it is another's, at its default."""
         other = next((p for p in PARAMETERS.values() if key == p.called(in_rules=cls.in_rules)), None)
         if other is None:
-            keys = [*cls.known_keys(), *(p.called(in_rules=cls.in_rules) for p in own.values())]
+            keys = [*cls.known_keys(), *(p.called(in_rules=cls.in_rules) for p in parameters.values())]
             return PydanticCustomError("extra_forbidden", "not a known key", {"known": sorted({*keys})})
         if value == other.default:
             return None

@@ -49,13 +49,13 @@ def parse_composition(name: str) -> Composition:
     content: dict[str, Any] = {"task": match[1], "language": match[2]}
     items = [item for item in (match[3] or "").split(",") if item]
     method = next((item for item in items if item.startswith("method=")), "").removeprefix("method=")
-    known = {*_SHORT_KEYS}
+    keys = {*_SHORT_KEYS}
     if method not in names_of() and method in names_of(packages=True):
-        known |= {parameter.name for parameter in own_parameters(method)}
+        keys |= {parameter.name for parameter in own_parameters(method)}
     for item in items:
         key, _, value = item.partition("=")
-        if key not in known:
-            remedy = did_you_mean(key, known, form)
+        if key not in keys:
+            remedy = did_you_mean(key, keys, form)
             raise FieldError(f"{name!r}: unknown setting {key!r}", remedy, parameter=key or None)
         if not value:
             raise FieldError(f"{name!r}: {key} has no value", f"Write {key}=VALUE", parameter=key)
