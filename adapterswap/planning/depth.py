@@ -85,8 +85,8 @@ def outside_the_layers(
         deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
         if deepest >= num_layers:
             reference = base_model or _reference(adapter)
-            known = config or (cached_base_config(reference) if reference else None)
-            if known is not None and deepest < num_layers + layers_ahead(known):
+            base_config = config or (cached_base_config(reference) if reference else None)
+            if base_config is not None and deepest < num_layers + layers_ahead(base_config):
                 adapter = _cut_off(adapter, num_layers)
         adapters[name] = adapter
     return adapters

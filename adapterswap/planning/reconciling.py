@@ -101,8 +101,8 @@ def _twin(ours: _Modules, theirs: _Modules) -> tuple[str, str] | None:
     for long in sorted(mine):
         if (short := next((short for short in _other_names(long, theirs) if short not in ours), None)) is not None:
             return long, short
-    known = {_place(theirs[name]): name for name in sorted(others)}
-    return next(((name, known[at]) for name in sorted(mine) if (at := _place(ours[name])) in known), None)
+    by_place = {_place(theirs[name]): name for name in sorted(others)}
+    return next(((name, by_place[at]) for name in sorted(mine) if (at := _place(ours[name])) in by_place), None)
 
 
 def _other_names(module: str, names: Collection[str]) -> Iterator[str]:

@@ -269,9 +269,9 @@ def shared_out(terms: Sequence[Term]) -> tuple[Term, ...]:
 
 def reweighted(terms: Sequence[Term], rule: Rule, weights: Mapping[str, float], *, apart: bool) -> tuple[Term, ...]:
     """The terms with the coefficients that follow from these weights; experts without a term are left out."""
-    known = {term.expert: term for term in terms}
+    term_of = {term.expert: term for term in terms}
     return tuple(
-        replace(known[expert], side=side, coefficient=coefficient)
+        replace(term_of[expert], side=side, coefficient=coefficient)
         for (side, expert), coefficient in rule.split(weights, apart=apart).items()
-        if expert in known
+        if expert in term_of
     )
