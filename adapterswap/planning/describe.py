@@ -136,9 +136,9 @@ def draw(drawn: Sequence[Mark], num_layers: NumLayers, experts: Collection[str])
     rows: dict[str, str] = {}
     for stack in (None,) if isinstance(num_layers, int) else STACKS:
         rows |= _rows([mark for mark in drawn if mark.stack == stack], stack, depth_of(stack, num_layers), letters)
-    used = "".join(rows.values())
-    owners = tuple(letter for letter in letters.values() if letter in used)
-    return Picture(rows, _legend(drawn, used, letters), owners)
+    marks_used = "".join(rows.values())
+    owners = tuple(letter for letter in letters.values() if letter in marks_used)
+    return Picture(rows, _legend(drawn, marks_used, letters), owners)
 
 
 def draw_strip(drawn: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> str:
@@ -181,8 +181,8 @@ def unusual(plan: Plan) -> list[str]:
         for (name, where, remark), layers in grouped.items()
     ]
     for stack in () if plan.is_model else (None,) if isinstance(plan.num_layers, int) else STACKS:
-        held = {slot.layer for slot in plan.modules.values() if stack_in(slot.name, plan.num_layers) == stack}
-        if empty := set(range(depth_of(stack, plan.num_layers))) - held:
+        adapted = {slot.layer for slot in plan.modules.values() if stack_in(slot.name, plan.num_layers) == stack}
+        if empty := set(range(depth_of(stack, plan.num_layers))) - adapted:
             where = f"{_of_stack(stack)}layers {format_layers(empty)}"
             lines.append(f"{where}: no expert adapts them, so they stay as in the base")
     if plan.untied:
@@ -247,8 +247,8 @@ def blend_of(slot: Slot) -> str:
 
 def _parameters_text(rule: Rule) -> str:
     """The parameters that are required or differ from their defaults, except λ: ` at density 0.5`."""
-    own = [parameter for parameter in own_parameters(rule.method) if parameter.name != SCALE.name]
-    values = [(p, rule.parameters[p.name]) for p in own if p.required or rule.parameters[p.name] != p.default]
+    parameters = [parameter for parameter in own_parameters(rule.method) if parameter.name != SCALE.name]
+    values = [(p, rule.parameters[p.name]) for p in parameters if p.required or rule.parameters[p.name] != p.default]
     listed = [f"{p.name} {value:g}" if p.kind is float else f"{p.name} {value}" for p, value in values]
     return f" at {', '.join(listed)}" if listed else ""
 
@@ -302,8 +302,8 @@ def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> 
     return "".join(_SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING) for cell in cells)
 
 
-def _legend(drawn: Sequence[Mark], used: str, letters: Mapping[str, str]) -> dict[str, str]:
+def _legend(drawn: Sequence[Mark], marks_used: str, letters: Mapping[str, str]) -> dict[str, str]:
     blends = sorted({mark.blend for mark in drawn if mark.owner is None})
-    meanings = {letter: name for name, letter in letters.items() if letter in used}
+    meanings = {letter: name for name, letter in letters.items() if letter in marks_used}
     meanings |= {_BLEND: " or ".join(blends), _UNCHANGED: "base", _SEVERAL: "differs by module"}
-    return {mark: meaning for mark, meaning in meanings.items() if mark in used}
+    return {mark: meaning for mark, meaning in meanings.items() if mark in marks_used}
