@@ -247,8 +247,8 @@ def _unknown(content: Mapping[str, Any], where: str, problems: Problems) -> tupl
     Trainers such as ms-swift and LLaMA-Factory write such keys. In a config of a later PEFT than 0.21 they are refused,
     because that version may give them a meaning.
     """
-    known = _HARMLESS | _READ | _REFUSED.keys()
-    unknown = tuple(sorted(key for key in content.keys() - known if content[key]))
+    known_keys = _HARMLESS | _READ | _REFUSED.keys()
+    unknown = tuple(sorted(key for key in content.keys() - known_keys if content[key]))
     version = re.match(r"(\d+)\.(\d+)", str(content.get("peft_version")))
     if version is not None and (int(version[1]), int(version[2])) > _PEFT:
         for key in unknown:

@@ -221,7 +221,7 @@ def sort_keys(
         if biases and key.startswith(_PREFIX) and parameter == "bias" and ".lora_" not in key:
             saved[f"{name.removesuffix('.base_layer')}.bias"] = {"bias": tensor}
             continue
-        refused = next((why for end, why in _REFUSED_KEYS.items() if key.endswith(end)), None)
+        refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
         if refused:
             problems.add(
                 f"{folder}: {key} is {refused}, which is not part of s·B·A",
