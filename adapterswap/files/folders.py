@@ -223,7 +223,7 @@ def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = (
 
     `names` are further paths that the command writes, as in `OutputKind.names`.
     """
-    known = [tuple(name.rstrip("/").split("/")) for name in (*_known_names(folder, kind), *names)]
+    expected = [tuple(name.rstrip("/").split("/")) for name in (*_known_names(folder, kind), *names)]
     foreign_paths: list[str] = []
 
     def look(place: Path, within: tuple[str, ...], matching: list[tuple[str, ...]]) -> None:
@@ -243,7 +243,7 @@ def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = (
             elif is_folder or len(deeper) == len(fitting):
                 foreign_paths.append("/".join(path) + "/" * is_folder)
 
-    look(folder, (), known)
+    look(folder, (), expected)
     return foreign_paths
 
 

@@ -276,9 +276,9 @@ def _explain(details: Any, file_location: Location, model: type[BaseModel], wher
     path = ".".join(str(part) for part in file_location)
     parameter, key = path or None, path or "the recipe"
     if kind == "extra_forbidden":
-        known = details.get("ctx", {}).get("known") or sorted(_known_keys(model, location))
-        listed = f"Known keys: {', '.join(known)}" if known else "Remove it"
-        remedy = did_you_mean(str(location[-1]), known, listed)
+        known_keys = details.get("ctx", {}).get("known") or sorted(_known_keys(model, location))
+        listed = f"Known keys: {', '.join(known_keys)}" if known_keys else "Remove it"
+        remedy = did_you_mean(str(location[-1]), known_keys, listed)
         return Problem(f"{where}: {key} is not a known key", remedy, parameter)
     if kind == "missing":
         return Problem(f"{where}: {key} is missing", f"Add `{location[-1]}:`", parameter)
