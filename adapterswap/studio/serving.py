@@ -11,10 +11,11 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, MutableMapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.errors import ArgumentError, DependencyError, RunError
 from adapterswap.studio.workspace import Workspace
 
@@ -73,14 +74,15 @@ def serve_page(
     port = _free_port(host) if port is None else port
     if not 1 <= port <= 65535:
         raise ArgumentError(f"`port` is {port}", "Pass a number from 1 to 65535", parameter="port")
-    page, url = _inside_a_loop(lambda: _launch(workspace, host, port, open_browser))
-    on_ready(url)
-    if wait:
-        try:
+    with ExitStack() as stack:
+        stack.enter_context(torch_threads(cores() - 1))  # torch's idle threads spin, and the page would wait for a core
+        page, url = _inside_a_loop(lambda: _launch(workspace, host, port, open_browser))
+        stack.callback(page.close, verbose=False)
+        on_ready(url)
+        if wait:
             page.block_thread()
-        finally:
-            page.close(verbose=False)
-    return lambda: page.close(verbose=False)
+            stack.close()
+        return stack.pop_all().close
 
 
 def _launch(workspace: Workspace, host: str, port: int, open_browser: bool) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import threading
 import time
@@ -564,6 +565,17 @@ def test_serving_leaves_no_event_loop_open(workspace: Workspace, monkeypatch: py
     with ThreadPoolExecutor(1) as pool:
         thread = pool.submit(serve).result()
     assert [loop.is_closed() for made_in, loop in made if made_in == thread] == [True]
+
+
+def test_torch_leaves_a_core_to_the_page(workspace: Workspace) -> None:
+    pytest.importorskip("gradio")
+    before = torch.get_num_threads()
+    end = serve_page(workspace, wait=False)
+    try:
+        assert torch.get_num_threads() == max(1, min(before, (os.cpu_count() or 1) - 1))
+    finally:
+        end()
+    assert torch.get_num_threads() == before
 
 
 def test_only_what_the_page_sends_is_answered(served: Served) -> None:
