@@ -204,18 +204,16 @@ def locate(
             missing.append(module.name)
             continue
         shape = parameters[key].tensor.shape
-        straight, across = (module.out_features, module.in_features), (module.in_features, module.out_features)
         transposed = module.embedding or orientation.is_transposed(key)
-        expected = across if transposed else straight
-        grows = is_vocabulary(module.name, module.layer) and shape[1:] == expected[1:] and shape[0] < expected[0]
+        expected = _expected_shape(module, transposed=transposed)
+        grows = _is_resized(module, expected, shape)
         if grows and not resized:
             _report_resized(expert, "LoRA", module, where, shape[0], problems)
             continue
-        ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (expected, shape))
-        if grows:
-            del ours[module.name], theirs[module.name]
-        elif shape != expected:
-            continue
+        if not grows:
+            ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (expected, shape))
+            if shape != expected:
+                continue
         changes[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
     if missing:
         message = f"{expert} adapts {and_more(missing)}, but {where} stores no such weight"
@@ -308,6 +306,16 @@ def _locate_fused(
     }
 
 
+def _expected_shape(lora: LoraModule, *, transposed: bool) -> tuple[int, int]:
+    """The stored shape of the weight that the factors change: out×in, or in×out if it is transposed."""
+    return (lora.in_features, lora.out_features) if transposed else (lora.out_features, lora.in_features)
+
+
+def _is_resized(lora: LoraModule, expected: tuple[int, ...], stored: tuple[int, ...]) -> bool:
+    """Whether the factors are for an embedding or head with more rows than the model stores."""
+    return is_vocabulary(lora.name, lora.layer) and stored[1:] == expected[1:] and stored[0] < expected[0]
+
+
 def _report_resized(expert: str, method: str, lora: LoraModule, where: str, rows: int, problems: Problems) -> None:
     """Report factors for an embedding or head with more rows than the model stores."""
     size = lora.in_features if lora.embedding else lora.out_features
@@ -339,9 +347,9 @@ def _locate_opaque(
     transposed = orientation.is_transposed(key)
     lora = part.lora
     if lora is not None:
-        straight, across = (lora.out_features, lora.in_features), (lora.in_features, lora.out_features)
-        expected, shape = across if transposed or lora.embedding else straight, parameters[key].tensor.shape
-        if is_vocabulary(part.name, part.layer) and shape[1:] == expected[1:] and shape[0] < expected[0]:
+        shape = parameters[key].tensor.shape
+        expected = _expected_shape(lora, transposed=transposed or lora.embedding)
+        if _is_resized(lora, expected, shape):
             _report_resized(expert, part.method, lora, where, shape[0], problems)
             return {}
         if shape != expected:

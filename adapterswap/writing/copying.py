@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from adapterswap.errors import ExpertError
 from adapterswap.files.numbers import check_finite, not_finite, write_at
-from adapterswap.files.tensorfile import TensorFile, open_tensors
+from adapterswap.files.tensorfile import Tensor, TensorFile, open_tensors
 
 __all__ = ["copy_and_hash"]
 
@@ -87,17 +88,14 @@ class _Run(NamedTuple):
 
 def _runs(source: TensorFile, targets: Mapping[str, Sequence[int]]) -> Iterator[_Run]:
     """All tensors of a file in runs: a mixture's 37,000 small tensors one by one took twice as long."""
-    run: _Run | None = None
-    for tensor in source.tensors.values():  # in the order of their bytes and without gaps: `read_header` checked it
-        shifts = tuple(place - tensor.start for place in targets.get(tensor.name, ()))
-        if run is not None and (run.dtype, run.shifts) == (tensor.dtype, shifts):
-            run = run._replace(stop=tensor.stop)
-            continue
-        if run is not None:
-            yield run
-        run = _Run(tensor.start, tensor.stop, tensor.dtype, shifts)
-    if run is not None:
-        yield run
+
+    def destination(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+        return tensor.dtype, tuple(place - tensor.start for place in targets.get(tensor.name, ()))
+
+    # Tensors are in the order of their bytes and without gaps: `read_header` checked it.
+    for (dtype, shifts), group in groupby(source.tensors.values(), destination):
+        tensors = list(group)
+        yield _Run(tensors[0].start, tensors[-1].stop, dtype, shifts)
 
 
 def _first_not_finite(source: TensorFile, start: int, view: npt.NDArray[np.uint8]) -> str:
