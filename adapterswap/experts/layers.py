@@ -28,6 +28,7 @@ __all__ = [
     "deepest",
     "depth_of",
     "ends_of",
+    "extra_rows",
     "format_depth",
     "format_layers",
     "has_both_stacks",
@@ -356,6 +357,18 @@ def parse_layers(text: str) -> frozenset[int]:
 def is_vocabulary(module: str, layer: int | None) -> bool:
     """Whether a module is an embedding or a head, whose weight has a row for each token."""
     return layer is None and module.rpartition(".")[2] in EMBEDDINGS | HEADS
+
+
+def extra_rows(config: Mapping[str, Any], module: str) -> int:
+    """The rows of an embedding beyond `vocab_size`, which some multimodal models have for image tokens; their heads
+    have none."""
+    if module.rpartition(".")[2] not in EMBEDDINGS:
+        return 0
+    language = language_config(config)
+    model_type, more = str(language.get("model_type")), language.get("additional_vocab_size")
+    if model_type.startswith("molmo2"):
+        return more if type(more) is int else 0
+    return 8 if model_type.startswith("mllama") else 0
 
 
 def format_layers(layers: Iterable[int]) -> str:

@@ -17,7 +17,7 @@ from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.errors import CompositionError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.layers import language_config
+from adapterswap.experts.layers import extra_rows, language_config
 from adapterswap.experts.shapes import and_more
 from adapterswap.experts.sources import at_revision, base_config, cached_base_config, cached_base_folder
 from adapterswap.experts.tokenizers import Tokens, clashes, read_tokens
@@ -52,6 +52,10 @@ class _TokenTable:
     size: int | None
     base: Tokens
     tokens: Mapping[str, Tokens]
+
+    def extra(self, module: str) -> int:
+        """The rows that the base has for this module beyond its vocabulary."""
+        return 0 if self.config is None else extra_rows(self.config, module)
 
     def new(self, expert: str, rows: int) -> dict[int, str | None]:
         """The expert's tokens that the base lacks, by id, for ids below `rows`; None if a token's text is unknown."""
@@ -88,17 +92,19 @@ def settle_vocabulary(
     new: dict[int, tuple[str, str | None]] = {}
     for slot in slots:
         slot_changes = {name: changes[slot.name] for name, changes in ends.items() if slot.name in changes}
+        extra = table.extra(slot.module)
+        own_table = table if table.size is None else replace(table, size=table.size + extra)
         if any(isinstance(term.change, Whole) and term.change.rows for term in slot.terms):
-            slot, size = settle_tokens(slot, table.size, table.tokens, problems)
+            slot, size = settle_tokens(slot, own_table.size, table.tokens, problems)
         else:
             slot_changes = {
                 name: part for name, part in slot_changes.items() if not (isinstance(part, Whole) and part.rows)
             }
             size = None
         if slot_changes and not slot.of_tokens:
-            slot, size = _settled(slot, slot_changes, table, composition, problems)
+            slot, size = _settled(slot, slot_changes, own_table, composition, problems)
         if size is not None:
-            sizes[slot.name] = size
+            sizes[slot.name] = size - extra
         for rows in slot.rows:
             for i in range(rows.start, rows.stop) if rows.is_new else ():
                 owner = rows.terms[0].expert

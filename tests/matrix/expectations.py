@@ -101,7 +101,8 @@ CELLS = [
 ]
 
 # All kinds for an architecture of each family; for the others linear layers, and one more kind in turn. GPT-2, whose
-# weights are stored the other way round, has the copies of every kind that PEFT has for it. Methods: a few.
+# weights are stored the other way round, has the copies of every kind that PEFT has for it. Mllama's embedding has more
+# rows than its vocabulary. Methods: a few.
 _THOROUGHLY = ("llama", "qwen3_moe", "nemotron_h", "gemma3")
 _BY_METHODS = {("llama", "dora"), ("gpt2", "linear"), ("qwen3_moe", "v4"), ("gemma3", "embeddings")}
 _COPIES = ("copied", "merge", "live_copied")
@@ -116,5 +117,6 @@ SAMPLE = [
         (name in _THOROUGHLY and not (cell.kind in _NONLINEAR and cell.operation in _LIKE_A_SWAP))
         or cell.kind in ("linear", list(KINDS)[1 + index % (len(KINDS) - 1)])
         or (name == "gpt2" and cell.kind in _LIVE_COPIES and cell.operation in _COPIES)
+        or (name == "mllama" and cell.kind == "embeddings")
     )
 ]
