@@ -15,7 +15,7 @@ from matrix.architectures import ARCHITECTURES
 from matrix.methods import METHODS
 from matrix.operations import OPERATIONS
 
-__all__ = ["CELLS", "REFUSALS", "SAMPLE", "Cell", "reason_of"]
+__all__ = ["CELLS", "NONLINEAR", "REFUSALS", "SAMPLE", "Cell", "reason_of"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ _HYBRID = [name for name, architecture in ARCHITECTURES.items() if architecture.
 # PEFT 0.21 fuses the experts of these to `target_parameters` whenever all linear layers are asked for.
 _FUSED = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 
-_NONLINEAR = OPAQUE.keys() - {"lora_bias"}
+NONLINEAR = OPAQUE.keys() - {"lora_bias"}
 
 REFUSALS = [
     Refusal("fused experts (target_parameters)", UnsupportedError, "LoRA on (the )?parameter", _FUSED, ["linear"],
@@ -62,12 +62,12 @@ REFUSALS = [
     Refusal("a side or a zone has no module", CompositionError, "matches no module", _HYBRID),
     # In memory the experts of a layer are one module.
     Refusal("the running model lacks the names", AdapterswapError, "does not have", _MOE, _V4, ["live"]),
-    Refusal("a blend without the base", UnsupportedError, "is a blend", kinds=_NONLINEAR,
+    Refusal("a blend without the base", UnsupportedError, "is a blend", kinds=NONLINEAR,
             operations=["swap", "soup", "partition_a"]),
     Refusal("the portable layout is plain LoRA", UnsupportedError, "portable layout|is a blend", kinds=OPAQUE,
             operations=["portable"]),
     Refusal("the live composer switches LoRA", UnsupportedError, "the live composer",
-            kinds=_NONLINEAR - {"dora"}, operations=["live", "live_copied"]),
+            kinds=NONLINEAR - {"dora"}, operations=["live", "live_copied"]),
     Refusal("DoRA is copied live", UnsupportedError, "is a blend", kinds=["dora"], operations=["live"]),
     Refusal("trained biases are the base's own", UnsupportedError, "trained .*bias", kinds=["biases"],
             operations=["live", "live_copied"]),
@@ -89,6 +89,9 @@ def reason_of(cell: Cell, error: AdapterswapError) -> str | None:
     return None
 
 
+# MiSS repeats its numbers, so which of them a method keeps that trims by magnitude is decided by rounding.
+_TRIMMING = ("breadcrumbs", "breadcrumbs_ties", "sce", "knots_ties")
+
 _LIVE_COPIES = {*OPAQUE, "modules_to_save", "composite", "biases"}
 
 CELLS = [
@@ -98,6 +101,7 @@ CELLS = [
     if made.applies(architecture)
     for operation in OPERATIONS
     if operation != "live_copied" or kind in _LIVE_COPIES  # the blends of the others give the same reason
+    if not (kind == "miss" and operation in _TRIMMING)
 ]
 
 # All kinds for an architecture of each family; for the others linear layers, and one more kind in turn. GPT-2, whose
@@ -114,7 +118,7 @@ SAMPLE = [
     if cell.architecture == name
     and (cell.operation not in METHODS or (name, cell.kind) in _BY_METHODS)
     and (
-        (name in _THOROUGHLY and not (cell.kind in _NONLINEAR and cell.operation in _LIKE_A_SWAP))
+        (name in _THOROUGHLY and not (cell.kind in NONLINEAR and cell.operation in _LIKE_A_SWAP))
         or cell.kind in ("linear", list(KINDS)[1 + index % (len(KINDS) - 1)])
         or (name == "gpt2" and cell.kind in _LIVE_COPIES and cell.operation in _COPIES)
         or (name == "mllama" and cell.kind == "embeddings")

@@ -34,6 +34,7 @@ __all__ = [
     "expert_changes",
     "load_with_peft",
     "logits",
+    "rounded_otherwise",
     "untied",
     "with_changes",
 ]
@@ -175,6 +176,16 @@ def _merged_changes(model: PeftModel, base: PreTrainedModel, *, with_biases: boo
     result = untied(merged.merge_and_unload()).named_parameters()
     changes = {name: p.detach().double() - (own[name].detach().double() if name in own else 0) for name, p in result}
     return {name: change for name, change in changes.items() if change.any()}
+
+
+def rounded_otherwise(base: PreTrainedModel, changes: Changes, seed: int) -> Changes:
+    """ΔW as it might be, had PEFT rounded W + ΔW in another order: within a few eps of the weight."""
+    weights, generator = dict(untied(base).named_parameters()), torch.Generator().manual_seed(seed)
+    few = 4 * torch.finfo(torch.float32).eps
+    return {
+        name: change + few * weights[name].detach().double() * (2 * torch.rand(change.shape, generator=generator) - 1)
+        for name, change in changes.items()
+    }
 
 
 def expert_changes(base: PreTrainedModel, expert: Expert) -> tuple[Changes, set[str]]:
