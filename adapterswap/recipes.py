@@ -25,7 +25,7 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.shipped import near_names, shipped_recipes
 from adapterswap.sweeps.grid import composition_of, make_cells
 from adapterswap.sweeps.recipe import SWEEP_PATHS, SweepRecipe
-from adapterswap.sweeps.sides import AskedTasks, target_groups
+from adapterswap.sweeps.sides import SweepTasks, target_groups
 from adapterswap.training.recipe import ROW_PATHS, TrainRecipe
 
 __all__ = [
@@ -72,7 +72,7 @@ def _check_sweep(recipe: SweepRecipe) -> None:
     target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
     num_layers = recipe.num_layers or _DEPTH
     problems = Problems(CompositionError)
-    for cell in make_cells(recipe, AskedTasks(target, tuple(recipe.retention)), num_layers).cells:
+    for cell in make_cells(recipe, SweepTasks(target, tuple(recipe.retention)), num_layers).cells:
         composition = composition_of(cell)
         if composition is not None:
             with problems.collect():

@@ -91,27 +91,27 @@ def run_study(
 
 
 def run_seeds(
-    work: _SeedFunction[_Result],
+    function: _SeedFunction[_Result],
     seeds: Sequence[int],
     *,
     jobs: int | None = None,
     tell: Tell = lambda seed, step, share: None,
 ) -> list[_Result]:
-    """The results of `work(seed, tell)` for each seed, each in its own process, on one thread.
+    """The results of `function(seed, tell)` for each seed, each in its own process, on one thread.
 
     Args:
-        work: a function that can be pickled.
+        function: a function that can be pickled.
         jobs, tell: as for `run_study`.
 
     Raises:
         RunError: a seed's process died.
-        AdapterswapError: whatever `work` raises.
+        AdapterswapError: whatever `function` raises.
     """
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     news: Any = context.Queue()
     workers = max(1, min(len(seeds), jobs or os.cpu_count() or 1))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(news,)) as pool:
-        futures = {seed: pool.submit(_run, work, seed) for seed in seeds}
+        futures = {seed: pool.submit(_run, function, seed) for seed in seeds}
         try:
             _follow(futures, news, tell)
             return [future.result() for future in futures.values()]

@@ -135,9 +135,9 @@ def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> 
     return {unit: cell for unit, cell in best.items() if cell is not None}
 
 
-def table_choice(found: list[Choice], family: str, kind: str = "selected") -> Choice | None:
+def table_choice(choices: list[Choice], family: str, kind: str = "selected") -> Choice | None:
     """A family's choice to compare with another family's choice of `kind`: of the same kind if the family has one."""
-    own = {choice.kind: choice for choice in found if choice.family == family and choice.cells}
+    own = {choice.kind: choice for choice in choices if choice.family == family and choice.cells}
     return own.get(kind) or own.get("only") or own.get("selected") or own.get("default")
 
 

@@ -36,7 +36,7 @@ _MOST_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """A request of the page."""
 
     visitor: str
@@ -87,30 +87,30 @@ class Answering:
         if content is None:
             return PlainTextResponse(f"Send at most {_MOST_BYTES} bytes", 413)
         try:
-            asked = self._read(content)
+            parsed = self._read(content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return PlainTextResponse("The request is not valid. Reload the page", 400)
         if self._at_once >= _MOST_AT_ONCE:
             return PlainTextResponse("Too many visitors are waiting for an answer. Try again later", 503)
         return StreamingResponse(
-            self._stream(asked), media_type="application/x-ndjson", headers={"cache-control": "no-store"}
+            self._stream(parsed), media_type="application/x-ndjson", headers={"cache-control": "no-store"}
         )
 
-    def _read(self, content: bytes) -> _Asked:
+    def _read(self, content: bytes) -> _Request:
         read = json.loads(content)
         shown, tokens, chat, painted, prompt, *values = read["values"]
         named = dict(zip(self._controls.components, values, strict=True))
         choice = self._controls.choice(named, painted or {}, str(prompt or ""))
-        return _Asked(
+        return _Request(
             str(read["visitor"]), read["draw"] is True, read["answer"] is True,
             tuple(kind for kind in COLUMNS if kind in shown),
             max(1, min(int(tokens), _MOST_TOKENS)), bool(chat), choice,
         )  # fmt: skip
 
-    async def _stream(self, asked: _Asked) -> AsyncIterator[bytes]:
+    async def _stream(self, request: _Request) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Mapping[str, str] | None] = asyncio.Queue()
-        left = self._visitors.begin(asked.visitor)
+        left = self._visitors.begin(request.visitor)
 
         def tell(item: Mapping[str, str] | None) -> None:
             if not loop.is_closed():
@@ -118,7 +118,7 @@ class Answering:
 
         def work() -> None:
             try:
-                for item in self._answer(asked, left):
+                for item in self._answer(request, left):
                     tell(item)
             except Exception:
                 traceback.print_exc()
@@ -141,23 +141,23 @@ class Answering:
             self._at_once -= 1
             left.set()
 
-    def _answer(self, asked: _Asked, left: threading.Event) -> Iterator[Mapping[str, str]]:
+    def _answer(self, request: _Request, left: threading.Event) -> Iterator[Mapping[str, str]]:
         """Updates of the page: the drawn parts, `written`, `timing`, and the `scores` on the lab's problems."""
-        workspace, names, choice = self._workspace, self._names, asked.choice
-        if asked.draw:
+        workspace, names, choice = self._workspace, self._names, request.choice
+        if request.draw:
             yield self._draw(choice)
-        if not asked.answer:
+        if not request.answer:
             return
         if not choice.prompt.strip():
             yield {"written": '<p class="timing">Enter a prompt to see answers.</p>', "timing": ""}
             return
         try:
-            compared = columns(workspace, choice, asked.shown)
+            compared = columns(workspace, choice, request.shown)
             yield {"written": waiting_html(compared, names)}
             right = self._right.get(choice.prompt)
             for answers in workspace.answers(
-                choice.prompt, [column.composition for column in compared], max_new_tokens=asked.tokens,
-                chat=asked.chat, stopped=left,
+                choice.prompt, [column.composition for column in compared], max_new_tokens=request.tokens,
+                chat=request.chat, stopped=left,
             ):  # fmt: skip
                 if left.is_set():
                     return

@@ -57,33 +57,33 @@ class Estimate:
         return asdict(self)
 
 
-def estimate(prepared: PreparedSweep, found: Findings | None = None) -> Estimate:
+def estimate(prepared: PreparedSweep, findings: Findings | None = None) -> Estimate:
     """What `sweep` would do. Builds the prompts, which must fit the model.
 
     Args:
         prepared: the sweep.
-        found: the results in its folder.
+        findings: the results in its folder.
 
     Raises:
         AdapterswapError: see `preview`.
     """
     from adapterswap.evaluation.preview import preview
 
-    grid, base, found = prepared.grid, prepared.base, found or Findings()
+    grid, base, findings = prepared.grid, prepared.base, findings or Findings()
     previews = preview(base.tokenizer, base.config, list(prepared.tasks), prepared.settings)
     requests = {task.name: task.num_requests for task in previews}
 
     def requests_of(cell: Cell) -> int:
         return sum(requests[task] for task in cell.tasks)
 
-    cells = expected(prepared, found.seen)
-    pending = [cell for cell in cells if cell.cell not in found.seen]
-    evaluated = {result.cell.identity for result in found.results.values()}
+    cells = expected(prepared, findings.seen)
+    pending = [cell for cell in cells if cell.cell not in findings.seen]
+    evaluated = {result.cell.identity for result in findings.results.values()}
     new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in evaluated}
     copied = len(pending) - len(new)
     pending = [cell for cell in pending if new.get(cell.identity) is cell]
     ways = Counter(way_of(prepared, cell) for cell in pending)
-    measured = [result for result in found.results.values() if result.seconds["evaluate"] > 0]
+    measured = [result for result in findings.results.values() if result.seconds["evaluate"] > 0]
     remaining_requests = sum(map(requests_of, pending))
     seconds = None
     if measured:
@@ -91,8 +91,8 @@ def estimate(prepared: PreparedSweep, found: Findings | None = None) -> Estimate
         seconds = spent / sum(requests_of(result.cell) for result in measured) * remaining_requests
     return Estimate(
         cells=len(cells),
-        finished=len(found.results),
-        given_up=len(found.seen) - len(found.results),
+        finished=len(findings.results),
+        given_up=len(findings.seen) - len(findings.results),
         families=dict(Counter(cell.family for cell in cells)),
         left_out=grid.left_out,
         repeated=grid.repeated,

@@ -22,7 +22,7 @@ from adapterswap.sweeps.defaults import default_of, overlaps
 from adapterswap.sweeps.families import BASELINES, Family
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.ruling import LANGUAGE, TASK, bound, casts, expert_row, named_in
-from adapterswap.sweeps.sides import AskedTasks, extra_experts, pairs_of
+from adapterswap.sweeps.sides import SweepTasks, extra_experts, pairs_of
 
 __all__ = ["Grid", "Space", "Trial", "composition_of", "make_cells"]
 
@@ -83,11 +83,11 @@ class Grid:
 _AS_BEFORE = ("layer_swap", "soup")
 
 
-def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Collection[str] = ()) -> Grid:
+def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Collection[str] = ()) -> Grid:
     """Every cell of a recipe: baselines first, then family by family, pair by pair.
 
     Args:
-        asked: the tasks, by their full names.
+        tasks: the tasks, by their full names.
         num_layers: the number of layers of the base.
         full: the experts that are full checkpoints; compositions with one of them are evaluated as merged weights.
 
@@ -96,7 +96,7 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
         CompositionError: nothing is left to evaluate.
     """
     problems = Problems(FieldError)
-    everything = asked.of(recipe.language_experts)
+    everything = tasks.of(recipe.language_experts)
     cells: dict[str, Cell] = {}
     spaces: list[Space] = []
     left_out = repeated = 0
@@ -114,7 +114,7 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
             add(_expert_cell("task expert", (name,), (), name, everything))
     if "language" in recipe.baselines:
         for name in recipe.language_experts:
-            add(_expert_cell("language expert", (), (name,), name, asked.of([name])))
+            add(_expert_cell("language expert", (), (name,), name, tasks.of([name])))
     if "roles" in recipe.baselines:
         for role, experts in recipe.roles.items():
             for name in experts:
@@ -124,7 +124,7 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
             short = row if len(adapters) == 1 else f"{row} {number}"
             add(_expert_cell(row, (), (), name, everything, short=short))
     candidates: list[_Candidate] = []
-    asked_families: list[tuple[Family, list[dict[str, Any]], list[list[str]]]] = []
+    expanded: list[tuple[Family, list[dict[str, Any]], list[list[str]]]] = []
     for family in _families(recipe):
         configurations = []
         for content in _configurations(family):
@@ -134,8 +134,8 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
         if family.rules is not None:
             for content, ids in zip(configurations, trial_ids, strict=True):
                 with problems.collect():
-                    candidates += _by_rules(recipe, family, content, asked, ids, full)
-            asked_families.append((family, configurations, trial_ids))
+                    candidates += _by_rules(recipe, family, content, tasks, ids, full)
+            expanded.append((family, configurations, trial_ids))
             continue
         for task, language in pairs_of(recipe, family):
             for content, ids in zip(configurations, trial_ids, strict=True):
@@ -146,10 +146,12 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
                         left_out += 1
                         continue
                     short = _short(task, language, content, family.output)
-                    tasks = asked.of(language or recipe.language_experts)
+                    own_tasks = tasks.of(language or recipe.language_experts)
                     row = _row(family, composition)
-                    candidates.append(_Candidate(row, composition, family.output, short, tasks, ids, task, language))
-        asked_families.append((family, configurations, trial_ids))
+                    candidates.append(
+                        _Candidate(row, composition, family.output, short, own_tasks, ids, task, language)
+                    )
+        expanded.append((family, configurations, trial_ids))
     problems.raise_if_any()
     for candidate, default in _with_defaults(candidates, num_layers):
         cell = _make_cell(
@@ -157,7 +159,7 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
             candidate.short, candidate.tasks, default=default, others=candidate.others,
         )  # fmt: skip
         candidate.trial.append(add(cell))
-    for family, configurations, trial_ids in asked_families:
+    for family, configurations, trial_ids in expanded:
         filled = zip(configurations, trial_ids, strict=True)
         spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in filled if ids)))
     if not cells:
@@ -250,7 +252,7 @@ def _by_rules(
     recipe: SweepRecipe,
     family: Family,
     content: dict[str, Any],
-    tasks: AskedTasks,
+    tasks: SweepTasks,
     ids: list[str],
     full: Collection[str],
 ) -> Iterator[_Candidate]:

@@ -82,24 +82,24 @@ def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
     return "switched" if not cell.output and why_not_live(plan) is None else "reduced"
 
 
-def agreed(known: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
+def agreed(known: Mapping[str, Any], described: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check that one of several judges has the same description as the others, and return it.
 
     Args:
         known: the description so far. Its recipe, and keys that it lacks, are not compared.
-        found: the judge's `described`.
+        described: the judge's `described`.
 
     Raises:
         RunError: they differ.
     """
-    differing = [key for key in known if key not in ("recipe", "settings") and known[key] != found[key]]
-    differing += [key for key, value in known["settings"].items() if found["settings"][key] != value]
+    differing = [key for key in known if key not in ("recipe", "settings") and known[key] != described[key]]
+    differing += [key for key, value in known["settings"].items() if described["settings"][key] != value]
     if differing:
         raise RunError(
             f"a worker differs from the others in {', '.join(differing)}",
             "Use the same files and the same versions on all machines",
         )
-    return found
+    return described
 
 
 class LocalJudge:

@@ -130,12 +130,12 @@ def prepare(
     with problems.collect():
         settings.check(base.tokenizer)
     with problems.collect():
-        asked_tasks, tasks = find_tasks(recipe, settings)
+        tasks_of_sweep, tasks = find_tasks(recipe, settings)
     with problems.collect():
         num_layers = _num_layers(base, recipe.num_layers)
     problems.raise_if_any()
     full = [name for name, expert in experts.items() if isinstance(expert, Checkpoint)]
-    grid = make_cells(recipe, asked_tasks, num_layers, full)
+    grid = make_cells(recipe, tasks_of_sweep, num_layers, full)
     # The weights of a base on the Hub are downloaded now only if experts are compared with them.
     merged = any(cell.output.get("full_rank") for cell in grid.cells) and base.source.revision is None
     stored = open_checkpoint(recipe.base_model) if full or merged else None

@@ -159,11 +159,11 @@ def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepR
     recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS)
     beside = Path(path).parent
 
-    def found(reference: str) -> str:
+    def resolve(reference: str) -> str:
         place = beside / expand(reference)
         return str(place) if exists(place) else reference
 
-    return with_places(recipe, found)
+    return with_places(recipe, resolve)
 
 
 OTHER = "other"
@@ -186,22 +186,22 @@ def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[
     return changed
 
 
-def with_places(recipe: SweepRecipe, found: Callable[[str], str]) -> SweepRecipe:
-    """The recipe with `found(place)` in place of the paths of the base, each expert and `include_path`."""
+def with_places(recipe: SweepRecipe, resolve: Callable[[str], str]) -> SweepRecipe:
+    """The recipe with `resolve(place)` in place of the paths of the base, each expert and `include_path`."""
 
     def replaced(places: dict[str, str]) -> dict[str, str]:
-        return {name: found(place) for name, place in places.items()}
+        return {name: resolve(place) for name, place in places.items()}
 
     settings = recipe.settings
     if settings.include_path is not None:
-        settings = settings.model_copy(update={"include_path": found(settings.include_path)})
+        settings = settings.model_copy(update={"include_path": resolve(settings.include_path)})
     return recipe.model_copy(
         update={
-            "base_model": found(recipe.base_model),
+            "base_model": resolve(recipe.base_model),
             "task_experts": replaced(recipe.task_experts),
             "language_experts": replaced(recipe.language_experts),
             "roles": {role: replaced(experts) for role, experts in recipe.roles.items()},
-            "extra": {row: [found(place) for place in as_list(places)] for row, places in recipe.extra.items()},
+            "extra": {row: [resolve(place) for place in as_list(places)] for row, places in recipe.extra.items()},
             "settings": settings,
         }
     )

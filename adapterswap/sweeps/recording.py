@@ -137,11 +137,11 @@ class Recording:
     """A sweep's folder that is being written.
 
     Attributes:
-        found: the results in it.
+        findings: the results in it.
     """
 
-    def __init__(self, folder: Path, found: Findings) -> None:
-        self.found = found
+    def __init__(self, folder: Path, findings: Findings) -> None:
+        self.findings = findings
         self._folder = folder
         self._checked: set[str] = set()
         self._hashes: dict[Path, str] = {}  # of prompts
@@ -173,7 +173,7 @@ class Recording:
     def add_rung(self, cell: Cell, result: RungResult) -> None:
         """Record the scores of `cell` on a rung."""
         self._append(RUNGS, {**result.as_json(), "conditions": self._conditions(cell, tuple(result.results))})
-        self.found.rungs[result.cell, result.documents] = result
+        self.findings.rungs[result.cell, result.documents] = result
 
     def keep_questions(self, task: str, questions: Sequence[Mapping[str, Any]]) -> None:
         """Write a task's prompts and targets, or compare them with those in the folder. Happens once in a process.
@@ -214,7 +214,7 @@ class Recording:
         self._append(
             CELLS, {**result.as_json(), "files": hashes, "conditions": self._conditions(result.cell, result.cell.tasks)}
         )
-        self.found.results[result.cell.cell] = result
+        self.findings.results[result.cell.cell] = result
 
     def _conditions(self, cell: Cell, tasks: Collection[str]) -> dict[str, Any]:
         composition = composition_of(cell)

@@ -147,7 +147,7 @@ class _Completion:
     """Evaluates and records the cells that are not recorded yet, and reports progress."""
 
     def __init__(self, prepared: PreparedSweep, record: Recording, tell: Tell) -> None:
-        self._prepared, self._record, self._findings, self._tell = prepared, record, record.found, tell
+        self._prepared, self._record, self._findings, self._tell = prepared, record, record.findings, tell
         self._by_identity = {result.cell.identity: result for result in self._findings.results.values()}
         self._total = len(expected(prepared, self._findings.seen))
         self._best: CellResult | None = None

@@ -29,12 +29,12 @@ __all__ = ["batches", "expected", "rungs"]
 _PATIENCE = 20  # after so many proposals in a row that were tried before or whose zones overlap, draw at random
 
 
-def batches(prepared: PreparedSweep, found: Findings) -> Iterator[list[Assignment]]:
+def batches(prepared: PreparedSweep, findings: Findings) -> Iterator[list[Assignment]]:
     """Lists of assignments to evaluate. Those of one list are on the same documents and may run at the same time.
 
     Args:
         prepared: the sweep.
-        found: the results so far. Before the next list is requested, it must contain those of the previous one.
+        findings: the results so far. Before the next list is requested, it must contain those of the previous one.
 
     Raises:
         DataError: a target task has no scores of single documents, so the search cannot use it.
@@ -45,7 +45,7 @@ def batches(prepared: PreparedSweep, found: Findings) -> Iterator[list[Assignmen
     search = prepared.recipe.search
     for space in _searched(prepared):
         assert search is not None
-        for trial, documents in _trials(space, search, prepared, found):
+        for trial, documents in _trials(space, search, prepared, findings):
             yield [_on(documents, cells[cell], prepared) for cell in trial.cells]
 
 
@@ -104,15 +104,15 @@ def _always(prepared: PreparedSweep) -> list[Cell]:
 
 
 def _trials(
-    space: Space, search: Search, prepared: PreparedSweep, found: Findings
+    space: Space, search: Search, prepared: PreparedSweep, findings: Findings
 ) -> Iterator[tuple[Trial, int | None]]:
     """The configurations that the sampler proposes, and their numbers of documents. The papers' default is first."""
     cells = {cell.cell: cell for cell in prepared.grid.cells}
     defaults = {cell.cell for cell in prepared.grid.cells if cell.default}
 
     def value(trial: Trial, documents: int | None) -> float:
-        findings = [found.get(_on(documents, cells[cell], prepared)) for cell in trial.cells]
-        results = [result for result in findings if result is not None]
+        evaluated = [findings.get(_on(documents, cells[cell], prepared)) for cell in trial.cells]
+        results = [result for result in evaluated if result is not None]
         scores = [half_value(result, prepared.tasks, "select") for result in results]
         complete = [score for score in scores if score is not None]
         if len(complete) < len(trial.cells):

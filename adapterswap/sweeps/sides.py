@@ -15,13 +15,13 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.sweeps.families import EXTRA, Family
 from adapterswap.sweeps.recipe import SweepRecipe
 
-__all__ = ["AskedTasks", "extra_experts", "pairs_of", "target_groups"]
+__all__ = ["SweepTasks", "extra_experts", "pairs_of", "target_groups"]
 
 Tasks = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class AskedTasks:
+class SweepTasks:
     """The tasks that a cell is evaluated on.
 
     Attributes:

@@ -15,7 +15,7 @@ from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.settings import DocumentSplit
-from adapterswap.sweeps.sides import AskedTasks, target_groups
+from adapterswap.sweeps.sides import SweepTasks, target_groups
 from adapterswap.sweeps.values import TaskInfo
 
 __all__ = ["find_tasks"]
@@ -23,7 +23,7 @@ __all__ = ["find_tasks"]
 _OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers as numbers
 
 
-def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dict[str, TaskInfo]]:
+def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo]]:
     """The tasks that a recipe names, and the tasks of each language expert's pairs.
 
     Raises:
@@ -69,7 +69,7 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dic
             infos[name] = _describe(name, known[name], role, recipe.primary.get(name), settings, recipe.selection)
     problems.raise_if_any()
     _check_directions([info for info in infos.values() if info.role == "target"])
-    return AskedTasks(target, retention), infos
+    return SweepTasks(target, retention), infos
 
 
 def _check_directions(targets: Sequence[TaskInfo]) -> None:

@@ -15,14 +15,14 @@ _BUFFER = 10_000  # rows
 
 
 def draw_rows(
-    stream: Any, columns: Sequence[str], wanted: Mapping[str, set[Any]], *, samples: int, seed: int
+    stream: Any, columns: Sequence[str], allowed: Mapping[str, set[Any]], *, samples: int, seed: int
 ) -> tuple[Any, int]:
     """The first matching rows of the shuffled stream, and how many rows were read.
 
     Args:
         stream: a datasets.IterableDataset.
         columns: the columns to keep.
-        wanted: column → the values that a row may have in it.
+        allowed: column → the values that a row may have in it.
         samples: how many rows to draw; fewer if the stream ends before.
         seed: for shuffling.
 
@@ -38,7 +38,7 @@ def draw_rows(
         nonlocal rows_read
         for row in stream.shuffle(seed=seed, buffer_size=_BUFFER):
             rows_read += 1
-            if all(row[column] in values for column, values in wanted.items()):
+            if all(row[column] in values for column, values in allowed.items()):
                 yield row
 
     for _, row in zip(range(samples), rows(), strict=False):

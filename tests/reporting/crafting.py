@@ -16,7 +16,7 @@ from adapterswap.sweeps.conditions import conditions_of
 from adapterswap.sweeps.grid import make_cells
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.settings import DocumentSplit
-from adapterswap.sweeps.sides import AskedTasks, target_groups
+from adapterswap.sweeps.sides import SweepTasks, target_groups
 from adapterswap.sweeps.values import CellResult, TaskInfo, TaskValue
 
 HOSTILE = (
@@ -90,7 +90,7 @@ def craft(
     (folder / "prompts").mkdir()
     languages = {name: tuple(tasks) for name, tasks in target_groups(requested).items()}
     target = tuple(dict.fromkeys(task for tasks in languages.values() for task in tasks))
-    cells = make_cells(requested, AskedTasks(languages, tuple(requested.retention)), 32).cells
+    cells = make_cells(requested, SweepTasks(languages, tuple(requested.retention)), 32).cells
     select, report = DocumentSplit().split(documents) if split else ((), tuple(range(documents)))
     tasks = {
         name: TaskInfo(

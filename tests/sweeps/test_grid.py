@@ -26,7 +26,7 @@ from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.families import GRID_FIELDS, Family
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
 from adapterswap.sweeps.settings import DocumentSplit, SweepSettings
-from adapterswap.sweeps.sides import AskedTasks, target_groups
+from adapterswap.sweeps.sides import SweepTasks, target_groups
 
 SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
 
@@ -38,7 +38,7 @@ def recipe_of(**content: Any) -> SweepRecipe:
 def grid_of(num_layers: int = 32, **content: Any) -> Grid:
     recipe = recipe_of(**content)
     target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
-    return make_cells(recipe, AskedTasks(target, tuple(recipe.retention)), num_layers)
+    return make_cells(recipe, SweepTasks(target, tuple(recipe.retention)), num_layers)
 
 
 def test_the_first_papers_grid_has_81_configurations_of_9_pairs() -> None:
