@@ -1,4 +1,5 @@
-"""The tensors and the config of adapters other than LoRA (OFT, (IA)³, LoHa, …), whose modules are all copied.
+"""The tensors and the config of adapters other than LoRA: OFT, (IA)³, LoHa, …, whose modules are all copied, and
+trained tokens without LoRA.
 
 The config is the experts' own. `planning.checks.check_written` has checked that settings for all modules agree; values
 that differ go into the patterns. Reads no tensors.
@@ -8,18 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from adapterswap.arithmetic.outputs import Layout, OutputTensor, Piece
 from adapterswap.arithmetic.peft_config import check_base_name, most_common
-from adapterswap.arithmetic.saved_layout import saved_tensors
+from adapterswap.arithmetic.saved_layout import saved_tensors, tied_names, trained_tokens
 from adapterswap.experts.adapter_keys import part_key, shared_key
 from adapterswap.experts.adapters import OpaqueModule
-from adapterswap.experts.peft_kinds import KINDS
+from adapterswap.experts.peft_kinds import KINDS, TRAINABLE_TOKENS, TRAINED_ROWS
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
-__all__ = ["lay_out_kind"]
+__all__ = ["lay_out_kind", "lay_out_tokens"]
 
 
 def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> Layout:
@@ -34,6 +36,41 @@ def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> L
     tensors += _shared(modules)
     tensors += [tensor for slot in plan.saved.values() for tensor in saved_tensors(slot, plan, ())]
     return Layout(_config(plan, modules, fan_in_fan_out), tuple(tensors))
+
+
+def lay_out_tokens(plan: Plan) -> Layout:
+    """The layout of a plan that changes nothing but trained tokens, the same in each embedding or head.
+
+    If the base's head is tied to its embedding, PEFT expects the rows under both names.
+    """
+    slots = [slot for slot in plan.saved.values() if slot.terms]
+    tensors = [
+        replace(rows, key=part_key(name, TRAINED_ROWS))
+        for slot in slots
+        for rows in saved_tensors(slot, plan, ())
+        for name in (slot.name, *tied_names(slot, plan))
+    ]
+    targets = sorted(slot.name for slot in slots)
+    config = {
+        **_named(plan, TRAINABLE_TOKENS),
+        "token_indices": list(trained_tokens(slots[0])),
+        "target_modules": targets[0] if len(targets) == 1 else targets,  # PEFT writes a single name as a regex, too
+        "init_weights": True,
+        "inference_mode": True,
+    }
+    return Layout(config, tuple(tensors))
+
+
+def _named(plan: Plan, peft_type: str) -> dict[str, Any]:
+    """The keys that say what an adapter is for."""
+    check_base_name(plan.base_model)
+    return {
+        "peft_type": peft_type,
+        "task_type": plan.task_type,
+        **({"auto_mapping": dict(plan.auto_mapping)} if plan.auto_mapping and plan.task_type is None else {}),
+        "base_model_name_or_path": plan.base_model,
+        "revision": plan.base_revision,
+    }
 
 
 def _version(plan: Plan) -> dict[str, str]:
@@ -68,16 +105,11 @@ def _shared(modules: Sequence[Slot]) -> Iterator[OutputTensor]:
 
 
 def _config(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> dict[str, Any]:
-    check_base_name(plan.base_model)
     parts = {module.name: part_of(module) for module in modules}
     first = next(iter(parts.values()))
     kind = KINDS[first.peft_type]
     config: dict[str, Any] = {
-        "peft_type": first.peft_type,
-        "task_type": plan.task_type,
-        **({"auto_mapping": dict(plan.auto_mapping)} if plan.auto_mapping and plan.task_type is None else {}),
-        "base_model_name_or_path": plan.base_model,
-        "revision": plan.base_revision,
+        **_named(plan, first.peft_type),
         **_version(plan),
         **first.settings,
         "target_modules": sorted(parts),

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from adapterswap.arithmetic.kind_layout import lay_out_kind
+from adapterswap.arithmetic.kind_layout import lay_out_kind, lay_out_tokens
 from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, is_fused, most_common, written_scale
 from adapterswap.arithmetic.resolving import Resolved
-from adapterswap.arithmetic.saved_layout import saved_tensors, trained_tokens
+from adapterswap.arithmetic.saved_layout import only_tokens, saved_tensors, trained_tokens
 from adapterswap.changes.kinds import Opaque
 from adapterswap.experts.adapter_keys import base_copy_key, is_bias, part_key
 from adapterswap.experts.adapters import LoraModule
@@ -40,8 +40,9 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     """
     plan = resolved.plan
     modules = [module for module in plan.modules.values() if module.terms]
-    if any(term.opaque.part.lora is None for module in modules for term in module.terms if term.opaque):
-        layout = lay_out_kind(plan, modules, _fan_in_fan_out(plan))
+    other_kind = any(term.opaque.part.lora is None for module in modules for term in module.terms if term.opaque)
+    if other_kind or only_tokens(plan):
+        layout = lay_out_kind(plan, modules, _fan_in_fan_out(plan)) if other_kind else lay_out_tokens(plan)
         dtype = form.dtype
         return (
             layout if dtype is None else replace(layout, tensors=tuple(replace(t, dtype=dtype) for t in layout.tensors))
@@ -130,7 +131,8 @@ def _parameters(plan: Plan) -> dict[str, Any]:
     names = sorted(lora.name for lora in entering if lora.parameter)
     if not names:
         return {}
-    versions = [adapter.config.peft_version or "" for adapter in plan.adapters.values()]
+    adapted = [adapter for adapter in plan.adapters.values() if any(m.parameter for m in adapter.modules.values())]
+    versions = [adapter.config.peft_version or "" for adapter in adapted]
     modules = sorted(slot.name for slot in plan.modules.values() if slot.terms and slot.name not in names)
     return {"target_modules": modules, "target_parameters": names, "peft_version": min(filter(None, versions))}
 
@@ -168,7 +170,7 @@ def _fan_in_fan_out(plan: Plan) -> bool:
     A saved adapter has the value of the last module that PEFT adapted. If the experts' values differ, their base has
     Conv1D modules in its layers and a Linear, such as the head, outside them.
     """
-    flags = {adapter.config.fan_in_fan_out for adapter in plan.adapters.values()}
+    flags = {adapter.config.fan_in_fan_out for adapter in plan.adapters.values() if adapter.factors or adapter.opaque}
     if len(flags) == 1:
         return flags.pop()
     return any(module.layer is not None and module.terms for module in plan.modules.values())

@@ -14,7 +14,7 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
-__all__ = ["saved_tensors", "trained_tokens"]
+__all__ = ["only_tokens", "saved_tensors", "tied_names", "trained_tokens"]
 
 
 def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterator[OutputTensor]:
@@ -47,6 +47,22 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
         yield OutputTensor(
             parameter_key(module.name, parameter, wrapped=wrapped), dtype, tensor.shape, None, tuple(pieces)
         )
+
+
+def only_tokens(plan: Plan) -> bool:
+    """Whether a plan of adapters changes nothing but trained tokens, which PEFT loads without LoRA."""
+    changed = [slot for slot in plan if slot.terms]
+    return bool(changed) and all(slot.of_tokens for slot in changed)
+
+
+def tied_names(module: Slot, plan: Plan) -> list[str]:
+    """The modules tied to an embedding with trained tokens, as far as experts with its name list them."""
+    names = set[str]()
+    for term in module.terms:
+        adapter = plan.adapters[term.expert]
+        if adapter.original.get(module.module, module.module) == module.name:
+            names |= adapter.tokens[module.module].tied.keys()
+    return sorted(names)
 
 
 def trained_tokens(module: Slot) -> tuple[int, ...]:

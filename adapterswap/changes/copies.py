@@ -16,13 +16,23 @@ import numpy.typing as npt
 
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems
+from adapterswap.experts.adapter_keys import TOKENS
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOATS
 from adapterswap.files.numbers import decode, encode, open_files, read_bytes, row_ranges
 from adapterswap.files.tensorfile import Tensor
 
-__all__ = ["Carried", "Weight", "check_base", "check_one_base", "copy_beside", "is_one_weight", "stored_weight"]
+__all__ = [
+    "Carried",
+    "Weight",
+    "check_base",
+    "check_one_base",
+    "check_tied_rows",
+    "copy_beside",
+    "is_one_weight",
+    "stored_weight",
+]
 
 _ELEMENTS = 2**22  # elements to compare at a time
 
@@ -130,6 +140,33 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
                         f"the experts {first!r} and {expert!r} were trained on different bases: each carries a copy "
                         f"of its own ({copies[expert].name}), and they differ",
                         "Compose experts of one base",
+                    )
+    problems.raise_if_any()
+
+
+def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
+    """Check that trained rows which PEFT stores again under the name of a tied head are the embedding's.
+
+    PEFT loads both into one parameter, so the later one would win.
+
+    Raises:
+        ExpertError: they differ; see also `read_bytes`.
+    """
+    tied = [(name, part) for name, adapter in adapters.items() for part in adapter.tokens.values() if part.tied]
+    if not tied:
+        return
+    problems = Problems(ExpertError)
+    with open_files(adapters[expert].file for expert, _ in tied) as files:
+        for expert, part in tied:
+            file = files[adapters[expert].file.path]
+            own = stored_weight(part.tensors[TOKENS], file)
+            for name, tensor in part.tied.items():
+                again = stored_weight(tensor, file)
+                if own.dtype != again.dtype or not is_one_weight(own, again):
+                    problems.add(
+                        f"{expert} holds different rows of {part.name} and of {name}, which are tied: PEFT would load "
+                        "both into one weight",
+                        "Save the adapter again with PEFT",
                     )
     problems.raise_if_any()
 

@@ -15,7 +15,7 @@ from adapterswap.changes.copies import Carried, copy_beside
 from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import is_bias
-from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
 from adapterswap.experts.orientation import Orientation
@@ -134,7 +134,8 @@ def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
     if not has_both_stacks(model.container) or not _changes_an_end(adapter, model):
         return
     for name, others in shared_embeddings(model).items():
-        if any(part.layer is None and f".{name}".endswith(f".{part.name}") for part in adapter.parts.values()):
+        changed = [p for p in adapter.parts.values() if p.layer is None and f".{name}".endswith(f".{p.name}")]
+        if any(not isinstance(part, FullModule) or not part.tied.keys() >= set(others) for part in changed):
             raise UnsupportedError(
                 f"{expert} changes {name}, which {model.name} ties to {', '.join(others)}: PEFT changes only that one, "
                 "but full weights cannot",

@@ -162,7 +162,8 @@ class Inspection:
                 }
                 for module in adapter.modules.values()
             ],
-            **({"peft_type": adapter.config.peft_type, "opaque": self._opaque(adapter)} if adapter.opaque else {}),
+            **({"peft_type": adapter.config.peft_type} if adapter.opaque or not adapter.modules else {}),
+            **({"opaque": self._opaque(adapter)} if adapter.opaque else {}),
             "saved": [
                 {
                     "name": module.name,

@@ -70,7 +70,7 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
 
     config = adapter.config
     form = "rank-stabilized LoRA (s = α/√r)" if config.rslora else "plain LoRA (s = α/r)"
-    form = config.title if adapter.opaque else form
+    form = form if adapter.modules and not adapter.opaque else config.title
     click.echo(f"{adapter.source}: {form} for {config.base_model or 'an unnamed base'}")
     full_parameters = inspection.num_saved_parameters
     in_full = f", {len(adapter.saved)} trained in full with {full_parameters:,} parameters" if adapter.saved else ""

@@ -33,6 +33,7 @@ from adapterswap.experts.checkpoints import WEIGHT_FILES, open_checkpoint
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import STACKS, NumLayers, has_both_stacks, stack_of
 from adapterswap.experts.naming import renamed_adapter
+from adapterswap.experts.peft_kinds import TRAINABLE_TOKENS
 from adapterswap.experts.sources import Source, at_revision, find_source
 from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.folders import check_target
@@ -226,6 +227,12 @@ def _kind(folder: Path) -> str:
     config = read_json(folder / CONFIG, "Pass the folder of a PEFT adapter")
     kind = config.get("peft_type")
     init = config.get("init_lora_weights")
+    if kind == TRAINABLE_TOKENS:
+        raise UnsupportedError(
+            "Trained tokens are rows that replace the base's, and LoRA can only add to them",
+            "Merge them into the base with `merge`",
+            parameter="adapter",
+        )
     if kind not in CONVERTIBLE:
         raise UnsupportedError(
             f"Adapters of the kind {shown(kind)} cannot be converted: their ΔW from PEFT is not tested",

@@ -15,7 +15,15 @@ from typing import Any, Literal
 
 from adapterswap.errors import ExpertError, Problems, UnsupportedError
 from adapterswap.experts.patterns import Patterns
-from adapterswap.experts.peft_kinds import DORA, KINDS, LORA, LORA_BIAS, REFUSED_KINDS
+from adapterswap.experts.peft_kinds import (
+    DORA,
+    KINDS,
+    LORA,
+    LORA_BIAS,
+    REFUSED_KINDS,
+    TRAINABLE_TOKENS,
+    TRAINED_TOKENS,
+)
 from adapterswap.experts.targets import Targets, read_targets
 from adapterswap.files.smallfiles import parse_json, read_small, shown
 
@@ -47,12 +55,20 @@ _REFUSED = {
     "velora_config": "VeLoRA compresses activations",
 }
 
+_KNOWN = _HARMLESS | _READ | _REFUSED.keys()
+
 # Keys of other kinds than LoRA that say what the adapter is for or how it was trained, not what a module computes.
 # Settings such as `r` belong to a module; those in `PeftKind.patterns` may differ between modules.
 _NEUTRAL = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_weights",
     "layers_pattern", "layers_to_transform", "modules_to_save", "peft_type", "peft_version", "revision",
     "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+
+# The keys of PEFT's TrainableTokensConfig.
+_OF_TOKENS = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_weights", "peft_type", "peft_version",
+    "revision", "runtime_config", "target_modules", "task_type", "token_indices",
 }  # fmt: skip
 
 # Values of init_lora_weights that change the base's weights, in lower case because PEFT ignores the case of some.
@@ -88,14 +104,14 @@ class AdapterConfig:
         auto_mapping: the classes that PEFT's AutoPeftModel needs if there is no task type, as PEFT wrote them.
         modules_to_save: modules trained in full, by the end of their name.
         targets: the modules for which PEFT loads LoRA factors.
-        peft_type: LORA, or another kind of `peft_kinds.KINDS`.
+        peft_type: LORA, TRAINABLE_TOKENS, or another kind of `peft_kinds.KINDS`.
         dora, lora_bias: whether its modules are these variants of LoRA.
         bias: `all` or `lora_only` if biases of the base were trained too; else `none`.
         settings: for another kind than LoRA, the settings that its modules read, except those in `patterns`.
         values, patterns: for another kind than LoRA, settings that may differ between modules: globally, and by regex.
         target_parameters: parameters with LoRA (fused experts), by their name or the end of it.
         trained_tokens: the rows of embeddings or heads that were trained (`trainable_token_indices`), by the end of the
-            module's name; under an empty name, those of the input embedding.
+            module's name; under an empty name, those of the input embedding or, for TRAINABLE_TOKENS, of all targets.
         peft_version: the version of PEFT that wrote the config; None if it does not say.
         unknown: keys that PEFT does not know and ignores with a warning.
         sha256: the hash of the file's bytes, in hexadecimal.
@@ -130,6 +146,8 @@ class AdapterConfig:
     @property
     def title(self) -> str:
         """The usual name of this kind of adapter."""
+        if self.peft_type == TRAINABLE_TOKENS:
+            return TRAINED_TOKENS.title
         if self.peft_type != LORA:
             return KINDS[self.peft_type].title
         return DORA if self.dora else LORA_BIAS if self.lora_bias else "LoRA"
@@ -192,6 +210,8 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
     sha256 = hashlib.sha256(raw).hexdigest()
     if content.get("peft_type") in KINDS:
         config = _read_kind(content, where, sha256, problems)
+    elif content.get("peft_type") == TRAINABLE_TOKENS:
+        config = _read_tokens(content, where, sha256, problems)
     else:
         if content.get("peft_type") != LORA:
             _refuse_kind(content, where, problems)
@@ -219,15 +239,7 @@ def _refuse_kind(content: dict[str, Any], where: str, problems: Problems) -> Non
     kind = content.get("peft_type")
     if not isinstance(kind, str) or kind in (LORA, *KINDS):
         return
-    if kind == "TRAINABLE_TOKENS":
-        problems.add(
-            f"{where}: peft_type is TRAINABLE_TOKENS, but trained tokens are composed only as part of LoRA "
-            "(trainable_token_indices)",
-            "Train it as LoRA with `trainable_token_indices`, or merge it with PEFT's merge_and_unload and pass the "
-            "full weights that this returns",
-            kind=UnsupportedError,
-        )
-    elif kind in REFUSED_KINDS:
+    if kind in REFUSED_KINDS:
         problems.add(
             f"{where}: peft_type is {kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}",
             f"Use LoRA adapters, or one of {', '.join(KINDS)}",
@@ -241,13 +253,14 @@ def _refuse_kind(content: dict[str, Any], where: str, problems: Problems) -> Non
         )
 
 
-def _unknown(content: Mapping[str, Any], where: str, problems: Problems) -> tuple[str, ...]:
+def _unknown(
+    content: Mapping[str, Any], where: str, problems: Problems, known_keys: Collection[str] = _KNOWN
+) -> tuple[str, ...]:
     """The keys that PEFT does not know, and ignores with a warning when it loads the config.
 
     Trainers such as ms-swift and LLaMA-Factory write such keys. In a config of a later PEFT than 0.21 they are refused,
     because that version may give them a meaning.
     """
-    known_keys = _HARMLESS | _READ | _REFUSED.keys()
     unknown = tuple(sorted(key for key in content.keys() - known_keys if content[key]))
     version = re.match(r"(\d+)\.(\d+)", str(content.get("peft_version")))
     if version is not None and (int(version[1]), int(version[2])) > _PEFT:
@@ -355,6 +368,24 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
         values={key: content[key] for key in kind.patterns if key in content},
         patterns=patterns,
         unknown=(),
+    )
+
+
+def _read_tokens(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
+    """The config of TRAINABLE_TOKENS: PEFT reads only these keys, and one list of tokens for all targets."""
+    config = _read({key: content[key] for key in _OF_TOKENS & content.keys()}, where, sha256, problems)
+    tokens = content.get("token_indices")
+    if not isinstance(tokens, list) or not tokens or not _are_tokens(tokens):
+        problems.add(
+            f"{where}: token_indices is {shown(tokens)}, but must be a list of token ids",
+            "Correct it, or save the adapter again",
+        )
+        tokens = []
+    return replace(
+        config,
+        peft_type=TRAINABLE_TOKENS,
+        trained_tokens=_as_mapping(tokens),
+        unknown=_unknown(content, where, problems, _OF_TOKENS),
     )
 
 

@@ -24,8 +24,8 @@ from adapterswap.experts.adapter_keys import (
     part_key,
     sort_keys,
 )
-from adapterswap.experts.layers import KeptLayers, Kind, is_vocabulary, kind_of, layer_container, layer_of
-from adapterswap.experts.peft_kinds import KINDS, LORA_PARTS
+from adapterswap.experts.layers import HEADS, KeptLayers, Kind, is_vocabulary, kind_of, layer_container, layer_of
+from adapterswap.experts.peft_kinds import KINDS, LORA_PARTS, TRAINABLE_TOKENS, TRAINED_ROWS, TRAINED_TOKENS
 from adapterswap.experts.shapes import and_more
 from adapterswap.experts.sources import Source, find_source, subfolders_with
 from adapterswap.experts.tokenizers import TOKENIZER_FILES
@@ -119,6 +119,7 @@ class FullModule:
         name, layer, kind: as for `LoraModule`.
         tensors: the places of its parameters in the file, by their name within the module (`weight`, `bias`).
         rows: the rows of the weight that the only tensor holds, in order (`trainable_token_indices`); empty for all.
+        tied: for TRAINABLE_TOKENS, modules tied to this one, under whose names PEFT stores the same rows again.
     """
 
     name: str
@@ -126,6 +127,7 @@ class FullModule:
     kind: Kind
     tensors: Mapping[str, Tensor]
     rows: tuple[int, ...] = ()
+    tied: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def width(self) -> tuple[int, ...]:
@@ -234,7 +236,7 @@ class Adapter:
         whole = sum(not part.rows for part in self.saved.values())
         saved = [f"{whole} trained in full"] if whole else []
         saved += [f"tokens trained in {part.name}" for part in self.saved.values() if part.rows]
-        modules = [f"{len(self.modules)} modules"] if self.modules or not self.opaque else []
+        modules = [f"{len(self.modules)} modules"] if self.modules or not (self.opaque or self.tokens) else []
         opaque = [f"{len(self.opaque)} modules of {self.config.title}"] if self.opaque else []
         facts = [repr(self.name), *modules, *opaque, *rank, *saved, f"base {self.config.base_model!r}"]
         return f"<Adapter {', '.join(facts)}>"
@@ -313,7 +315,8 @@ def read_adapter(source: Source) -> Adapter:
     assert config is not None
     assert file is not None
     pairs, saved, parts, shared, renamed = sort_keys(
-        file, config.modules_to_save, folder, problems, kind=KINDS.get(config.peft_type), biases=config.bias != "none",
+        file, config.modules_to_save, folder, problems, biases=config.bias != "none",
+        kind=TRAINED_TOKENS if config.peft_type == TRAINABLE_TOKENS else KINDS.get(config.peft_type),
         tokens=bool(config.trained_tokens),
     )  # fmt: skip
     check_names(
@@ -326,6 +329,14 @@ def read_adapter(source: Source) -> Adapter:
             pairs, parameters = _with_parameters(pairs, config, folder)
     ignored = _ignored([name for name in (*pairs, *parts) if name not in parameters], saved, config, folder, problems)
     pairs = {name: factors for name, factors in pairs.items() if name not in ignored}
+    tied: dict[str, dict[str, Tensor]] = {}
+    if config.peft_type == TRAINABLE_TOKENS:
+        with problems.collect():
+            tied = _tied_rows(parts, ignored, config, folder)
+        ignored = tuple(name for name in ignored if not any(name in names for names in tied.values()))
+        for name in tied:
+            saved.setdefault(name, {})[TOKENS] = parts[name][TRAINED_ROWS]
+        parts = {}
     parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
     config.check_patterns([*pairs, *parts])
     container = None
@@ -352,13 +363,14 @@ def read_adapter(source: Source) -> Adapter:
     full = {}
     for name, tensors in saved.items():
         with problems.collect():
-            rows = _trained_rows(name, tensors, config, folder) if TOKENS in tensors else ()
-            full[name] = FullModule(name, layer_of(name, container), kind_of(name), tensors, rows)
+            layer = layer_of(name, container)
+            rows = _trained_rows(name, layer, tensors, config, folder) if TOKENS in tensors else ()
+            full[name] = FullModule(name, layer, kind_of(name), tensors, rows, tied.get(name, {}))
     if config.trained_tokens and not any(TOKENS in tensors for tensors in saved.values()):
         problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
     for name in sorted(pairs.keys() & full.keys()):
         problems.add(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
-    if not modules and not opaque and not problems:
+    if not modules and not opaque and not tied and not problems:
         problems.add(
             f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
         )
@@ -377,9 +389,36 @@ def read_adapter(source: Source) -> Adapter:
     )
 
 
-def _trained_rows(name: str, tensors: Mapping[str, Tensor], config: AdapterConfig, folder: Path) -> tuple[int, ...]:
+def _tied_rows(
+    parts: Mapping[str, Mapping[str, Tensor]], ignored: Collection[str], config: AdapterConfig, folder: Path
+) -> dict[str, dict[str, Tensor]]:
+    """For TRAINABLE_TOKENS: each targeted module → the modules tied to it.
+
+    If the base ties its head to its embedding, PEFT stores the rows under both names, but targets only the embedding.
+    """
+    tied: dict[str, dict[str, Tensor]] = {name: {} for name in parts if name not in ignored}
+    if config.targets.modules is None and len(tied) > 1:
+        raise ExpertError(
+            f"{folder / CONFIG}: target_modules is null, and {WEIGHTS} has rows of {and_more(sorted(tied))}",
+            "Name the embedding that was trained in target_modules",
+        )
+    embeddings = [name for name in tied if name.rpartition(".")[2] not in HEADS]
+    for name in ignored if len(embeddings) == 1 else ():
+        if parts[name][TRAINED_ROWS].shape == parts[embeddings[0]][TRAINED_ROWS].shape:
+            tied[embeddings[0]][name] = parts[name][TRAINED_ROWS]
+    return tied
+
+
+def _trained_rows(
+    name: str, layer: int | None, tensors: Mapping[str, Tensor], config: AdapterConfig, folder: Path
+) -> tuple[int, ...]:
     """The rows of the weight of an embedding or head that its trained tokens hold."""
     rows, shape = config.tokens_of(name), tensors[TOKENS].shape
+    if layer is not None:
+        raise UnsupportedError(
+            f"{folder}: {name} has trained tokens, but it is a module of layer {layer}, whose rows are not tokens",
+            "Train rows of the embedding or the head, and LoRA on the layers",
+        )
     if len(tensors) > 1:
         raise ExpertError(f"{folder}: {name} has both trained tokens and full weights", "Save the adapter again")
     if len(shape) != 2 or shape[0] != len(rows):
@@ -388,8 +427,9 @@ def _trained_rows(name: str, tensors: Mapping[str, Tensor], config: AdapterConfi
         )
     if len(set(rows)) < len(rows):
         twice = next(row for row in rows if rows.count(row) > 1)
+        setting = "token_indices" if config.peft_type == TRAINABLE_TOKENS else "trainable_token_indices"
         raise UnsupportedError(
-            f"{folder}: trainable_token_indices names the token {twice} twice, so it has two rows for {name}",
+            f"{folder}: {setting} names the token {twice} twice, so it has two rows for {name}",
             "Remove one of them from the config and from the file",
         )
     return rows

@@ -10,9 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["DORA", "KINDS", "LORA", "LORA_BIAS", "LORA_PARTS", "REFUSED_KINDS", "PeftKind"]
+__all__ = [
+    "DORA",
+    "KINDS",
+    "LORA",
+    "LORA_BIAS",
+    "LORA_PARTS",
+    "REFUSED_KINDS",
+    "TRAINABLE_TOKENS",
+    "TRAINED_ROWS",
+    "TRAINED_TOKENS",
+    "PeftKind",
+]
 
 LORA, DORA, LORA_BIAS = "LORA", "DoRA", "LoRA with lora_bias"
+TRAINABLE_TOKENS = "TRAINABLE_TOKENS"
 
 # The tensors that variants of LoRA store beside A and B → the variant's name.
 LORA_PARTS = {"lora_magnitude_vector": DORA, "lora_B.bias": LORA_BIAS}
@@ -77,6 +89,10 @@ KINDS: dict[str, PeftKind] = {
     "ROAD": _kind("RoAd", "road_alpha", "road_theta", on_biases=True),
 }  # fmt: skip
 """`peft_type` → the kinds besides LoRA that can be copied."""
+
+TRAINED_ROWS = "trainable_tokens_delta"
+TRAINED_TOKENS = _kind("trainable tokens", TRAINED_ROWS)
+"""TRAINABLE_TOKENS: rows of embeddings and heads, without LoRA. They are blended row by row."""
 
 _VIRTUAL = "it adds virtual tokens or states for the whole model, not for a module"
 

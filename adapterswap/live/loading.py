@@ -132,16 +132,16 @@ def check_loadable(adapter: Adapter, name: str) -> None:
             "(ensure_weight_tying), which the live composer cannot switch",
             "Write the composition with `compose` and load the result, or write full weights with `merge`",
         )
+    if adapter.tokens:
+        raise UnsupportedError(
+            f"the expert {name!r} has trained tokens in {next(iter(adapter.tokens))}, which the live composer cannot "
+            "switch",
+            "Write the composition with `compose` and load the result, or write full weights with `merge`",
+        )
     if over := put_over_the_base(adapter):
         raise UnsupportedError(
             f"the expert {name!r} carries whole weights ({over[0]}), with which PEFT would overwrite the base's own",
             "Load it with PEFT and save it with save_embedding_layers=False, or merge it into its base with `merge`",
-        )
-    if adapter.tokens:
-        raise UnsupportedError(
-            f"the expert {name!r} has trained tokens in {next(iter(adapter.tokens))} (trainable_token_indices), which "
-            "the live composer cannot switch",
-            "Write the composition with `compose` and load the result, or write full weights with `merge`",
         )
     if adapter.config.bias != "none":
         raise UnsupportedError(

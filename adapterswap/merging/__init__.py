@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.arithmetic.resolving import resolve
-from adapterswap.changes.copies import Carried, check_base, copy_beside
+from adapterswap.changes.copies import Carried, check_base, check_tied_rows, copy_beside
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import UnsupportedError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
@@ -144,6 +144,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
             plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
         resolved = resolve(plan)
         full = resolved.plan
+    check_tied_rows(full.adapters)
     if full.base is not None:
         check_base(
             _copies(full), full.base, full.base.name,

@@ -401,6 +401,8 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
         return
     parts = [slot for slot in plan if not slot.in_full or slot.layer is not None]
     contributing = {term.expert for slot in parts for term in slot.terms} | silenced_experts(plan.rules)
+    without_lora = [name for name, adapter in plan.adapters.items() if adapter.parts.keys() == adapter.tokens.keys()]
+    contributing.update(name for name in without_lora for slot in plan if any(t.expert == name for t in slot.terms))
     for name in names:
         if name not in contributing and parts:
             problems.add(

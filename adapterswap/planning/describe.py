@@ -22,6 +22,7 @@ from adapterswap.experts.layers import (
     stack_in,
     within_layer,
 )
+from adapterswap.experts.shapes import and_more
 from adapterswap.experts.sources import public_name, same_base
 from adapterswap.methods.method import SCALE
 from adapterswap.methods.registry import own_parameters
@@ -164,7 +165,7 @@ def unusual(plan: Plan) -> list[str]:
     ]
     grouped: dict[tuple[str, str, str], list[int]] = {}
     for slot in plan.saved.values():
-        contents = _remark(slot) or owner_label(slot) or blend_text(slot.weights)
+        contents = _tokens(slot) or _remark(slot) or owner_label(slot) or blend_text(slot.weights)
         form = next(a.saved[slot.name].words for a in plan.adapters.values() if slot.name in a.saved)
         lines.append(f"{slot.name} ({form}): {contents}")
     for slot in plan.modules.values():
@@ -265,6 +266,15 @@ def _remark(slot: Slot) -> str:
     requested = blend_text(slot.weights) if len(slot.weights) > 1 else next(iter(slot.weights))
     rest = "its ΔW counts as zero" if slot.terms else "it stays as in the base"
     return f"{requested}, but {' and '.join(slot.absent)} does not adapt it: {rest}"
+
+
+def _tokens(slot: Slot) -> str:
+    """The tokens of each owner or blend: `3, 7 from math; 9 from 0.5·math + 0.5·swahili`; empty if it has none."""
+    tokens: dict[str, list[str]] = {}
+    for part in slot.rows if slot.of_tokens else ():
+        origin = part.made_of if isinstance(part.made_of, str) else blend_text(part.made_of)
+        tokens.setdefault(origin, []).extend(map(str, range(part.start, part.stop)))
+    return "; ".join(f"{and_more(ids, 8)} from {origin}" for origin, ids in tokens.items())
 
 
 def _letters(names: Iterable[str]) -> dict[str, str]:

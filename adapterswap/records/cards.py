@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from adapterswap import __version__
 from adapterswap.arithmetic.outputs import Layout
 from adapterswap.experts.layers import Stack, format_depth, format_layers
+from adapterswap.experts.peft_kinds import LORA
 from adapterswap.experts.sources import Source, public_name
 from adapterswap.files.yamltext import dump_yaml
 from adapterswap.methods.registry import find_method
@@ -46,11 +47,13 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
     """
     base = public_name(plan.base_model)
     stated = licences(plan)
+    is_lora = layout.config["peft_type"] == LORA
+    kind = "A LoRA adapter" if is_lora else f"An adapter of PEFT's type {layout.config['peft_type']}"
     front = {
         **({"base_model": base} if base and "/" in base else {}),
         "library_name": "peft",
         **_licence_front(stated),
-        "tags": ["adapterswap", "lora", "merge"],
+        "tags": ["adapterswap", *(["lora"] if is_lora else []), "merge"],
     }
     layers, count = sliced_layers(plan), len(plan.experts)
     how_made = (
@@ -65,7 +68,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
 
 # {" + ".join(map(escaped, plan.experts))}
 
-A LoRA adapter{f" for {escaped(base)}" if base else ""}, {how_made} with adapterswap {__version__}.
+{kind}{f" for {escaped(base)}" if base else ""}, {how_made} with adapterswap {__version__}.
 
 {_experts_table(plan, record, stated)}
 

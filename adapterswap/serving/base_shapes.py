@@ -89,10 +89,14 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
         adapter_shapes, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts"
     )
     if adapter.saved:
-        setting = "trainable_token_indices" if adapter.tokens else "modules_to_save"
+        tokens = bool(adapter.tokens)
+        saved = ", ".join(adapter.saved)
         problems.add(
-            f"{name} holds {', '.join(adapter.saved)} trained in full ({setting}), which {engine} does not serve",
-            "Convert them to LoRA with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
+            f"{name} holds {f'trained tokens of {saved}' if tokens else f'{saved} trained in full (modules_to_save)'}, "
+            f"which {engine} does not serve",
+            "Merge it into its base with `merge`, and serve that"
+            if tokens
+            else "Convert them to LoRA with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
             parameter="experts",
             kind=UnsupportedError,
         )

@@ -15,7 +15,7 @@ from adapterswap.arithmetic.layout import lay_out
 from adapterswap.arithmetic.outputs import Form, Layout, Names, Reduced
 from adapterswap.arithmetic.reduction import measurements, reduce
 from adapterswap.arithmetic.resolving import Resolved, resolve
-from adapterswap.changes.copies import check_one_base
+from adapterswap.changes.copies import check_one_base, check_tied_rows
 from adapterswap.errors import CompositionError, check_type
 from adapterswap.experts.adapter_config import check_written
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
@@ -122,13 +122,14 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     Raises:
         AdapterswapError: see `write_adapter`.
     """
-    if not any(slot.terms for slot in plan.modules.values()):
+    if not any(slot.terms for slot in plan.modules.values()) and not any(slot.of_tokens for slot in plan):
         raise CompositionError(
             "every module stays as in the base, so there is nothing to write", "Give some layers to an expert"
         )
     check_heads(plan)
     check_kinds(plan, form)
     check_one_base(plan.adapters)
+    check_tied_rows(plan.adapters)
     form = loadable_form(plan, form)
     resolved = resolve(with_written_names(plan, form.names))
     reduced = reduce(resolved, form, progress)

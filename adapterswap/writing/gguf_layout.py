@@ -185,7 +185,7 @@ def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambd
         AdapterswapError: see `export`.
     """
     plan.check_adapter()
-    if not any(slot.terms for slot in plan.modules.values()):
+    if not any(slot.terms for slot in plan.modules.values()) and not any(slot.of_tokens for slot in plan):
         raise CompositionError(
             "every module stays as in the base, so there is nothing to export", "Give some layers to an expert"
         )

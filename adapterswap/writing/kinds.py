@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adapterswap.arithmetic.outputs import Form
+from adapterswap.arithmetic.saved_layout import trained_tokens
 from adapterswap.changes.copies import is_one_weight, stored_weight
 from adapterswap.changes.kinds import LowRank, Opaque
 from adapterswap.errors import Problems, UnsupportedError
@@ -64,6 +65,7 @@ def check_kinds(plan: Plan, form: Form) -> None:
         if problems:  # one module is enough
             break
     problems.raise_if_any()
+    _check_tokens(plan, form, problems)
     opaque = [(term.expert, _part(term)) for _, term in entering if term.opaque]
     if not opaque:
         return
@@ -102,6 +104,44 @@ def check_kinds(plan: Plan, form: Form) -> None:
     _check_form(opaque, form, problems)
     _check_shared(plan, opaque, problems)
     _check_suffixes(first, plan, problems)
+    problems.raise_if_any()
+
+
+def _check_tokens(plan: Plan, form: Form, problems: Problems) -> None:
+    """Check that PEFT loads trained tokens together with the other changes: beside LoRA, or in a file of their own."""
+    tokens = [slot for slot in plan if slot.of_tokens]
+    if not tokens:
+        return
+    first = tokens[0]
+    expert = first.terms[0].expert
+    other = next((t for slot in plan for t in slot.opaque if _part(t).lora is None), None)
+    if other is not None:
+        problems.add(
+            f"{expert} trained tokens of {first.name} and {other.expert} is {_part(other).method}, but PEFT loads "
+            "trained tokens only beside LoRA",
+            f"Give {first.name} to the base, or {_MERGE}",
+        )
+    elif not any(slot.terms for slot in plan.modules.values()):
+        full = next((slot for slot in plan.saved.values() if slot.terms and not slot.of_tokens), None)
+        differing = next((slot for slot in tokens if trained_tokens(slot) != trained_tokens(first)), None)
+        if full is not None:
+            problems.add(
+                f"the result has trained tokens of {first.name} and {full.name} in full, and PEFT loads the two "
+                "together only beside LoRA",
+                f"Give some modules with LoRA to an expert, or {_MERGE}",
+            )
+        elif differing is not None:
+            problems.add(
+                f"the result has tokens of {first.name} and other ones of {differing.name}, but PEFT has one list of "
+                "tokens for both unless there is LoRA beside them",
+                f"Give both modules to the same experts, or {_MERGE}",
+            )
+        elif form.layout == "portable":
+            problems.add(
+                "the portable layout is plain LoRA, but the result has only trained tokens",
+                "Pass `layout=exact`",
+                parameter="layout",
+            )
     problems.raise_if_any()
 
 

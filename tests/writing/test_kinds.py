@@ -34,6 +34,7 @@ from peft import (
     PromptTuningConfig,
     RoadConfig,
     TaskType,
+    TrainableTokensConfig,
     VeraConfig,
     get_peft_model,
 )
@@ -479,6 +480,8 @@ def table(title: str) -> list[list[str]]:
 MAKERS: dict[str, Callable[[], PeftConfig]] = {
     "LoRA, rsLoRA": lambda: dora(use_dora=False),
     "modules_to_save": lambda: dora(use_dora=False, modules_to_save=["lm_head", "input_layernorm"]),
+    "trainable_token_indices": lambda: dora(use_dora=False, trainable_token_indices=[3, 1]),
+    "TRAINABLE_TOKENS": lambda: TrainableTokensConfig(token_indices=[3, 1], task_type="CAUSAL_LM"),
     "bias": lambda: dora(use_dora=False, bias="lora_only", target_modules=["q_proj", "v_proj"]),
     "lora_bias": lambda: dora(use_dora=False, lora_bias=True, target_modules=["q_proj", "v_proj"]),
     "DoRA": dora,
@@ -512,6 +515,7 @@ def test_the_page_lists_supported_operations(name: str, base: Base, tmp_path: Pa
     row = next(row for row in table("Which adapters") if (f"`{name}" in row[0] or row[0] == name))
     model = base("qwen2")
     experts = pair(model, tmp_path, MAKERS[name](), MAKERS[name]())
+    copied: Any = [{"expert": "math"}] if name == "TRAINABLE_TOKENS" else COPIED  # which has nothing in the layers
 
     def live() -> None:
         with warnings.catch_warnings():
@@ -527,12 +531,12 @@ def test_the_page_lists_supported_operations(name: str, base: Base, tmp_path: Pa
         check_fits(adapter, shapes, "math")
 
     operations: list[Callable[[], object]] = [
-        lambda: composed(experts).write(tmp_path / "copy"),
+        lambda: composed(experts, copied).write(tmp_path / "copy"),
         lambda: composed(experts, BLENDED).write(tmp_path / "blend"),
         lambda: composed(experts, BLENDED).merge(tmp_path / "full", base_model=model),
         live,
         served,
-        lambda: composed(experts, base_model=str(model)).export(tmp_path / "adapter.gguf"),
+        lambda: composed(experts, copied, base_model=str(model)).export(tmp_path / "adapter.gguf"),
     ]
     for operation, cell in zip(operations, row[1:], strict=True):
         try:

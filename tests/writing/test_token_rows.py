@@ -15,7 +15,7 @@ from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import adapterswap
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, UnsupportedError
@@ -23,9 +23,8 @@ from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 
-from .vocabularies import in_peft, loaded, merged_by_peft, plan_of
+from .vocabularies import LAYERS, SIZE, in_peft, loaded, merged_by_peft, pico_llama, plan_of
 
-LAYERS, SIZE = 4, 48
 KEY = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
 EXPERTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -39,6 +38,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "whole": {"modules_to_save": ["embed_tokens"]},
     "whole head": {"modules_to_save": ["lm_head"]},
     "new": {"trainable_token_indices": [SIZE + 1, 3, SIZE]},
+    "alone": {"token_indices": [7, 5, 20]},  # TRAINABLE_TOKENS, without LoRA
+    "alone both": {"token_indices": [8, 3], "target_modules": ["embed_tokens", "lm_head"]},
 }
 Make = Callable[..., Path]
 
@@ -50,12 +51,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
 
     def make(tied: bool) -> Path:
         if tied not in made:
-            torch.manual_seed(0)
-            sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}
-            heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied}
-            made[tied] = tmp_path_factory.mktemp("base")
-            model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=SIZE, **sizes, **heads))
-            model.save_pretrained(made[tied])
+            made[tied] = pico_llama(tmp_path_factory.mktemp("base"), tied=tied)
         return made[tied]
 
     return make
@@ -75,7 +71,9 @@ def trained(bases: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFact
             generator = torch.Generator().manual_seed(1 + len(made))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT warns about ties
-                adapted = get_peft_model(model, LoraConfig(**(settings | EXPERTS[name])))
+                alone = "token_indices" in EXPERTS[name]
+                config = TrainableTokensConfig(**EXPERTS[name]) if alone else LoraConfig(**(settings | EXPERTS[name]))
+                adapted = get_peft_model(model, config)
                 for _, parameter in adapted.named_parameters():
                     if parameter.requires_grad:
                         parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.2
@@ -93,6 +91,8 @@ def answers(model: Any, size: int = SIZE) -> torch.Tensor:
 
 
 def rows_of(name: str, module: str, *, tied: bool) -> set[int]:
+    if tokens := EXPERTS[name].get("token_indices"):
+        return set(tokens) if tied or module in EXPERTS[name].get("target_modules", ["embed_tokens"]) else set()
     tokens = EXPERTS[name].get("trainable_token_indices", {})
     tokens = tokens if isinstance(tokens, dict) else {"embed_tokens": tokens}
     return set(tokens.get("embed_tokens" if tied else module, ()))
@@ -118,7 +118,8 @@ def transplant(base: Path, names: tuple[str, str], folders: tuple[Path, Path], o
 
 
 PAIRS = [("three", "plain"), ("three", "apart"), ("three", "overlapping"), ("same", "three"), ("plain", "three")]
-UNTIED = [("both", "plain"), ("both", "head"), ("head", "three"), ("both", "apart")]
+PAIRS += [("alone", "plain"), ("three", "alone"), ("plain", "alone")]
+UNTIED = [("both", "plain"), ("both", "head"), ("head", "three"), ("both", "apart"), ("alone both", "both")]
 
 
 @pytest.mark.parametrize("outside", ["average", "task", "language"])
@@ -297,27 +298,6 @@ def test_a_base_that_is_away_may_be_tied(trained: Make, tmp_path: Path) -> None:
         make_plan(
             Composition(allocation=(Rule(expert="t"),), num_layers=LAYERS), {"t": adapterswap.open_adapter(folder)}
         )
-
-
-def test_trained_tokens_without_lora_are_refused_and_compose_as_full_weights(
-    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
-) -> None:
-    base, other = bases(False), trained("plain")
-    config = TrainableTokensConfig(token_indices=[3, 1], target_modules=["embed_tokens"], task_type="CAUSAL_LM")
-    adapted = get_peft_model(loaded(base), config)
-    for key, parameter in adapted.named_parameters():
-        if "trainable_tokens" in key:
-            parameter.data = parameter.data + 0.5
-    adapted.save_pretrained(tmp_path / "tokens")
-    with refused(UnsupportedError):
-        adapterswap.open_adapter(tmp_path / "tokens")
-    adapted.merge_and_unload().save_pretrained(tmp_path / "full")
-    experts = {"t": adapterswap.open_expert(tmp_path / "full"), "l": adapterswap.open_adapter(other)}
-    rules = (Rule(modules=("embed_tokens",), expert="t"), Rule(expert="l"))
-    merged = make_plan(Composition(allocation=rules, base_model=str(base)), experts).merge(tmp_path / "out")
-    expected = merged_by_peft(base, other)
-    expected["model.embed_tokens.weight"][[3, 1]] += 0.5
-    close(loaded(merged).state_dict(), expected)
 
 
 def test_live_and_gguf_refuse(trained: Make, bases: Callable[[bool], Path], tmp_path: Path) -> None:

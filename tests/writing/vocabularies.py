@@ -8,14 +8,25 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import adapterswap
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 
-__all__ = ["ends_in_peft", "in_peft", "loaded", "merged_by_peft", "plan_of"]
+__all__ = ["LAYERS", "SIZE", "ends_in_peft", "in_peft", "loaded", "merged_by_peft", "pico_llama", "plan_of"]
+
+LAYERS, SIZE = 4, 48
+
+
+def pico_llama(folder: Path, *, tied: bool) -> Path:
+    """A Llama of four layers and 48 tokens, in `folder`."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS, "vocab_size": SIZE}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    return folder
 
 
 def loaded(folder: Path) -> Any:
