@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from refusals import refused
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tolerances import close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -278,6 +279,54 @@ def test_lora_on_resized_embeddings_is_merged_by_rows(
     assert adapterswap.verify(tmp_path / "merged", {"t": folders[task], "l": folders[language]}, base_model=base).equal
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_new_rows_in_half_precision(
+    dtype: torch.dtype, trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """A new row has its owner's bits, and a computed one is rounded once."""
+    base = shutil.copytree(bases(False), tmp_path / "base")
+    loaded(bases(False)).to(dtype).save_pretrained(base)
+    folders = {name: shutil.copytree(trained(name), tmp_path / name) for name in ("both+2", "lora+2", "plain")}
+    own = {}
+    for name, folder in folders.items():
+        path = folder / "adapter_model.safetensors"
+        own[name] = {key.removeprefix("base_model.model."): t.to(dtype) for key, t in load_file(path).items()}
+        save_file({f"base_model.model.{key}": tensor for key, tensor in own[name].items()}, path)
+    ends, before = ("model.embed_tokens.weight", "lm_head.weight"), load_file(base / "model.safetensors")
+    plan = plan_of(folders["both+2"], folders["plain"], base)
+    written = load_file(plan.write(tmp_path / "out") / "adapter_model.safetensors")
+    merged = load_file(plan.merge(tmp_path / "merged") / "model.safetensors")
+    for key in ends:
+        shared = ((own["both+2"][key][:SIZE].float() + before[key].float()) / 2).to(dtype)
+        expected = torch.cat([shared, own["both+2"][key][SIZE:]])
+        for result in (written[f"base_model.model.{key}"], merged[key]):
+            assert result.dtype == dtype
+            assert torch.equal(result, expected)
+    plan = plan_of(folders["lora+2"], folders["plain"], base)
+    merged = load_file(plan.merge(tmp_path / "merged lora") / "model.safetensors")
+    head = {part: own["lora+2"][f"lm_head.{part}.weight"].double() for part in ("lora_A", "lora_B", "base_layer")}
+    scale = torch.where(torch.arange(SIZE + 2) < SIZE, 0.5, 1.0)[:, None] * 8 / 4**0.5
+    expected = head["base_layer"] + scale * (head["lora_B"] @ head["lora_A"])
+    assert merged["lm_head.weight"].dtype == dtype
+    close(merged["lm_head.weight"].double(), expected, dtype=dtype)
+
+
+def test_live_and_gguf_refuse_lora_on_a_resized_embedding(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    base, lora = bases(False), trained("lora+2")
+    with refused(ExpertError, match="lm_head is 98×32"):
+        adapterswap.LiveComposer.from_experts(loaded(base), {"t": lora})
+    resized = loaded(base)
+    resized.resize_token_embeddings(98, mean_resizing=False)
+    with refused(ExpertError, match="PEFT would overwrite"):  # its new rows are other ones
+        adapterswap.LiveComposer.from_experts(resized, {"t": lora})
+    with refused(ExpertError, match="lm_head is 98×32"):
+        plan_of(lora, trained("plain"), base, outside="task").export(tmp_path / "out.gguf")
+    with refused(UnsupportedError, match="one ΔW for all rows"):
+        plan_of(lora, trained("plain"), base).export(tmp_path / "out.gguf")
+
+
 def test_one_expert_with_lora_on_a_resized_embedding_merges_as_in_peft(
     trained: Make, bases: Callable[[bool], Path], tmp_path: Path
 ) -> None:
@@ -315,8 +364,6 @@ def test_a_resized_embedding_without_its_head_is_refused(
     trained: Make, bases: Callable[[bool], Path], tmp_path: Path
 ) -> None:
     """PEFT would draw the head's new rows at random."""
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(trained("embedding+2"), tmp_path / "torn")
     path = tmp_path / "torn" / "adapter_model.safetensors"
     save_file({key: value for key, value in load_file(path).items() if "lm_head" not in key}, path)
