@@ -12,17 +12,17 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adapterswap.errors import BaseModelError, ExpertError
+from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule, Part, by_layer
 from adapterswap.experts.anatomy import adaptable_weights, rename_keys, shape_of
-from adapterswap.experts.empty_models import empty_model_as_saved
+from adapterswap.experts.empty_models import empty_language_model, empty_model_as_saved
 from adapterswap.experts.layers import (
     EMBEDDINGS,
     HEADS,
@@ -88,6 +88,15 @@ class ModelNames:
         """Whether the language model is only a part of the model."""
         config = self._model.config
         return config.get_text_config() is not config
+
+    def are_text_only(self, modules: Iterable[str]) -> bool:
+        """Whether all these modules are in the text-only class with the same language model, under these names."""
+        config = self._model.config.get_text_config()
+        try:
+            model = ModelNames(empty_language_model(config, self.name), self.name)
+        except AdapterswapError:  # transformers has no such class
+            return False
+        return all(named(module, partial(model.find, container=None)) == module for module in modules)
 
     def older(self, module: str) -> str:
         """The module's name in transformers 4 and in the Hub's checkpoints, by transformers' renamings in reverse.

@@ -21,7 +21,7 @@ from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import MODEL_CONFIG
 from adapterswap.experts.empty_models import empty_model_as_saved
-from adapterswap.experts.layers import HEADS, language_config, layer_container
+from adapterswap.experts.layers import HEADS, is_ahead, language_config, layer_container
 from adapterswap.experts.naming import ModelNames, check_distinct, named, names_of_base
 from adapterswap.experts.peft_trial import try_in_peft
 from adapterswap.experts.sources import base_config, find_source
@@ -68,8 +68,8 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
         plan: a plan of adapters.
         names: `transformers5` means the names of the base's modules in the installed transformers, `transformers4`
             those of the Hub's checkpoints, and `task` or `language` those in the file of that side's first expert. By
-            default the first expert's names, if the base or its language model has them; names of transformers 4 are
-            updated, because PEFT converts the keys of the tensors but not the names in the config.
+            default the first expert's names, if the base or its text-only class has all of them; names of transformers
+            4 are updated, because PEFT converts the keys of the tensors but not the names in the config.
 
     Raises:
         ArgumentError: the composition does not have this side.
@@ -89,22 +89,29 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
     if any(adapter.original for adapter in plan.adapters.values()):
         model = _names_of(plan)
         first = next(iter(plan.adapters))
-        if not model.is_multimodal or _is_older(plan.adapters[first], model):
+        if not model.is_multimodal or not plan.adapters[first].original:
             return plan
         try:
-            return _as_expert(plan, first, model=model)
+            as_first = _as_expert(plan, first, model=model)
         except UnsupportedError:
             return plan
+        return as_first if model.are_text_only(as_first.slots) else plan
     modules, reference = list(plan.slots), plan.base_reference
     old = any(name.startswith(_OLD_PREFIX) for name in modules)
     if not old and not _may_be_old(modules, reference):
         return plan
     try:
-        return _with_names(plan, _canonical(plan, _names_of(plan)))
-    except (BaseModelError, ExpertError):
+        model = _names_of(plan)
+    except AdapterswapError:
         if old:
             raise
-        return plan  # these are the names of the text-only model with the same decoder, into which PEFT loads them
+        return plan
+    try:
+        return _with_names(plan, _canonical(plan, model))
+    except (BaseModelError, ExpertError):
+        if old or not model.are_text_only(modules):
+            raise
+        return plan
 
 
 def _names_of(plan: Plan) -> ModelNames:
@@ -126,6 +133,8 @@ def _canonical(plan: Plan, model: ModelNames) -> dict[str, str]:
     for name, slot in plan.slots.items():
         shapes = [(term.lora.out_features, term.lora.in_features) for term in slot.low_rank]
         canonical = named(name, partial(model.find, container=container, shape=shapes[0] if shapes else None))
+        if canonical is None and is_ahead(name, None, None):
+            canonical = name  # transformers does not load it
         if canonical is None:
             raise BaseModelError(
                 f"{model.name} has no module {name} in the installed transformers",
@@ -181,13 +190,6 @@ def _own_names(adapter: Adapter) -> Mapping[str, str]:
     return adapter.original or {name: name for name in adapter.parts}
 
 
-def _is_older(adapter: Adapter, model: ModelNames) -> bool:
-    own_names = _own_names(adapter)
-    return any(name != old for name, old in own_names.items()) and _explains(
-        lambda name: named(name, model.older), own_names
-    )
-
-
 def _explains(scheme: Callable[[str], str | None], own_names: Mapping[str, str]) -> bool:
     """Whether a naming scheme produces an expert's own names."""
     try:
@@ -206,9 +208,10 @@ def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
     """Whether transformers may have renamed these modules, so that the model must be built, which takes seconds.
 
     In transformers 4, Qwen2-VL's modules were `model.layers.N` and `visual.blocks.N`, without a prefix for the language
-    model, and Nemotron-H's were `backbone.layers.N`, as Mamba's still are.
+    model, LLaVA's tower was `model.vision_tower.vision_model`, and Nemotron-H's layers were `backbone.layers.N`, as
+    Mamba's still are.
     """
-    if reference is None or any(_PARTS.search(name) for name in names):
+    if reference is None or all(name in HEADS or _PARTS.search(name) for name in names):
         return False
     try:
         _, config = base_config(reference)

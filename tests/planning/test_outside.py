@@ -30,15 +30,16 @@ BESIDE = [
 
 
 @pytest.fixture
-def smolvlm(tmp_path: Path) -> Path:
+def custom(tmp_path: Path) -> Path:
+    """A base with towers of all kinds, whose class transformers does not have."""
     folder = tmp_path / "base"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "smolvlm", "text_config": {"num_hidden_layers": 4}}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "custom", "text_config": {"num_hidden_layers": 4}}))
     return folder
 
 
 @pytest.fixture
-def make(tmp_path: Path, smolvlm: Path) -> Callable[[str, int], Path]:
+def make(tmp_path: Path, custom: Path) -> Callable[[str, int], Path]:
     def made(name: str, seed: int) -> Path:
         random, content = np.random.default_rng(seed), {}
         for module in (*TEXT, *BESIDE):
@@ -46,7 +47,7 @@ def make(tmp_path: Path, smolvlm: Path) -> Callable[[str, int], Path]:
                 data = random.standard_normal(shape).astype(np.float32).tobytes()
                 content[f"{PREFIX}{module}.lora_{factor}.weight"] = ("F32", shape, data)
         targets = sorted({module.rpartition(".")[2] for module in (*TEXT, *BESIDE)})
-        return adapter(tmp_path / name, content, config(base_model_name_or_path=str(smolvlm), target_modules=targets))
+        return adapter(tmp_path / name, content, config(base_model_name_or_path=str(custom), target_modules=targets))
 
     return made
 
