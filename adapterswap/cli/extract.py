@@ -34,7 +34,7 @@ _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 @click.option(
     "--modules", multiple=True, metavar="NAME", help="Only attention, mlp, or a part of module names; repeatable."
 )
-@click.option("--embeddings", is_flag=True, help="Extract embeddings and head too.")
+@click.option("--embeddings", is_flag=True, help="Extract embeddings, heads and towers too.")
 @dtype_option("Dtype of the factors.  [default: FULL's]")
 @device_option("cpu", more="; mps computes on the CPU")
 @push_options

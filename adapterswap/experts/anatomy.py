@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.empty_models import empty_language_model, read_config
-from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
+from adapterswap.experts.empty_models import empty_language_model, empty_model_as_saved, read_config
+from adapterswap.experts.layers import HEADS, Kind, before_layers, kind_of, layer_container, layer_of
 
 __all__ = [
     "AdaptableWeight",
     "Anatomy",
     "adaptable_weights",
     "build_empty",
+    "class_of",
     "read_anatomy",
     "rename_keys",
     "shape_of",
@@ -138,11 +139,13 @@ class Anatomy:
             of tied weights only the first.
         parameters: parameter name → the first name of the same parameter.
         rename: a checkpoint's key → the parameter's name in the model; None for a key that is fused with others.
+        language: the prefix of the language model's modules in a multimodal model; empty in others.
     """
 
     weights: Mapping[str, AdaptableWeight]
     parameters: Mapping[str, str]
     rename: Callable[[str], str | None]
+    language: str = ""
 
     @property
     def tied(self) -> bool:
@@ -153,15 +156,36 @@ class Anatomy:
         """The parameter that holds exactly a checkpoint's key; None if there is none."""
         return self.parameters.get(self.rename(key) or "")
 
+    def is_in_tower(self, module: str) -> bool:
+        """Whether a module belongs to a vision or audio tower or a projector, not to the language model or its head."""
+        return not module.startswith(self.language) and module.rpartition(".")[2] not in HEADS
+
 
 def build_empty(checkpoint: Checkpoint) -> Any:
-    """The causal language model of a checkpoint's config, without weights: on torch's meta device.
+    """The model of a checkpoint's config, without weights: on torch's meta device.
+
+    A multimodal model has the class that it was saved as, with its towers. Other models are causal language models.
 
     Raises:
-        BaseModelError: transformers has no causal language model for it, or cannot build one without remote code.
+        BaseModelError: transformers has no such model, or cannot build one without remote code.
+    """
+    folder, name = checkpoint.source.folder, checkpoint.name
+    config = read_config(folder, name)
+    if config.get_text_config() is not config:
+        return empty_model_as_saved(folder, name)
+    return empty_language_model(config, name)
+
+
+def class_of(checkpoint: Checkpoint) -> str:
+    """The name of the class of transformers that loads a checkpoint with the modules of `build_empty`.
+
+    Raises:
+        BaseModelError: see `build_empty`.
     """
     config = read_config(checkpoint.source.folder, checkpoint.name)
-    return empty_language_model(config, f"The base model {checkpoint.name}")
+    if config.get_text_config() is config:
+        return "AutoModelForCausalLM"
+    return type(build_empty(checkpoint)).__name__
 
 
 def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
@@ -179,4 +203,5 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
         for name, weight in adaptable.items()
         if parameters.get(f"{name}.weight") == f"{name}.weight"
     }
-    return Anatomy(weights, parameters, rename_keys(model))
+    multimodal = container is not None and model.config.get_text_config() is not model.config
+    return Anatomy(weights, parameters, rename_keys(model), before_layers(container or "") if multimodal else "")

@@ -54,7 +54,8 @@ def empty_language_model(config: Any, name: str) -> Any:
 def empty_model_as_saved(folder: Path, name: str) -> Any:
     """The modules, without weights, of the model class in `architectures` of a folder's config.json.
 
-    This may be more than a language model, for example a vision model, or less, without a head.
+    This may be more than a language model, for example a vision model, or less, without a head. A config that names no
+    class gets transformers' own choice: the multimodal model if there is one, else the causal language model.
 
     Args:
         folder: the folder with config.json.
@@ -69,7 +70,7 @@ def empty_model_as_saved(folder: Path, name: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         names = config.architectures or []
-        kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+        kind = getattr(transformers, names[0], None) if names else _auto_class(config)
         if kind is None:
             raise ValueError(f"transformers has no {names[0]}")
         with torch.device("meta"):
@@ -81,3 +82,10 @@ def empty_model_as_saved(folder: Path, name: str) -> Any:
             "Use a model that the installed transformers supports without remote code",
             parameter="base_model",
         ) from None
+
+
+def _auto_class(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    multimodal = config.get_text_config() is not config and type(config) in AutoModelForMultimodalLM._model_mapping
+    return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM

@@ -1,7 +1,8 @@
 """Which transformer layer a module belongs to, which kind of module it is, and how many layers a model has.
 
 This module looks only at names: those of modules, and the keys of a base model's config.json. It never guesses the
-number of layers from the modules.
+number of layers from the modules. transformers is asked only for the default of a language model inside a multimodal
+config that leaves the number out.
 """
 
 from __future__ import annotations
@@ -264,7 +265,24 @@ def stacked_layers_in_config(config: Mapping[str, Any]) -> NumLayers | None:
         value = config.get(key)
         if isinstance(value, list | str) and 0 < len(value) <= MAX_LAYERS:
             return len(value)
-    return None
+    return _depth_by_default(config) if language_config(config) is not config else None
+
+
+def _depth_by_default(config: Mapping[str, Any]) -> int | None:
+    """The number of layers that transformers gives to the language model of a multimodal config that omits it.
+
+    Older files leave out what equals the default: llava-1.5's `text_config` names only Llama's type and vocabulary.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    try:
+        depth = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config().num_hidden_layers
+    except Exception:  # with an untested config, a config class can raise anything
+        return None
+    return depth if _is_depth(depth) else None
 
 
 def layers_ahead(config: Mapping[str, Any]) -> int:

@@ -62,7 +62,7 @@ def extract(
             rounded to `dtype`.
         layers: for example `0-4,30-31`; all by default.
         modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
-        embeddings: cut embeddings and heads too.
+        embeddings: cut the matrices outside the layers too: embeddings, heads, vision and audio towers, projectors.
         dtype: float32, bfloat16 or float16; by default each factor has the dtype of the fine-tune's weight.
         device: where torch computes: auto, cpu, cuda, cuda:N or mps, which computes on the CPU.
         overwrite: replace the folder, if `extract` or a similar command wrote it.
@@ -78,7 +78,7 @@ def extract(
         OutputError: the folder exists (without `overwrite`), holds other files, or cannot be written.
         NotFoundError: a checkpoint does not exist, or could not be downloaded.
         ExpertError: a checkpoint is damaged or holds NaN or infinity; there is no difference to extract.
-        BaseModelError: the two are of different architectures, depths or shapes.
+        BaseModelError: the two are of different architectures, depths or shapes, or transformers cannot build one.
         UnsupportedError: a checkpoint is quantised, or has dtypes without arithmetic; PEFT cannot adapt the selected
             modules.
     """

@@ -77,7 +77,7 @@ def is_outside(name: str, ours: Side, theirs: Side) -> bool:
         return False
     if name not in ours.anatomy.parameters:  # transformers does not load it
         return _name_in(name, ours.names, ours.checkpoint.container) is None
-    if not ours.names.is_multimodal or counterpart(name, ours, theirs) is not None:
+    if not ours.names.is_multimodal or counterpart(name, ours, theirs) in theirs.anatomy.parameters:
         return False
     return not name.startswith(before_layers(ours.names.container or ""))
 

@@ -14,6 +14,7 @@ from adapterswap import __version__
 from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.anatomy import class_of
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import CutForm
@@ -138,7 +139,7 @@ adapterswap {__version__}. Its relative error is {extraction.error:.4f} over the
 {f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{lost}" if lost else ""}
 ## Use
 
-{loading(config, base, task_type="CAUSAL_LM")}
+{loading(config, base, task_type="CAUSAL_LM", model_class=class_of(pair.base))}
 `adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
 """
 

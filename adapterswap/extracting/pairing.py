@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from adapterswap.changes.kinds import Whole
-from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.anatomy import AdaptableWeight, Anatomy, read_anatomy
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
@@ -31,11 +31,12 @@ __all__ = ["LeftOutWeight", "Reason", "Selection", "WeightMatrix", "WeightPair",
 
 # Why an adapter does not hold a parameter, in the words that users read.
 Reason = Literal[
-    "norms", "biases", "embeddings and heads", "vocabulary", "experts and routers", "not selected",
+    "norms", "biases", "embeddings and heads", "towers", "vocabulary", "experts and routers", "not selected",
     "modules that PEFT cannot adapt", "not in the base", "other",
 ]  # fmt: skip
 
 _REMEDY = "Pass the base that it was fine-tuned from"
+_Read = TypeVar("_Read")
 _FUSED = {"experts", "router", "gate"}  # name parts in a mixture of experts whose weights are not in a Linear
 
 
@@ -46,7 +47,7 @@ class Selection:
     Attributes:
         layers: layers such as `0-4,30-31`, or `none`; all by default.
         modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
-        embeddings: embeddings and heads too.
+        embeddings: the matrices outside the layers too: embeddings, heads, vision and audio towers, projectors.
     """
 
     layers: str | None = None
@@ -160,7 +161,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         elif weight is not None and selection.wants(weight):
             matrices.append(WeightMatrix(weight, *both))
         else:
-            left_out.append(LeftOutWeight(name, _reason(name, weight, tuned), *both))
+            left_out.append(LeftOutWeight(name, _reason(name, weight, tuned, anatomy), *both))
     for name, tower in towers.items():
         if _check_numbers([(tower, full, "full")], problems):
             left_out.append(LeftOutWeight(name, "not in the base", Whole.of(tower.path, tower.tensor), None))
@@ -201,8 +202,12 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> tuple[Anatomy, tuple[
             parameter="base_model",
         )
     problems.raise_if_any()
-    sides = None if kinds[0] == kinds[1] else (read_side(full), read_side(base))
-    anatomies = [side.anatomy for side in sides] if sides else [read_anatomy(full), read_anatomy(base)]
+    sides: tuple[Side, Side] | None = None
+    if kinds[0] == kinds[1]:
+        anatomies = _of_full(read_anatomy, full), read_anatomy(base)
+    else:
+        sides = _of_full(read_side, full), read_side(base)
+        anatomies = sides[0].anatomy, sides[1].anatomy
     if anatomies[0].tied != anatomies[1].tied:
         heads = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
         raise BaseModelError(
@@ -211,6 +216,14 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> tuple[Anatomy, tuple[
             parameter="base_model",
         )
     return anatomies[1], sides
+
+
+def _of_full(read: Callable[[Checkpoint], _Read], full: Checkpoint) -> _Read:
+    """What `read` returns for the fine-tune; its errors, which name the base, name the fine-tune."""
+    try:
+        return read(full)
+    except AdapterswapError as error:
+        raise error.recast(parameter="full") from None
 
 
 def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> Iterator[tuple[str, StoredTensor]]:
@@ -341,9 +354,11 @@ def _check_numbers(weights: Sequence[tuple[StoredTensor, Checkpoint, str]], prob
     return not wrong
 
 
-def _reason(name: str, weight: AdaptableWeight | None, parameter: StoredTensor) -> Reason:
+def _reason(name: str, weight: AdaptableWeight | None, parameter: StoredTensor, anatomy: Anatomy) -> Reason:
+    if weight is not None and weight.layer is not None:
+        return "not selected"
     if weight is not None:
-        return "embeddings and heads" if weight.layer is None else "not selected"
+        return "towers" if anatomy.is_in_tower(weight.name) else "embeddings and heads"
     if name.endswith("bias"):
         return "biases"
     if _FUSED & set(name.split(".")):

@@ -118,19 +118,26 @@ Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expe
 {_citation(plan)}"""
 
 
-def loading(config: Mapping[str, object], base: str | None, *, task_type: str | None) -> str:
+def loading(
+    config: Mapping[str, object],
+    base: str | None,
+    *,
+    task_type: str | None,
+    model_class: str = "AutoModelForCausalLM",
+) -> str:
     """How to load an adapter in PEFT, vLLM and llama.cpp, or why the last two cannot read it.
 
     Args:
         config: the content of its adapter_config.json.
         base: the base's public name, if it is known.
         task_type: PEFT's name of the task.
+        model_class: the class of transformers that loads the base, if the task is CAUSAL_LM.
     """
     revision = config.get("revision")
     is_id, causal = base is not None and "/" in base, task_type == "CAUSAL_LM"
     at = f', revision="{revision}"' if revision else ""
-    opened = f'AutoModelForCausalLM.from_pretrained("{base}"{at})' if is_id and causal else "..."
-    imports = "from transformers import AutoModelForCausalLM\n" if is_id and causal else ""
+    opened = f'{model_class}.from_pretrained("{base}"{at})' if is_id and causal else "..."
+    imports = f"from transformers import {model_class}\n" if is_id and causal else ""
     parts = [
         f"""With PEFT:
 
