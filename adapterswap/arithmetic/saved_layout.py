@@ -6,10 +6,15 @@ Reads no tensors, but looks up the base if it takes part in an average.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from adapterswap.arithmetic.outputs import OutputTensor, Piece
+from adapterswap.changes.locating import stored_tensor
+from adapterswap.errors import AdapterswapError, BaseModelError
 from adapterswap.experts.adapter_keys import TOKENS, is_bias, parameter_key, parameter_name
-from adapterswap.experts.checkpoints import find_base_tensor
+from adapterswap.experts.checkpoints import find_base_tensor, open_checkpoint
+from adapterswap.files.tensorfile import Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
@@ -37,10 +42,7 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
             for term in module.terms
         ]
         if module.needs_base:
-            assert plan.composition.base_model is not None
-            path, original = find_base_tensor(
-                plan.composition.base_model, parameter_name(module.name, parameter), tensor
-            )
+            path, original = _base_tensor(module, parameter, tensor, plan)
             pieces.append(Piece(BASE, path, original, module.rest))
         dtypes = {piece.tensor.dtype for piece in pieces}
         dtype = tensor.dtype if len(dtypes) == 1 else "F32"
@@ -107,11 +109,30 @@ def _by_rows(module: Slot, plan: Plan) -> Iterator[OutputTensor]:
                     Piece(term.expert, term.change.path, expert_tensor, term.coefficient, part.start, cut=cut)
                 )
             if part.rest:
-                assert plan.composition.base_model is not None
-                name = parameter_name(module.name, parameter)
-                path, base_tensor = find_base_tensor(plan.composition.base_model, name, tensor, rows=part.stop)
+                path, base_tensor = _base_tensor(module, parameter, tensor, plan, rows=part.stop)
                 pieces.append(Piece(BASE, path, base_tensor, part.rest, part.start, cut=cut))
         dtypes = {piece.tensor.dtype for piece in pieces}
         shape = (module.rows[-1].stop, *tensor.shape[1:])
         dtype = tensor.dtype if len(dtypes) == 1 else "F32"
         yield OutputTensor(parameter_key(module.name, parameter), dtype, shape, 0, tuple(pieces))
+
+
+def _base_tensor(
+    module: Slot, parameter: str, like: Tensor, plan: Plan, *, rows: int | None = None
+) -> tuple[Path, Tensor]:
+    """The base's own tensor, by the name that the experts have for it or else by the name that the base stores.
+
+    The second needs transformers, which takes seconds to import.
+    """
+    base_model, key = plan.composition.base_model, parameter_name(module.name, parameter)
+    assert base_model is not None
+    try:
+        return find_base_tensor(base_model, key, like, rows=rows)
+    except BaseModelError as error:
+        stored, (holder, _, name) = None, key.rpartition(".")
+        with suppress(AdapterswapError):
+            adapter = plan.adapters[module.terms[0].expert]
+            stored = stored_tensor(adapter, holder, name, open_checkpoint(base_model))
+        if stored is None or stored.name == key:
+            raise error from None
+        return find_base_tensor(base_model, stored.name, like, rows=rows)

@@ -21,8 +21,18 @@ from adapterswap.experts.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vo
 from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.tying import shared_embeddings, tied_keys
+from adapterswap.files.tensorfile import Tensor
 
-__all__ = ["Located", "TiedHead", "carried_copies", "find_tied_head", "locate", "locate_all", "with_head"]
+__all__ = [
+    "Located",
+    "TiedHead",
+    "carried_copies",
+    "find_tied_head",
+    "locate",
+    "locate_all",
+    "stored_tensor",
+    "with_head",
+]
 
 _REMEDY = "Pass the base that the experts adapt as `base_model`"
 
@@ -166,16 +176,7 @@ def locate(
             LoRA.
     """
     changes: dict[str, Located] = {}
-    by_name = _renaming(adapter, parameters)
-
-    def stored_name(module: str, parameter: str) -> str | None:
-        """The key by names alone or, failing that, by transformers' names of the stored tensors in memory."""
-        key = by_name(module, parameter)
-        if key is None:
-            with suppress(BaseModelError):  # not a transformers model
-                key = orientation.stored_key(module, parameter, adapter.container)
-        return key
-
+    stored_name = _stored_names(adapter, parameters, orientation)
     missing: list[str] = []
     ours: dict[str, str] = {}
     theirs: dict[str, str] = {}
@@ -369,6 +370,35 @@ def _locate_opaque(
         if bias is not None:
             changes[bias] = Located(part.name, change)
     return changes
+
+
+def stored_tensor(adapter: Adapter, module: str, parameter: str, base: Checkpoint) -> Tensor | None:
+    """The stored tensor of a module's parameter, under whatever name; for a tied head, the embedding's.
+
+    Returns None if the base stores no such tensor.
+    """
+    parameters = with_head(base.parameters, find_tied_head(base, {"": adapter}))
+    key = _stored_names(adapter, parameters, Orientation(base))(module, parameter)
+    return None if key is None else parameters[key].tensor
+
+
+def _stored_names(
+    adapter: Adapter, parameters: Mapping[str, StoredTensor], orientation: Orientation
+) -> Callable[[str, str], str | None]:
+    """A function from the names of a module and a parameter to the stored tensor's name, or None.
+
+    It goes by the names alone or, failing that, by transformers' names of the stored tensors in memory.
+    """
+    by_name = _renaming(adapter, parameters)
+
+    def stored_name(module: str, parameter: str) -> str | None:
+        key = by_name(module, parameter)
+        if key is None:
+            with suppress(BaseModelError):  # not a transformers model
+                key = orientation.stored_key(module, parameter, adapter.container)
+        return key
+
+    return stored_name
 
 
 def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:

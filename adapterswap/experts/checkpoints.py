@@ -6,7 +6,7 @@ shards; knows nothing of adapters and compositions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +157,7 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
 def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | None = None) -> tuple[Path, Tensor]:
     """The file and the place of the base's tensor `key`, which must have the shape of `like`.
 
-    For a tied head that is not stored, this is the embedding's weight.
+    For a head that the config ties to the only embedding, this is the embedding's weight.
 
     Args:
         base_model: the base's folder or Hub id.
@@ -173,9 +173,10 @@ def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | Non
     folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
     with _about_base():
         shards = read_shards(folder)
-    if key.rpartition(".")[0].rpartition(".")[2] in HEADS and not any(key in shard.tensors for shard in shards):
-        stored = (name for shard in shards for name in shard.tensors if name.endswith(".weight"))
-        key = next((name for name in stored if name.split(".")[-2] in EMBEDDINGS), key)
+    stored = [name for shard in shards for name in shard.tensors]
+    if key not in stored and _module_of(key) in HEADS:
+        with _about_base():
+            key = _tied_embedding(folder, stored) or key
     for shard in shards:
         tensor = shard.tensors.get(key)
         if tensor is not None and tensor.dtype in FLOATS:
@@ -192,6 +193,23 @@ def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | Non
     raise BaseModelError(
         f"the base {base_model} has no tensor {key}", "Pass the base that the experts adapt", parameter="base_model"
     )
+
+
+def _module_of(key: str) -> str:
+    """The last part of the name of the module that a weight belongs to."""
+    return key.removesuffix(".weight").rpartition(".")[2]
+
+
+def _tied_embedding(folder: Path, stored: Collection[str]) -> str | None:
+    """The only embedding's weight, if the config ties it to the head and no head is stored; None if this is not sure.
+
+    A base may store its head under another name than the model has for it: GPT-NeoX stores `lm_head` as `embed_out`.
+    """
+    embeddings = [name for name in stored if name.endswith(".weight") and _module_of(name) in EMBEDDINGS]
+    path = folder / MODEL_CONFIG
+    config = read_json(path, "Pass the base's folder, with a valid config.json") if exists(path) else {}
+    is_tied = config.get("tie_word_embeddings") is True and not any(_module_of(name) in HEADS for name in stored)
+    return embeddings[0] if is_tied and len(embeddings) == 1 else None
 
 
 def read_shards(folder: Path) -> tuple[TensorFile, ...]:

@@ -14,17 +14,38 @@ from adapterswap.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["find_wrappers", "forget_average", "use_in_full"]
+__all__ = ["find_wrappers", "forget_average", "match_dtypes", "use_in_full"]
 
 _AVERAGE = "__adapterswap_average__"  # the name of the additional copy in PEFT's wrapper
 _ELEMENTS = 2**22  # to average at a time
 
 
 def find_wrappers(model: Any) -> dict[str, Any]:
-    """PEFT's wrappers of modules that an expert trained in full, by the module's full name in the base model."""
+    """PEFT's wrappers of modules that an expert trained in full, by the module's full name in the base model.
+
+    PEFT also wraps modules without weights, such as an `Identity` in place of a norm; these are left out.
+    """
     from peft.utils import ModulesToSaveWrapper
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and module.original_module.state_dict()
+    }
+
+
+def match_dtypes(model: Any, name: str) -> None:
+    """Convert the modules that an expert trained in full to the dtypes of the base's own modules.
+
+    PEFT does this itself unless it loads with `low_cpu_mem_usage`, which keeps the dtypes in the file.
+    """
+    for wrapper in find_wrappers(model).values():
+        if name not in wrapper.modules_to_save:
+            continue
+        own = wrapper.original_module.state_dict()
+        for key, tensor in wrapper.modules_to_save[name].state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and own[key].is_floating_point():
+                tensor.data = tensor.data.to(own[key].dtype)
 
 
 def use_in_full(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:

@@ -32,7 +32,7 @@ from adapterswap.experts.naming import ModelNames, under_canonical_names
 from adapterswap.experts.peft_kinds import LORA
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
-from adapterswap.live.in_full import find_wrappers
+from adapterswap.live.in_full import find_wrappers, match_dtypes
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
 from adapterswap.live.switching import put_over_the_base
 from adapterswap.planning.allocation import BASE, Rule
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["as_in_model", "layers_taken", "load_expert", "load_experts", "slice_of"]
+
+_WITHOUT_SWITCHING = "Write the composition with `compose` and load the result, or write full weights with `merge`"
 
 
 def load_expert(
@@ -130,13 +132,13 @@ def check_loadable(adapter: Adapter, name: str) -> None:
         raise UnsupportedError(
             f"the expert {name!r} holds {next(iter(adapter.saved))} in full and ties it to other modules "
             "(ensure_weight_tying), which the live composer cannot switch",
-            "Write the composition with `compose` and load the result, or write full weights with `merge`",
+            _WITHOUT_SWITCHING,
         )
     if adapter.tokens:
         raise UnsupportedError(
             f"the expert {name!r} has trained tokens in {next(iter(adapter.tokens))}, which the live composer cannot "
             "switch",
-            "Write the composition with `compose` and load the result, or write full weights with `merge`",
+            _WITHOUT_SWITCHING,
         )
     if over := put_over_the_base(adapter):
         raise UnsupportedError(
@@ -148,7 +150,7 @@ def check_loadable(adapter: Adapter, name: str) -> None:
             f"the expert {name!r} trained biases of the base (bias: {adapter.config.bias}"
             + "".join(f", such as {module}" for module in [*adapter.saved][:1])
             + "), with which PEFT would overwrite the base's own for every expert",
-            "Write the composition with `compose` and load the result, or write full weights with `merge`",
+            _WITHOUT_SWITCHING,
         )
 
 
@@ -289,7 +291,7 @@ def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], probl
             if clashing is not None:
                 problems.add(
                     f"the expert {name!r} {words.format(module, clashing)}, which PEFT cannot hold side by side",
-                    "Write the composition with `compose` and load the result, or write full weights with `merge`",
+                    _WITHOUT_SWITCHING,
                     parameter="expert",
                     kind=UnsupportedError,
                 )
@@ -338,6 +340,7 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | Non
 def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any:
     from peft import PeftModel
 
+    loaded = model
     # `low_cpu_mem_usage` reads the tensors into place, without initialising random ones first.
     device = str(next(base.parameters()).device)
     options = {"low_cpu_mem_usage": True, "torch_device": device, "autocast_adapter_dtype": autocast}
@@ -347,17 +350,26 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
         warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match", RuntimeWarning)
         try:
             if model is base:
-                return PeftModel.from_pretrained(model, str(folder), adapter_name=name, **options)
-            model.load_adapter(str(folder), adapter_name=name, **options)
+                loaded = PeftModel.from_pretrained(model, str(folder), adapter_name=name, **options)
+            else:
+                model.load_adapter(str(folder), adapter_name=name, **options)
         except AdapterswapError:  # from putting the active composition back
             raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            if "same set of parameters" in str(error):
+                raise UnsupportedError(
+                    f"the expert {name!r} does not adapt the same parameters (target_parameters) as a loaded expert, "
+                    "and PEFT cannot hold both",
+                    _WITHOUT_SWITCHING,
+                    parameter="expert",
+                ) from None
             raise ExpertError(
                 f"the expert {name!r} does not fit the model: {reason_of(error)}",
                 "Load it into the base that it was trained on",
                 parameter="expert",
             ) from None
-    return model
+    match_dtypes(loaded.get_base_model(), name)
+    return loaded
 
 
 def _remove(model: Any, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import CONFIGS, LAYERS, load_base, logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from refusals import refused
+from safetensors.torch import load_file, save_file
 from tolerances import close
 
 import adapterswap
@@ -160,6 +163,56 @@ def test_a_head_that_one_expert_trained_is_averaged_with_the_base(
     with composing.use(SWAP):
         merged = composing.model.merge_and_unload()
         close(logits(merged), expected, depth=LAYERS)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_modules_in_full_take_the_dtype_of_the_base(
+    stored: torch.dtype, dtype: torch.dtype, made: Callable[..., Path], base: Bases, tmp_path: Path
+) -> None:
+    """As PEFT converts them when it loads an expert into a base of another dtype."""
+    names = {"math": 1, "swahili": 2}
+    experts = {name: shutil.copytree(made("llama", "in full", seed), tmp_path / name) for name, seed in names.items()}
+    for folder in experts.values():
+        tensors = load_file(folder / "adapter_model.safetensors")
+        save_file({key: value.to(stored) for key, value in tensors.items()}, folder / "adapter_model.safetensors")
+    composing = LiveComposer.from_experts(load_base(base("llama")).to(dtype), experts)
+    for name, folder in experts.items():
+        model = PeftModel.from_pretrained(load_base(base("llama")).to(dtype), folder)
+        with composing.use(name):
+            close(logits(composing.model), logits(model.eval()), depth=LAYERS)
+        own = composing.model.state_dict()
+        for key, tensor in model.state_dict().items():
+            if ".modules_to_save." in key:
+                assert torch.equal(own[key.replace(".default.", f".{name}.")], tensor)
+    with composing.use(BLEND):
+        assert logits(composing.model).isfinite().all()
+
+
+def test_a_module_without_weights_among_those_in_full(tmp_path: Path) -> None:
+    """ModernBERT's first layer has an `Identity` in place of a norm, which PEFT wraps but does not save."""
+    options: Any = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    options |= {"num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    options |= {"cls_token_id": 1, "sep_token_id": 2, "num_labels": 3}
+    torch.manual_seed(0)
+    kind: Any = transformers.ModernBertForSequenceClassification
+    kind(transformers.ModernBertConfig(**options)).save_pretrained(tmp_path / "base")
+    experts = {name: tmp_path / name for name in ("math", "swahili")}
+    for seed, folder in enumerate(experts.values()):
+        config = LoraConfig(target_modules=["Wqkv"], modules_to_save=["attn_norm"], task_type="SEQ_CLS")
+        model = get_peft_model(kind.from_pretrained(tmp_path / "base"), config)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
+        model.save_pretrained(folder)
+    name = "math+swahili@bottom=1,top=1,outside=task"
+    written = adapterswap.compose(adapterswap.parse_composition(name), experts).write(tmp_path / "out")
+    composing = LiveComposer.from_experts(kind.from_pretrained(tmp_path / "base"), experts)
+    with composing.use(name):
+        saved = composing.save(tmp_path / "saved")
+        expected = logits(PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), written).eval())
+        close(logits(composing.model), expected, depth=3)
+    assert written_files(saved) == written_files(written)
 
 
 def test_rows_of_a_batch(made: Callable[..., Path], base: Bases) -> None:

@@ -256,15 +256,28 @@ def test_live_refuses(mixture: Callable[[str], Path], tmp_path: Path) -> None:
     with refused(UnsupportedError), composer.pinned():
         pass
     other = train(folder, "down", 4, target_parameters=["mlp.experts.down_proj"], rank_pattern={})
-    with refused(ExpertError, "expert"):  # PEFT's rule: all adapters of a model adapt the same parameters
+    with refused(UnsupportedError, "expert"):  # PEFT's rule: all adapters of a model adapt the same parameters
         composer.load_expert(other)
-    with refused(ExpertError, "expert"):  # a slice adapts fewer
+    with refused(UnsupportedError, "expert"):  # a slice adapts fewer
         composer.load_expert(folder / "swahili", "shell", layers="0")
     with composer.use("math"):  # and the model is unchanged
         pass
     wrong = mixture("mixtral")
     with refused(ExpertError, "expert"):
         LiveComposer.from_experts(load_base(wrong / "base"), {"math": folder / "math"})
+
+
+def test_a_router_beside_modules_that_need_the_bases_names(mixture: Callable[[str], Path], tmp_path: Path) -> None:
+    """PEFT turns LoRA on all linear layers of a Mixtral into one on the parameter `gate.weight`, which is no module."""
+    folder = mixture("mixtral")
+    train(folder, "linear", 3, target_modules="all-linear", target_parameters=None, rank_pattern={})
+    train(folder, "embedding", 4, target_modules=["k_proj", "embed_tokens"], target_parameters=None, rank_pattern={})
+    plan = composed(folder, [{"layers": "0-2", "expert": "math"}, {"expert": "swahili"}], "linear", "embedding")
+    plan.write(tmp_path / "out")
+    one, other, result = (merged(folder, name) for name in ("linear", "embedding", str(tmp_path / "out")))
+    for key, tensor in load_base(folder / "base").state_dict().items():
+        layer = int(key.split(".")[2]) if ".layers." in key else None
+        close(result[key], (one if layer in (0, 1, 2) else other)[key], scale=float(tensor.abs().max()), name=key)
 
 
 def test_another_base_is_refused(mixture: Callable[[str], Path], tmp_path: Path) -> None:
