@@ -84,9 +84,10 @@ def _copied(merged: Merged) -> int:
 
 
 def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
-    from adapterswap.merging.companions import differing_tokenizers, tokenizer_source
+    from adapterswap.merging.companions import config_source, differing_tokenizers, tokenizer_source
     from adapterswap.planning.describe import strip, unusual
     from adapterswap.records.licences import licence_warning, licences
+    from adapterswap.writing.tokenizer import united_tokenizer
 
     plan = merged.plan
     click.echo(strip(plan))
@@ -95,17 +96,18 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     total = human_bytes(sum(shard.size for shard in merged.shards))
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
     note(f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}")
-    source, folder = tokenizer_source(plan), plan.skeleton.name
-    if source in plan.adapters:
-        note(f"config from base ({folder}), tokenizer from {source}")
-    else:
-        note(f"config and tokenizer from {source}" + f" ({folder})" * (folder != source))
+    source, owner, folder = config_source(plan), tokenizer_source(plan), plan.skeleton.name
+    place = source + f" ({folder})" * (folder != source)
+    note(f"config and tokenizer from {place}" if owner == source else f"config from {place}, tokenizer from {owner}")
     for remark in plan.notes:
         note(remark)
     if (clash := licence_warning(licences(plan))) is not None:
         note(f"Warning: {clash}")
     for name in differing_tokenizers(plan):
         note(f"Warning: {name} has a different tokenizer.json; the result does not use it")
+    if (united := united_tokenizer(plan)) is not None:
+        for name in united.other_templates:
+            note(f"Warning: {name} has a different chat template; the result uses the one of {united.template}")
     for name, magnitude in merged.magnitudes.items():
         note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
     for name, share in merged.kept_share.items():

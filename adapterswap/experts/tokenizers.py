@@ -103,7 +103,8 @@ def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | 
     """The tokenizer of a composition.
 
     It is the base's if that has all tokens, or else that of the first expert with all tokens, or else the first one
-    with the others' added tokens. The chat template is that of the first expert that has one.
+    with the others' added tokens. An expert may replace tokens of the base. The chat template is that of the first
+    expert that has one.
 
     Args:
         experts: expert → its folder, in the order of the plan.
@@ -129,16 +130,32 @@ def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | 
     tokens = {name: read_tokens(holders[name]) or {} for name in fast}
     beyond = {name for name, own_tokens in tokens.items() if rows is not None and max(own_tokens, default=0) >= rows}
     within = [name for name in tokens if name not in beyond] or list(tokens)
-    first = max(within, key=lambda name: all(tokens[name].items() >= tokens[other].items() for other in within))
+    wanted = {**tokens, **_without_renamed({name: tokens[name] for name in within})}
+    first = max(within, key=lambda name: all(tokens[name].items() >= wanted[other].items() for other in within))
     added: dict[int, Path] = {}
     all_tokens, others = dict(tokens[first]), []
-    for name, own_tokens in tokens.items():
+    for name, own_tokens in wanted.items():
+        if name not in (first, BASE) and len(own_tokens) < len(tokens[name]):
+            others.append(name)
+            continue
         if (name in beyond and name != first) or clashes(all_tokens, own_tokens):
             others.append(name)
             continue
         added |= dict.fromkeys(own_tokens.keys() - all_tokens.keys(), holders[name])
         all_tokens |= own_tokens
     return United(first, added, template, tuple(others), odd)
+
+
+def _without_renamed(tokens: Mapping[str, Tokens]) -> dict[str, Tokens]:
+    """The tokenizers without those tokens of the base that an expert replaced by its own, such as reserved ones."""
+    base = tokens.get(BASE, {})
+    renamed = {i for own_tokens in tokens.values() for i, token in own_tokens.items() if base.get(i, token) != token}
+    if not renamed:
+        return dict(tokens)
+    return {
+        name: {i: token for i, token in own_tokens.items() if i not in renamed or base[i] != token}
+        for name, own_tokens in tokens.items()
+    }
 
 
 def _template(folder: Path | None) -> str | None:

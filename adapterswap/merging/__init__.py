@@ -21,7 +21,7 @@ from adapterswap.experts.identity import sha256_of
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.merging.blocks import Entered
-from adapterswap.merging.companions import copy_companions
+from adapterswap.merging.companions import check_tokens, copy_companions
 from adapterswap.merging.computing import Rows
 from adapterswap.merging.dequantizing import dequantized
 from adapterswap.merging.shards import ModelForm, OutputShard, index_of, lay_out_model
@@ -101,7 +101,8 @@ def merge(
             written.
         NotFoundError, BaseModelError: the base is unknown or damaged, does not fit the experts, or differs from the
             copies of its weights that they carry.
-        ExpertError: a source holds NaN or infinity, or changed after it was opened.
+        ExpertError: a source holds NaN or infinity, or changed after it was opened; the experts' tokenizers cannot be
+            united.
         UnsupportedError: a result overflows its dtype, or cannot be computed from these tensors.
         AdapterswapError: see `open_expert`, `make_plan` and `bases.choose_device`.
     """
@@ -152,6 +153,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
             remedy="Pass the base that it was trained on as `base_model`",
             parameter="base_model",
         )  # fmt: skip
+    check_tokens(full)
     if quantised is not None:
         note = f"the base {quantised.name} is quantised: ΔW is added to the weights that it computes with"
         full = replace(full, notes=(*full.notes, note))

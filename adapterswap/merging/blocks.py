@@ -179,27 +179,35 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
 def _blocks_by_rows(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
     """The blocks of an embedding or head whose rows have different terms.
 
-    If any row of the base is used, all are read, so that its hash covers the whole tensor.
+    If any row of a tensor is used, all are read, so that its hash covers the whole tensor.
     """
     slot, columns = result.slot, result.matrix[1]
-    base = slot.base if any(part.rest for part in slot.rows) else None
+    whole = {(t.expert, t.whole.tensor.name): t.whole for t in slot.all_terms if isinstance(t.change, Whole)}
+    if slot.base is not None and any(part.rest for part in slot.rows):
+        whole[BASE, slot.base.tensor.name] = slot.base
     for rows in slot.rows:
         terms = (*rows.terms, *rows.lent)
         tensor_of_rows = replace(result, slot=replace(slot, terms=terms))
         factors = tuple(reader.factors(term, 0) for term in tensor_of_rows.slot.low_rank)
+        entering = {(term.expert, term.whole.tensor.name): term.whole for term in tensor_of_rows.slot.whole}
+        if rows.rest and slot.base is not None:
+            entering[BASE, slot.base.tensor.name] = slot.base
         for start, stop in row_ranges(rows.stop - rows.start, max(1, _COMPUTED // columns)):
             first, last = start + rows.start, stop + rows.start
-            cut = (first * columns, last * columns)
-            shifts = [term.whole.place_of(rows.start) - rows.start for term in tensor_of_rows.slot.whole]
-            weights = tuple(
-                reader.elements(term.expert, term.whole, (first + shift) * columns, (last + shift) * columns)
-                for term, shift in zip(tensor_of_rows.slot.whole, shifts, strict=True)
-            )
-            inside = base is not None and last <= base.tensor.shape[0]
-            base_part = reader.elements(BASE, base, *cut) if base is not None and inside else None
-            yield Block(
-                tensor_of_rows, first, last, weights, base_part if rows.rest else None, factors if start == 0 else ()
-            )
+            parts = {}
+            for key, source in entering.items():
+                shift = source.place_of(rows.start) - rows.start
+                parts[key] = reader.elements(key[0], source, (first + shift) * columns, (last + shift) * columns)
+            for key, source in whole.items():
+                if key not in entering:
+                    reader.skip(key[0], source, first * columns, last * columns)
+            weights = tuple(parts[term.expert, term.whole.tensor.name] for term in tensor_of_rows.slot.whole)
+            base_part = None if slot.base is None else parts.get((BASE, slot.base.tensor.name))
+            yield Block(tensor_of_rows, first, last, weights, base_part, factors if start == 0 else ())
+    for (expert, _), source in whole.items():
+        rows_left = row_ranges(max(0, source.tensor.shape[0] - slot.shape[0]), max(1, _COMPUTED // columns))
+        for start, stop in rows_left:
+            reader.skip(expert, source, (slot.shape[0] + start) * columns, (slot.shape[0] + stop) * columns)
 
 
 class _Reader:
@@ -208,17 +216,24 @@ class _Reader:
     def __init__(self, files: Mapping[Path, int], entered: Entered) -> None:
         self._files = files
         self._entered = entered
-        self._digests: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
+        self._digests: defaultdict[tuple[str, str], hashlib._Hash] = defaultdict(hashlib.sha256)
 
     def elements(self, expert: str, whole: Whole, start: int, stop: int) -> Part:
         """Elements `start` to `stop` of a tensor of an expert."""
         tensor = whole.tensor
         size = DTYPE_BYTES[tensor.dtype]
         raw = read_bytes(self._files[whole.path], tensor, start * size, stop * size)
-        self._digests[expert].update(raw.data)
+        digest = self._digests[expert, tensor.name]
+        digest.update(raw.data)
         if stop * size == tensor.nbytes:
-            self._entered.computed[expert, tensor.name] = (tensor, self._digests[expert].hexdigest())
+            self._entered.computed[expert, tensor.name] = (tensor, digest.hexdigest())
         return Part(expert, tensor, raw)
+
+    def skip(self, expert: str, whole: Whole, start: int, stop: int) -> None:
+        """Hash elements of a tensor that the result does not use; those after its end are left out."""
+        stop = min(stop, whole.tensor.nbytes // DTYPE_BYTES[whole.tensor.dtype])
+        if start < stop and not whole.rows:
+            self.elements(expert, whole, start, stop)
 
     def factors(self, term: Term, matrix: int) -> tuple[Part, Part]:
         """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""

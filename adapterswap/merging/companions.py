@@ -7,21 +7,21 @@ file names; nothing of tensors.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from adapterswap.errors import ExpertError
 from adapterswap.experts.checkpoints import COMPANIONS, MODEL_CONFIG
 from adapterswap.experts.layers import is_vocabulary
-from adapterswap.experts.tokenizers import write_united
+from adapterswap.experts.tokenizers import BASE, read_tokens, write_united
 from adapterswap.files.smallfiles import exists, write_json
 from adapterswap.merging.shards import ModelForm
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.tokenizer import tokenizer_folders, united_tokenizer
 
-__all__ = ["copy_companions", "differing_tokenizers", "tokenizer_source"]
+__all__ = ["check_tokens", "config_source", "copy_companions", "differing_tokenizers", "tokenizer_source"]
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 _TOKENIZER = "tokenizer.json"
@@ -32,7 +32,7 @@ def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
     source = plan.skeleton.source.folder
     for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, folder / path.name)
-    united = None if plan.checkpoints else united_tokenizer(plan)
+    united = united_tokenizer(plan)
     if united is not None:
         write_united(united, tokenizer_folders(plan), folder)
     changed = _config(plan.skeleton.config, plan, form)
@@ -44,25 +44,64 @@ def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
 
 def tokenizer_source(plan: Plan) -> str:
     """The owner of the result's tokenizer: `base`, or an expert's name."""
-    if plan.checkpoints:
-        return "base" if plan.base is not None else next(iter(plan.checkpoints))
     united = united_tokenizer(plan)
-    return "base" if united is None else united.owner
+    if united is None:
+        return config_source(plan)
+    return united.owner
+
+
+def config_source(plan: Plan) -> str:
+    """The owner of the result's config: `base`, or the name of the first full expert."""
+    return BASE if plan.base is not None else next(iter(plan.checkpoints))
 
 
 def differing_tokenizers(plan: Plan) -> list[str]:
-    """The experts whose tokenizer differs from the result's: full ones whose tokenizer.json has other bytes, and
-    adapters whose tokens have other ids."""
-    if not plan.checkpoints:
-        united = united_tokenizer(plan)
-        return [] if united is None else list(united.others)
+    """The experts whose tokenizer differs from the result's: those whose tokens have other ids, and full ones whose
+    tokenizer.json has other bytes, unless its tokens are more or fewer."""
+    united = united_tokenizer(plan)
+    if united is None:
+        return []
+    folders = tokenizer_folders(plan)
 
-    def digest(folder: Path) -> str | None:
-        path = folder / _TOKENIZER
-        return hashlib.sha256(path.read_bytes()).hexdigest() if exists(path) else None
+    def content(name: str) -> bytes | None:
+        path = folders[name] / _TOKENIZER
+        return path.read_bytes() if exists(path) else None
 
-    ours = digest(plan.skeleton.source.folder)
-    return [name for name, expert in plan.checkpoints.items() if digest(expert.source.folder) != ours]
+    def has_other_tokens(name: str) -> bool:
+        ours, theirs = read_tokens(folders[united.owner]), read_tokens(folders[name])
+        return None not in (ours, theirs) and ours != theirs
+
+    odd = [
+        name
+        for name in plan.checkpoints
+        if name not in united.others and content(name) != content(united.owner) and not has_other_tokens(name)
+    ]
+    return [*united.others, *odd]
+
+
+def check_tokens(plan: Plan) -> None:
+    """Check that the result's tokenizer has the tokens whose rows it has from their owners.
+
+    Raises:
+        ExpertError: the experts' tokenizers cannot be united.
+    """
+    united = united_tokenizer(plan)
+    if united is None or not any(slot.rows for slot in plan):
+        return
+    folders = tokenizer_folders(plan)
+    tokens = dict(read_tokens(folders[united.owner]) or {})
+    tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
+    for slot in plan:
+        for part in (part for part in slot.rows if part.is_new):
+            expert = part.terms[0].expert
+            theirs = read_tokens(folders[expert]) or {}
+            odd = next((i for i in range(part.start, part.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
+            if odd is not None:
+                raise ExpertError(
+                    f"row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
+                    f"{united.owner}, which the result would have, cannot have that token",
+                    "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
+                )
 
 
 def resized_vocabulary(plan: Plan) -> dict[int, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from adapterswap.changes.kinds import Whole
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part
@@ -16,6 +17,7 @@ from adapterswap.experts.layers import (
     NumLayers,
     Stack,
     depth_of,
+    extra_rows,
     has_both_stacks,
     is_vocabulary,
     parse_layers,
@@ -46,6 +48,7 @@ __all__ = [
     "check_saved",
     "check_shapes",
     "check_used",
+    "check_vocabulary",
     "silenced_experts",
 ]
 
@@ -421,7 +424,10 @@ def _field_naming(expert: str, composition: Composition) -> str:
 
 
 def check_architecture(first_name: str, first: Checkpoint, name: str, other: Checkpoint, problems: Problems) -> None:
-    """Check that two checkpoints have the same architecture and hold the same tensors in the same shapes."""
+    """Check that two checkpoints have the same architecture and hold the same tensors in the same shapes.
+
+    Embeddings and heads may differ in their numbers of rows; see `vocabulary`.
+    """
     for who, checkpoint in ((first_name, first), (name, other)):
         if checkpoint.config.get("quantization_config"):
             problems.add(
@@ -446,21 +452,69 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
     ):
         if missing:
             problems.add(f"{has} holds {and_more(missing)}, but {lacks} does not", _ONE_BASE)
-    vocabulary = set()
+    resized = set()
     for key in sorted(ours.keys() & theirs.keys()):
         our_shape, their_shape = ours[key].tensor.shape, theirs[key].tensor.shape
-        if our_shape != their_shape and ours[key].layer is None and our_shape[1:] == their_shape[1:]:
-            vocabulary.add(key)
+        if our_shape == their_shape or ours[key].layer is not None or our_shape[1:] != their_shape[1:]:
+            continue
+        resized.add(key)
+        if not is_vocabulary(ours[key].module, ours[key].layer):
             problems.add(
-                f"{key} is {list(our_shape)} in {first_name}, but {list(their_shape)} in {name}: their vocabularies "
-                "differ in size",
+                f"{key} is {list(our_shape)} in {first_name}, but {list(their_shape)} in {name}, and it is not known "
+                "as an embedding or head whose rows are tokens",
                 "Resize one (resize_token_embeddings), or extract an adapter from one with `adapterswap extract`",
             )
     shapes = (
-        {key: "×".join(map(str, tensors[key].tensor.shape)) for key in tensors if key not in vocabulary}
+        {key: "×".join(map(str, tensors[key].tensor.shape)) for key in tensors if key not in resized}
         for tensors in (ours, theirs)
     )
     compare_shapes(*shapes, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
+
+
+def check_vocabulary(
+    slots: Sequence[Slot],
+    skeleton: Checkpoint,
+    full: Mapping[str, Checkpoint],
+    rules: Sequence[Rule],
+    problems: Problems,
+) -> None:
+    """Report what cannot be computed row by row if full checkpoints have rows that the base or another expert lacks."""
+    ends = {slot.name: slot for slot in slots if is_vocabulary(slot.module, slot.layer)}
+    sizes = {slot.shape[0] for slot in ends.values()}
+    if any(slot.rows for slot in ends.values()):
+        for slot in slots:
+            if slot.layer is None and slot.name not in ends and sizes.intersection(slot.shape):
+                problems.add(
+                    f"an expert has tokens that the base or another expert lacks, and {slot.name} is "
+                    f"{list(slot.shape)}, as large as the vocabulary, but it is not known as an embedding or head",
+                    "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
+                    kind=UnsupportedError,
+                )
+    for slot in ends.values():
+        extra = extra_rows(skeleton.config, slot.module)
+        whole = [term for term in slot.all_terms if isinstance(term.change, Whole)]
+        odd = next((term for term in whole if term.whole.tensor.shape != slot.shape), None)
+        if extra and odd is not None:
+            problems.add(
+                f"{odd.expert} has {odd.whole.tensor.shape[0]} rows of {slot.name}, of which the last {extra} are not "
+                f"tokens of the vocabulary, and {skeleton.name} has {slot.shape[0]}",
+                "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
+                kind=UnsupportedError,
+            )
+    if not any(rule.weights for rule in rules):
+        return
+    for name, checkpoint in full.items():
+        for key in ends.keys() & checkpoint.parameters.keys() & skeleton.parameters.keys():
+            rows, rows_of_base = (c.parameters[key].tensor.shape[0] for c in (checkpoint, skeleton))
+            if rows != rows_of_base:
+                problems.add(
+                    f"{name} has {rows} rows of {key} and the base {rows_of_base}, so the magnitude of its ΔW is not "
+                    "defined",
+                    "Use explicit weights",
+                    parameter="weights",
+                    kind=UnsupportedError,
+                )
+                break
 
 
 def check_factors(slots: Mapping[str, Slot], problems: Problems) -> None:
@@ -495,7 +549,7 @@ def check_numbers(slots: Mapping[str, Slot], problems: Problems) -> None:
     for slot in slots.values():
         if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
             continue
-        entering = [term.whole.tensor.dtype for term in slot.whole]
+        entering = [t.whole.tensor.dtype for t in slot.all_terms if isinstance(t.change, Whole)]
         entering += [slot.dtype] + ([slot.base.tensor.dtype] if slot.base else [])
         odd = next((dtype for dtype in entering if dtype not in FLOATS), None)
         if odd is not None:

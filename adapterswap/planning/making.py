@@ -25,6 +25,7 @@ from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part, 
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.experts.layers import (
     NumLayers,
+    extra_rows,
     format_depth,
     has_both_stacks,
     is_vocabulary,
@@ -46,6 +47,7 @@ from adapterswap.planning.checks import (
     check_saved,
     check_shapes,
     check_used,
+    check_vocabulary,
 )
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.depth import outside_the_layers, settle_depth
@@ -224,7 +226,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     check_rules(rules, num_layers, problems)
     tied = find_tied_head(skeleton, adapters)
     stored = with_head(skeleton.parameters, tied)
-    located = locate_all(adapters, stored, skeleton_name, skeleton, problems)
+    located = locate_all(adapters, stored, skeleton_name, skeleton, problems, resized=True)
     problems.raise_if_any()
     changes: dict[str, Mapping[str, Change]] = {
         name: {key: place.change for key, place in parts.items()} for name, parts in located.items()
@@ -232,9 +234,19 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     for name, checkpoint in full.items():
         changes[name] = {key: _whole(checkpoint, key, tied) for key in stored}
     slots = [_stored_slot(parameter, located.values(), base) for parameter in stored.values()]
-    filled = {slot.name: slot for slot in _filled(rules, slots, changes, problems)}
+    with_terms = _filled(rules, slots, changes, problems)
     problems.raise_if_any()
+    ends = {
+        expert: {key: change for key, change in by_key.items() if is_vocabulary(stored[key].module, stored[key].layer)}
+        for expert, by_key in changes.items()
+    }
+    vocabularies = settle_vocabulary(with_terms, ends, experts, composition, problems, base)
+    check_vocabulary(vocabularies.slots, skeleton, full, rules, problems)
+    problems.raise_if_any()
+    filled = {slot.name: _with_rows(slot, slot.rows) for slot in vocabularies.slots}
+    filled = with_lent_rows(filled, stored, tied, adapters, problems)
     filled, untied = _settle_head(filled, tied, adapters, skeleton)
+    _check_ends(filled, stored, skeleton, problems)
     check_matches(rules, list(filled.values()), adapters, composition, problems)
     check_factors(filled, problems)
     check_matrices(filled, problems)
@@ -244,7 +256,10 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
         more = f", and so do {len(needing) - 1} more" * (len(needing) > 1)
         message = f"{needing[0]} needs the base's own weights{more}"
         problems.add(message, _PASS_BASE, parameter="base_model", kind=BaseModelError)
-    return Plan(composition, rules, experts, num_layers, filled, is_model=True, base=base, untied=untied)
+    return Plan(
+        composition, rules, experts, num_layers, filled,
+        is_model=True, base=base, untied=untied, notes=vocabularies.notes,
+    )  # fmt: skip
 
 
 def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, problems: Problems) -> NumLayers:
@@ -396,18 +411,46 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         filled[key] = slot
     filled = with_lent_rows(filled, stored, tied, plan.adapters, problems)
     filled, untied = _settle_head(filled, tied, plan.adapters, base)
-    _check_ends(filled, stored, problems)
+    _check_ends(filled, stored, base, problems)
     check_matrices(filled, problems)
     check_numbers(filled, problems)
     problems.raise_if_any()
     return replace(plan, slots=filled, is_model=True, base=base, untied=untied)
 
 
-def _check_ends(slots: Mapping[str, Slot], stored: Mapping[str, StoredTensor], problems: Problems) -> None:
-    """Check that the embeddings and heads have one number of rows, if any of them was resized."""
-    ends = {name: slot.shape[0] for name, slot in slots.items() if is_vocabulary(slot.module, slot.layer)}
-    if any(size != stored[name].tensor.shape[0] for name, size in ends.items() if name in stored):
-        check_sizes(ends, problems)  # a base's own embedding and head may differ in size
+def _check_ends(
+    slots: Mapping[str, Slot], stored: Mapping[str, StoredTensor], skeleton: Checkpoint, problems: Problems
+) -> None:
+    """Check that embeddings and heads have one number of rows, if any of them was resized, and that the base has the
+    rows that it adds."""
+    for slot in slots.values():
+        size = None if slot.base is None else slot.base.tensor.shape[0]
+        if size is not None and any(part.rest and part.stop > size for part in slot.rows):
+            problems.add(
+                f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
+                "Pass `base_model` when you compose them",
+                parameter="base_model",
+                kind=BaseModelError,
+            )
+    ends = {name: slot for name, slot in slots.items() if is_vocabulary(slot.module, slot.layer)}
+    if any(slot.shape != stored[name].tensor.shape for name, slot in ends.items() if name in stored):
+        # a base's own embedding and head may differ in size
+        sizes = {name: slot.shape[0] - extra_rows(skeleton.config, slot.module) for name, slot in ends.items()}
+        check_sizes(sizes, problems)
+
+
+def _with_rows(slot: Slot, rows: Sequence[Rows]) -> Slot:
+    """A stored embedding or head with these rows, and their number; without them if one tensor holds all rows.
+
+    If `rows` is empty, all weights that enter have the same number of rows.
+    """
+    whole = slot.whole
+    if not rows:
+        return replace(slot, shape=whole[0].whole.tensor.shape) if whole else slot
+    count = rows[-1].stop
+    alone = slot.owner is not None and whole and all(part.terms == slot.terms for part in rows)
+    is_copy = alone and whole[0].whole.tensor.shape[0] == count
+    return replace(slot, rows=() if is_copy else tuple(rows), shape=(count, *slot.shape[1:]))
 
 
 def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems: Problems) -> Slot:
@@ -420,7 +463,7 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
     if rows and planned.of_tokens:
         return with_rows_of_base(slot, rows, problems)
     if rows:
-        return replace(slot, rows=rows, shape=(rows[-1].stop, *slot.shape[1:]))
+        return _with_rows(slot, rows)
     odd = next((term for term in slot.whole if term.whole.tensor.shape != slot.shape), None)
     if odd is not None:
         problems.add(

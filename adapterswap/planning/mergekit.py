@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from adapterswap.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.identity import sha256_of
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, num_layers_in_config
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, is_vocabulary, num_layers_in_config
 from adapterswap.experts.opening import open_expert
+from adapterswap.experts.tokenizers import Tokens, read_tokens
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.yamlfiles import FieldMistake, StrictModel, read_content, validate
 from adapterswap.planning.allocation import BASE, Rule
@@ -171,6 +172,22 @@ def _read(path: Path) -> _MergekitRecipe:
     return validate(content, _MergekitRecipe, where=str(path), layers=layers)
 
 
+class _Vocabulary(NamedTuple):
+    """The rows of each embedding and head, and the tokens of these rows; None if no tokenizer.json says it."""
+
+    rows: Mapping[str, int]
+    tokens: Tokens | None
+
+
+def _vocabulary(checkpoint: Checkpoint) -> _Vocabulary:
+    stored = checkpoint.parameters.values()
+    rows = {part.name: part.tensor.shape[0] for part in stored if is_vocabulary(part.module, part.layer)}
+    tokens = read_tokens(checkpoint.source.folder)
+    if tokens is not None:
+        tokens = {i: token for i, token in tokens.items() if i < max(rows.values(), default=0)}
+    return _Vocabulary(rows, tokens)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -214,6 +231,7 @@ class _Reading:
             raise UnsupportedError(f"the config of {first} does not say how many layers it has", "Complete its config")
         slices = self._slices(num_layers)
         self._check_tokenizers(first)
+        self._check_vocabularies(first)
         outcomes = {tensor: self._outcome(tensor, slices) for tensor in skeleton.parameters.values()}
         if unmatched := [text for text, matched in self.filters.items() if not matched]:
             raise FieldError(
@@ -318,6 +336,19 @@ class _Reading:
                 "Remove it, or use checkpoints that share one tokenizer",
                 parameter="tokenizer_source",
             )
+
+    def _check_vocabularies(self, first: str) -> None:
+        """Refuse checkpoints with different tokens: mergekit averages their rows, and cuts off those that one lacks."""
+        ours = _vocabulary(self.opened[first])
+        for name, checkpoint in self.opened.items():
+            theirs = _vocabulary(checkpoint)
+            if ours.rows != theirs.rows or (None not in (ours.tokens, theirs.tokens) and ours.tokens != theirs.tokens):
+                raise UnsupportedError(
+                    f"{self.path}: {first} and {name} have different tokens, whose rows mergekit would average or cut "
+                    "off",
+                    "Write an adapterswap recipe, in which a new token's row is its owner's",
+                    parameter="model",
+                )
 
     def _outcome(self, tensor: StoredTensor, slices: Sequence[_Slice]) -> Rule:
         """The rule for a tensor, without layers and modules."""

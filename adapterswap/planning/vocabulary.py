@@ -2,7 +2,8 @@
 
 A row whose token the base has follows the rule for its module, like any weight outside the layers. The row of a new
 token is copied from its owner: averaging it with weights that were never trained for the token would spoil it.
-Tokenizers say which rows are new. Knows plans and tokenizers; reads no tensor.
+Tokenizers say which rows are new. This goes for adapters and for full checkpoints. Knows plans and tokenizers; reads no
+tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from adapterswap.planning.token_rows import check_ties, settle_tokens
 
 __all__ = ["Vocabularies", "check_sizes", "settle_vocabulary"]
 
+_TOKENIZER = "tokenizer.json"
 _SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
 
 
@@ -83,7 +85,7 @@ def settle_vocabulary(
         problems: collects clashes of tokens, and new tokens that would get no row, or only part of one.
         base: the base, if it has been opened.
     """
-    if not any(ends.values()):
+    if not any(ends.values()) or _are_alike(slots, ends, experts, base):
         return Vocabularies(list(slots))
     table = _token_table(ends, experts, composition, slots, base, problems)
     if problems:
@@ -94,6 +96,8 @@ def settle_vocabulary(
         slot_changes = {name: changes[slot.name] for name, changes in ends.items() if slot.name in changes}
         extra = table.extra(slot.module)
         own_table = table if table.size is None else replace(table, size=table.size + extra)
+        if slot.base is not None:
+            own_table = replace(table, size=slot.base.tensor.shape[0])
         if any(isinstance(term.change, Whole) and term.change.rows for term in slot.terms):
             slot, size = settle_tokens(slot, own_table.size, table.tokens, problems)
         else:
@@ -110,9 +114,29 @@ def settle_vocabulary(
                 owner = rows.terms[0].expert
                 new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
         settled.append(slot)
-    check_sizes(sizes, problems)
+    if not any(slot.is_stored for slot in slots):  # else `making` checks them, after the rows of LoRA's copies
+        check_sizes(sizes, problems)
     check_ties(settled, table.config, problems)
-    return Vocabularies(settled, _notes(table, new, sizes))
+    return Vocabularies(settled, _notes(table, new, sizes, is_model=any(slot.is_stored for slot in slots)))
+
+
+def _are_alike(
+    slots: Sequence[Slot],
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    base: Checkpoint | None,
+) -> bool:
+    """Whether stored embeddings and heads have the same rows in all checkpoints, and all tokenizers the same bytes.
+
+    Parsing a large tokenizer takes longer than planning.
+    """
+    if not all(slot.is_stored for slot in slots):
+        return False
+    rows_of = {slot.name: slot.shape[0] for slot in slots if slot.shape}
+    if any(_rows_of(part, rows_of[name]) != rows_of[name] for parts in ends.values() for name, part in parts.items()):
+        return False
+    folders = [expert.source.folder for expert in experts.values()] + ([base.source.folder] if base else [])
+    return len({path.read_bytes() for folder in folders if (path := folder / _TOKENIZER).is_file()}) < 2
 
 
 def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
@@ -127,12 +151,14 @@ def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
         )
 
 
-def _rows_of(change: Change) -> int:
-    """The number of rows of the weight that a change of an embedding or head is for."""
+def _rows_of(change: Change, base: int | None = None) -> int:
+    """The number of rows of the weight that a change of an embedding or head is for; `base` is that of the base."""
     if isinstance(change, Whole):
         return next(iter(change.tensors.values())).shape[0]
     lora = change.part.lora if isinstance(change, Opaque) else change.lora
-    assert lora is not None
+    if lora is None:  # (IA)³ and others, of the base's own weight
+        assert base is not None
+        return base
     return lora.in_features if lora.embedding else lora.out_features
 
 
@@ -172,11 +198,12 @@ def _token_table(
     if base is None:  # assume the tokens that all experts share
         everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
         row_counts = [
-            min(part.rows) if isinstance(part, Whole) and part.rows else _rows_of(part)
+            min(part.rows) if isinstance(part, Whole) and part.rows else _rows_of(part, size)
             for changes in ends.values()
             for part in changes.values()
         ]
         base = {i: token for i, token in everywhere if i < (size or min(row_counts))}
+    is_unknown = reference is None and opened is None
     names = list(tokens)
     for number, name in enumerate(names):
         for other in names[:number]:
@@ -184,7 +211,8 @@ def _token_table(
             if odd := clashes(ours, theirs):
                 problems.add(
                     f"{other} and {name} have different tokens under one id, or one token under two: {and_more(odd)}",
-                    "Train both with one tokenizer: add all new tokens, in one order, to each before training",
+                    "Train both with one tokenizer: add all new tokens, in one order, to each before training"
+                    + (". If one of them has the base's tokens, pass the base as `base_model`" * is_unknown),
                     kind=ExpertError,
                 )
     return _TokenTable(config, size, base, tokens)
@@ -198,7 +226,18 @@ def _settled(
     problems: Problems,
 ) -> tuple[Slot, int | None]:
     """The slot with its rows, and their number; None if it stays the base's."""
-    sizes = {name: _rows_of(part) for name, part in changes.items()}
+    sizes = {name: _rows_of(part, table.size) for name, part in changes.items()}
+    unnamed = next((name for name in changes if name not in table.tokens), None)
+    if table.size is None and slot.is_stored and len(set(sizes.values())) > 1 and unnamed is not None:
+        listed = ", ".join(f"{size} in {name}" for name, size in sizes.items())
+        problems.add(
+            f"the rows of {slot.name} differ in number ({listed}), and {unnamed} has no tokenizer.json that says which "
+            "tokens they are",
+            f"Pass `base_model`, whose tokens are known by their place. {_SAVE}",
+            parameter="base_model",
+            kind=ExpertError,
+        )
+        return slot, None
     new = {name: table.new(name, sizes[name]) for name in changes}
     new_ids = {i for tokens in new.values() for i in tokens}
     if new_ids and not slot.terms:
@@ -264,6 +303,16 @@ def _settled(
     if ordinary and (table.size in (None, total) or not slot.rest):
         # All rows have the same terms, but merging has to know where the base's rows end.
         rows = rows if table.size is not None and table.size != total else []
+    if rows and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
+        weighting = "magnitude weights" if slot.method == "linear" else slot.method
+        problems.add(
+            f"{slot.name} has rows for tokens that the base or an expert lacks, so it cannot be combined by "
+            f"{weighting}",
+            f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.module}], expert: NAME}}",
+            parameter="weights" if slot.method == "linear" else "method",
+            kind=UnsupportedError,
+        )
+        return slot, None
     return replace(slot, rows=tuple(rows)), total
 
 
@@ -341,7 +390,9 @@ def _ids(numbers: set[int]) -> str:
     return and_more([str(number) for number in sorted(numbers)])
 
 
-def _notes(table: _TokenTable, new: Mapping[int, tuple[str, str | None]], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _notes(
+    table: _TokenTable, new: Mapping[int, tuple[str, str | None]], sizes: Mapping[str, int], *, is_model: bool
+) -> tuple[str, ...]:
     size = max(sizes.values(), default=0)
     if table.size is None or size <= table.size:
         return ()
@@ -351,7 +402,7 @@ def _notes(table: _TokenTable, new: Mapping[int, tuple[str, str | None]], sizes:
         for owner in owners
     ]
     listed = f" ({'; '.join(additions)})" if additions else ""
-    return (
-        f"the vocabulary grows from {table.size} to {size} rows{listed}: call model.resize_token_embeddings({size}) "
-        "before PEFT loads the adapter",
-    )
+    growth = f"the vocabulary grows from {table.size} to {size} rows{listed}"
+    if is_model:
+        return (growth,)
+    return (f"{growth}: call model.resize_token_embeddings({size}) before PEFT loads the adapter",)

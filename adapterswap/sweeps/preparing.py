@@ -204,15 +204,30 @@ def _plan(
         declared = composition.model_copy(update={"base_model": base_model})
         plan = make_plan(declared, experts, num_layers=num_layers)
         if plan.is_model:
+            _check_vocabulary(plan)
             return plan
         if cell.output.get("full_rank"):
             if stored is not None:
-                merge_plan(plan, stored)  # reports mistakes before anything is evaluated
+                _check_vocabulary(merge_plan(plan, stored))  # reports mistakes before anything is evaluated
         elif cell.output or why_not_live(plan) is not None:  # reduced to an adapter
             check_kinds(plan, Form(**cell.output))
         return plan
     except AdapterswapError as error:
         raise error.within(cell.short) from None
+
+
+def _check_vocabulary(plan: Plan) -> None:
+    """Refuse full weights with rows for tokens that the base lacks, because all cells use the base's tokenizer.
+
+    Raises:
+        UnsupportedError: an expert has such rows.
+    """
+    for slot in plan:
+        if slot.rows or (slot.base is not None and slot.shape != slot.base.tensor.shape):
+            raise UnsupportedError(
+                f"{slot.name} has rows for tokens that the base lacks, but a sweep uses the base's tokenizer",
+                "Write the composition with `adapterswap merge`, and evaluate the result with `adapterswap evaluate`",
+            )
 
 
 def _num_layers(base: Base, from_recipe: int | None) -> int:

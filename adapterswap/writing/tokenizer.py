@@ -16,12 +16,12 @@ __all__ = ["tokenizer_folders", "united_tokenizer"]
 
 def tokenizer_folders(plan: Plan) -> dict[str, Path]:
     """The folders that may hold the result's tokenizer, by the experts' names; also the base's for full weights."""
-    folders = {name: adapter.source.folder for name, adapter in plan.adapters.items()}
+    folders = {name: expert.source.folder for name, expert in plan.experts.items()}
     return {**folders, **({} if plan.base is None else {BASE: plan.base.source.folder})}
 
 
 def united_tokenizer(plan: Plan) -> United | None:
-    """The tokenizer of a composition of adapters; None if neither the experts nor the base have one.
+    """The tokenizer of a composition; None if neither the experts nor the base have one.
 
     Raises:
         ExpertError: a tokenizer.json is damaged.

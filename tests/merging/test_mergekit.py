@@ -232,6 +232,20 @@ def test_unsupported_keys_are_refused(folder: Path, text: str, kind: type[Adapte
         adapterswap.read_mergekit(folder / "refused.yaml")
 
 
+def test_vocabularies_of_other_sizes_are_refused(folder: Path, tmp_path: Path) -> None:
+    """mergekit cuts off the rows that one model lacks."""
+    ends = ("model.embed_tokens.weight", "lm_head.weight")
+    grown = {
+        key: torch.cat([value, value[:2]]) if key in ends else value for key, value in weights(folder / "math").items()
+    }
+    save_like(tmp_path / "grown", folder / "math", grown)
+    (folder / "refused.yaml").write_text(
+        "merge_method: linear\nmodels:\n" + EVERY.replace("math", str(tmp_path / "grown")) % (1, 1)
+    )
+    with refused(UnsupportedError, "model"):
+        adapterswap.read_mergekit(folder / "refused.yaml")
+
+
 def test_adapters_are_refused(folder: Path, math: Path) -> None:
     (folder / "refused.yaml").write_text(f"merge_method: passthrough\nmodels: [{{model: {math}}}]\n")
     with refused(UnsupportedError, "model"):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import adapterswap
 from adapterswap.bases import open_base
-from adapterswap.errors import BaseModelError, ExpertError, FieldError, OutputError, RunError
+from adapterswap.errors import BaseModelError, ExpertError, FieldError, OutputError, RunError, UnsupportedError
 from adapterswap.evaluation import evaluate
 from adapterswap.evaluation.subjects import load_subject
 from adapterswap.merging import merge
@@ -204,6 +204,12 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_judged(full: Pat
     byte_tokenizer().save_pretrained(tmp_path / "shallow")
     with refused(ExpertError, None, match="num_hidden_layers"):
         prepare(recipe_of(full, task_experts={"math": str(tmp_path / "shallow")}, compositions=[{"method": "soup"}]))
+    grown = AutoModelForCausalLM.from_pretrained(full / "full-math")
+    grown.resize_token_embeddings(grown.config.vocab_size + 2, mean_resizing=False)
+    grown.save_pretrained(tmp_path / "grown")
+    byte_tokenizer().save_pretrained(tmp_path / "grown")
+    with refused(UnsupportedError):
+        prepare(recipe_of(full, task_experts={"math": str(tmp_path / "grown")}, compositions=[{"method": "soup"}]))
     adapters = {"task_experts": {"m": str(full / "math1")}, "language_experts": {"s": str(full / "sw1")}}
     model = pico_model()
     model.config.intermediate_size = 64
