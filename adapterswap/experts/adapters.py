@@ -279,9 +279,10 @@ class Adapter:
         """Raise `UnsupportedError` if a module's change is not s·B·A; `purpose` is what needs it: `analyze needs`."""
         if self.opaque:
             first = next(iter(self.opaque.values()))
+            converted = "" if first.is_linear else "Convert it to rsLoRA with `convert`, or m"
             raise UnsupportedError(
                 f"{name or self.name} is {first.method} ({first.name}), but {purpose} changes of the form s·B·A",
-                "Convert it to rsLoRA with `convert`, or merge it into its base with `merge`",
+                f"{converted or 'M'}erge it into its base with `merge`",
             )
 
 
@@ -515,12 +516,12 @@ def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
     if any(folder.glob("adapter_model*.bin")):
         return UnsupportedError(
             f"{folder} holds a pickled adapter (.bin), which can run code when loaded",
-            "If you trust it, load it with PEFT and save it again: save_pretrained writes safetensors",
+            "Rewrite it with `convert` and `allow_pickle`, which reads its tensors without running code",
         )
     if any(folder.glob("adapter_model*.safetensors")) or any(folder.glob("*.index.json")):
         return UnsupportedError(
             f"{folder} holds a sharded adapter",
-            f"Load it with PEFT and save it again, which writes one {WEIGHTS}",
+            f"PEFT cannot load it either: save the tensors of all its files in one {WEIGHTS}",
         )
     if below := subfolders_with(source, CONFIG):  # PEFT saves adapters with other names than `default` in subfolders
         return NotFoundError(

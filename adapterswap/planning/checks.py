@@ -204,7 +204,7 @@ def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
             if inside is not None and not (is_bias(inside[0]) and other == name):
                 problems.add(
                     f"{name} holds {inside[1]} in full (modules_to_save), but {other} adapts {inside[0]} inside it",
-                    "Compose experts that adapt this module in the same way",
+                    f"Merge {other} into its base with `merge`, and compose the full weights in its place",
                     kind=ExpertError,
                 )
                 return

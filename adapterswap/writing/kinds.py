@@ -238,7 +238,8 @@ def _check_form(parts: Sequence[tuple[str, OpaqueModule]], form: Form, problems:
     if form.layout == "portable":
         problems.add(
             f"the portable layout is plain LoRA, but {expert} is {first.method} at {first.name}",
-            f"Pass `layout=exact`, or convert {expert} to rsLoRA first with `convert`",
+            "Pass `layout=exact`"
+            + ("" if first.is_linear else f", or convert {expert} to rsLoRA first with `convert`"),
             parameter="layout",
         )
     for expert, part in parts:

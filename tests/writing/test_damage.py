@@ -379,8 +379,8 @@ def test_a_file_that_changes_between_its_header_and_its_bytes(pair: tuple[Path, 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["adapter_model.bin"], "holds a pickled adapter (.bin), which can run code when loaded. If you trust it"),
-        (["adapter_model-00001-of-00002.safetensors"], "holds a sharded adapter. Load it with PEFT and save it again"),
+        (["adapter_model.bin"], "holds a pickled adapter (.bin), which can run code when loaded. Rewrite it with"),
+        (["adapter_model-00001-of-00002.safetensors"], "holds a sharded adapter. PEFT cannot load it either"),
         (["adapter_model.safetensors.index.json"], "holds a sharded adapter"),
         ([], "has no adapter_model.safetensors"),
     ],

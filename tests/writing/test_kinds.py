@@ -43,8 +43,8 @@ from safetensors.torch import load_file
 from tolerances import close
 
 import adapterswap
-from adapterswap import AdapterswapError, Composition
-from adapterswap.errors import UnsupportedError
+from adapterswap import Composition
+from adapterswap.errors import ExpertError, UnsupportedError
 from adapterswap.experts.adapter_config import read_adapter_config
 from adapterswap.experts.peft_kinds import KINDS, REFUSED_KINDS
 from adapterswap.serving.base_shapes import base_shapes, check_fits
@@ -336,6 +336,18 @@ def test_rooms_that_need_factors_refuse(operation: str, base: Base, tmp_path: Pa
         calls[operation]()
 
 
+def test_biases_of_b_are_not_sent_to_a_command_that_refuses_them(base: Base, tmp_path: Path) -> None:
+    experts = pair(base("qwen2"), tmp_path, *biased())
+    with refused(UnsupportedError, "layout") as caught:
+        composed(experts).write(tmp_path / "out", layout="portable")
+    with refused(UnsupportedError) as measured:
+        adapterswap.diff(experts["math"], experts["swahili"])
+    with pytest.raises(UnsupportedError):
+        adapterswap.convert(experts["math"], tmp_path / "converted", rank=4)
+    assert "`convert`" not in f"{caught.value} {measured.value}"
+    assert adapterswap.merge(experts["math"], out_path=tmp_path / "merged", base_model=base("qwen2")).exists()
+
+
 def test_inspect_lists_them(base: Base, tmp_path: Path, run: Run) -> None:
     loha = LoHaConfig(r=3, target_modules=TARGETS, task_type="CAUSAL_LM")
     expert = make(base("llama"), tmp_path / "math", loha, 1)
@@ -379,8 +391,12 @@ def test_a_head_that_one_expert_trained_in_full_and_another_by_lora(base: Base, 
 def test_a_module_inside_one_that_another_expert_holds_in_full(base: Base, tmp_path: Path) -> None:
     inside = dora(use_dora=False)
     whole = dora(use_dora=False, target_modules=["lm_head"], modules_to_save=["mlp"])
-    with pytest.raises(AdapterswapError, match="inside it"):
-        composed(pair(base("llama"), tmp_path, inside, whole))
+    experts = pair(base("llama"), tmp_path, inside, whole)
+    with refused(ExpertError, match="inside it"):
+        composed(experts)
+    full = adapterswap.merge(experts["math"], out_path=tmp_path / "merged", base_model=base("llama"))
+    out = composed({**experts, "math": full}).merge(tmp_path / "out", base_model=base("llama"))
+    close(load_base(out).state_dict(), transplanted(base("llama"), experts).state_dict())
 
 
 @pytest.mark.parametrize("version", [None, "0.18.1"])
