@@ -192,7 +192,9 @@ def locate(
             kind=UnsupportedError,
         )
     for part in adapter.opaque.values():
-        located = _locate_opaque(expert, part, adapter, parameters, where, orientation, stored_name, problems)
+        located = _locate_opaque(
+            expert, part, adapter, parameters, where, orientation, stored_name, problems, resized=resized
+        )
         if located is None:
             missing.append(part.name)
         else:
@@ -338,6 +340,8 @@ def _locate_opaque(
     orientation: Orientation,
     stored_name: Callable[[str, str], str | None],
     problems: Problems,
+    *,
+    resized: bool,
 ) -> dict[str, Located] | None:
     """The weight of a module that is not plain LoRA, and its bias if that changes too; None if it is not stored.
 
@@ -351,10 +355,11 @@ def _locate_opaque(
     if lora is not None:
         shape = parameters[key].tensor.shape
         expected = _expected_shape(lora, transposed=transposed or lora.embedding)
-        if _is_resized(lora, expected, shape):
+        grows = _is_resized(lora, expected, shape)
+        if grows and (part.on_bias or not resized):
             _report_resized(expert, part.method, lora, where, shape[0], problems)
             return {}
-        if shape != expected:
+        if shape != expected and not grows:
             problems.add(
                 f"{part.name} is {'×'.join(map(str, expected))} in {expert}, and {'×'.join(map(str, shape))} in "
                 f"{where} as stored",

@@ -186,6 +186,11 @@ def _blocks_by_rows(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
     if slot.base is not None and any(part.rest for part in slot.rows):
         whole[BASE, slot.base.tensor.name] = slot.base
     for rows in slot.rows:
+        if slot.opaque:  # one range of all rows, which PEFT computes from the copy that the expert lends
+            (lent,), computed = rows.lent, replace(result, slot=replace(slot, terms=rows.terms))
+            copy = reader.elements(lent.expert, lent.whole, rows.start * columns, rows.stop * columns)
+            yield Block(computed, rows.start, rows.stop, (), copy, (), tuple(map(reader.opaque, slot.opaque)))
+            continue
         terms = (*rows.terms, *rows.lent)
         tensor_of_rows = replace(result, slot=replace(slot, terms=terms))
         factors = tuple(reader.factors(term, 0) for term in tensor_of_rows.slot.low_rank)

@@ -1,7 +1,8 @@
 """LoRA on an embedding or head of a resized base, merged into a base that was not resized.
 
 PEFT saves the resized weight beside the factors and puts it in the base's place: the result is copy + ΔW. So the rows
-that the base lacks are taken from the copies. Knows slots of stored tensors; reads no tensor.
+that the base lacks are taken from the copies. DoRA computes all rows from the whole copy, so it is merged only if one
+expert owns the weight. Knows slots of stored tensors; reads no tensor.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def with_lent_rows(
         size = stored[name].tensor.shape[0]
         if any(_rows_of(term) > size for term in _low_rank(slot)):
             extended[name] = _with_copies(slot, size, adapters, problems)
+        elif any(_rows_of(term) > size for term in slot.opaque):
+            extended[name] = _on_copy(slot, size, problems)
     if tied is not None:
         for untied, other in ((tied.head, tied.embedding), (tied.embedding, tied.head)):
             extended[untied] = _without_factors(extended[untied], extended[other])
@@ -52,7 +55,42 @@ def with_lent_rows(
 
 
 def _rows_of(term: Term) -> int:
-    return term.lora.in_features if term.low_rank.transposed else term.lora.out_features
+    """The rows of the stored weight that the factors are for; 0 if the change has none."""
+    if term.opaque is None:
+        return term.lora.in_features if term.low_rank.transposed else term.lora.out_features
+    lora = term.opaque.part.lora
+    return 0 if lora is None else lora.in_features if term.opaque.transposed else lora.out_features
+
+
+def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
+    """An embedding or head that PEFT computes from the whole of its owner's copy (DoRA)."""
+    term = max(slot.opaque, key=_rows_of)
+    total, copy = _rows_of(term), copy_beside(term.change)
+    if slot.owner is None:
+        problems.add(
+            f"{slot.name} is {term.method} of a resized vocabulary in {term.expert}, which is computed from its own "
+            f"{total} rows, so it cannot be blended",
+            f"Give it to {term.expert} in its own rule: {{modules: [{slot.module}], expert: {term.expert}}}",
+            kind=UnsupportedError,
+        )
+        return slot
+    if copy is None or copy.shape[0] < total:
+        _report_no_copy(term, slot.module, size, problems)
+        return slot
+    lent = replace(term, change=Whole(term.change.path, {"weight": copy}))
+    rows = (Rows(0, total, slot.terms, 0.0, is_new=True, lent=(lent,)),)
+    return replace(slot, rows=rows, shape=(total, *slot.shape[1:]))
+
+
+def _report_no_copy(term: Term, module: str, size: int, problems: Problems) -> None:
+    problems.add(
+        f"{term.expert} has {term.method or 'LoRA'} on {_rows_of(term)} rows of {module}, but the base has {size}, "
+        "and the adapter holds no copy of the others",
+        "Save the adapter again with `save_embedding_layers=True`, or pass the resized base on which it "
+        "was trained as `base_model`",
+        parameter="base_model",
+        kind=BaseModelError,
+    )
 
 
 def _with_copies(slot: Slot, size: int, adapters: Mapping[str, Adapter], problems: Problems) -> Slot:
@@ -85,14 +123,7 @@ def _with_copies(slot: Slot, size: int, adapters: Mapping[str, Adapter], problem
         for term in shared_out(_low_rank(part)):
             copy = copy_beside(term.change)
             if copy is None or copy.shape[0] < part.stop:
-                problems.add(
-                    f"{term.expert} has LoRA on {_rows_of(term)} rows of {term.lora.name}, but the base has {size}, "
-                    "and the adapter holds no copy of the others",
-                    "Save the adapter again with `save_embedding_layers=True`, or pass the resized base on which it "
-                    "was trained as `base_model`",
-                    parameter="base_model",
-                    kind=BaseModelError,
-                )
+                _report_no_copy(term, term.lora.name, size, problems)
                 return slot
             whole = Whole(term.change.path, {"weight": copy})
             lent.append(replace(term, coefficient=part.rest * term.coefficient, change=whole))
@@ -108,7 +139,7 @@ def _low_rank(part: Slot | Rows) -> list[Term]:
 
 def _without_factors(slot: Slot, other: Slot) -> Slot:
     """An embedding or head without LoRA, with the new rows of `other`, to which it is tied in the base."""
-    added = [part for part in other.rows if part.start >= slot.shape[0]]
+    added = [replace(part, start=max(part.start, slot.shape[0])) for part in other.rows if part.stop > slot.shape[0]]
     if slot.rows or not added or not all(part.lent and len(part.lent) == len(part.terms) for part in added):
         return slot
     rows = [Rows(0, slot.shape[0], slot.terms, slot.rest)]

@@ -45,6 +45,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "lora together+2": ({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, TWO),
     "bare+2": (FACTORS, TWO),  # without copies of the base's weights
     "dora+2": ({**FACTORS, "use_dora": True}, TWO),
+    "dora embedding+2": ({"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}, TWO),
     "other+1": (BOTH, ("<b>",)),
     "embedding": ({"modules_to_save": ["embed_tokens"]}, ()),
     "together": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, ()),
@@ -356,8 +357,42 @@ def test_a_method_that_is_no_sum_needs_an_adapter_first(
         adapterswap.ties(one, trained("lora"), density=0.5, base_model=str(base))
     with refused(UnsupportedError, "method"):
         adapterswap.ties(one, one, density=0.5, base_model=str(base)).merge(tmp_path / "merged")
-    with refused(UnsupportedError):
-        adapterswap.merge(trained("dora+2"), base, out_path=tmp_path / "merged")
+
+
+def test_dora_on_a_resized_embedding_is_merged_if_one_expert_owns_it(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """The embedding's norms run along the vocabulary, so PEFT needs the whole of the copy."""
+    for tied in (False, True):
+        base, dora, plain = bases(tied), trained("dora+2", tied=tied), trained("plain", tied=tied)
+        merged = loaded(adapterswap.merge(dora, base, out_path=tmp_path / f"alone {tied}"))
+        assert (merged.config.vocab_size, merged.config.tie_word_embeddings) == (98, False)
+        close(answers(merged, 98), answers(in_peft(base, dora, 98), 98), depth=LAYERS)
+        plan = plan_of(dora, plain, base, outside="task")
+        result = loaded(plan.merge(tmp_path / f"swap {tied}"))
+        weights = merged.state_dict() | {
+            key: value
+            for key, value in merged_by_peft(base, plain).items()
+            if ".layers.0." in key or ".layers.3." in key
+        }
+        close(result.state_dict(), weights)
+        assert adapterswap.verify(tmp_path / f"swap {tied}", {"t": dora, "l": plain}, base_model=base).equal
+        with refused(UnsupportedError):
+            plan_of(dora, plain, base)
+    embedding = trained("dora embedding+2", tied=True)
+    merged = loaded(adapterswap.merge(embedding, bases(True), out_path=tmp_path / "embedding"))
+    close(answers(merged, 98), answers(in_peft(bases(True), embedding, 98), 98), depth=LAYERS)
+    bare = without_copies(trained("dora+2"), tmp_path / "bare")
+    with refused(BaseModelError, "base_model"):
+        adapterswap.merge(bare, bases(False), out_path=tmp_path / "merged")
+
+
+def without_copies(expert: Path, out: Path) -> Path:
+    """The expert without its copies of the base's weights."""
+    shutil.copytree(expert, out)
+    path = out / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(path).items() if "base_layer" not in key}, path)
+    return out
 
 
 def test_a_resized_embedding_without_its_head_is_refused(
