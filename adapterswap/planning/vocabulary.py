@@ -112,7 +112,8 @@ def settle_vocabulary(
         for rows in slot.rows:
             for i in range(rows.start, rows.stop) if rows.is_new else ():
                 owner = rows.terms[0].expert
-                new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
+                if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
+                    new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
         settled.append(slot)
     if not any(slot.is_stored for slot in slots):  # else `making` checks them, after the rows of LoRA's copies
         check_sizes(sizes, problems)
@@ -394,7 +395,8 @@ def _notes(
     table: _TokenTable, new: Mapping[int, tuple[str, str | None]], sizes: Mapping[str, int], *, is_model: bool
 ) -> tuple[str, ...]:
     size = max(sizes.values(), default=0)
-    if table.size is None or size <= table.size:
+    grows = table.size is not None and size > table.size
+    if not grows and not (is_model and new):
         return ()
     owners = dict.fromkeys(owner for owner, _ in new.values())
     additions = [
@@ -402,6 +404,8 @@ def _notes(
         for owner in owners
     ]
     listed = f" ({'; '.join(additions)})" if additions else ""
+    if is_model and not grows:
+        return (f"the vocabulary has new tokens{listed}",)
     growth = f"the vocabulary grows from {table.size} to {size} rows{listed}"
     if is_model:
         return (growth,)

@@ -24,6 +24,7 @@ from adapterswap.errors import AdapterswapError, CompositionError, ExpertError, 
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan import Plan
 from merging.conftest import loaded, save_like, weights
+from merging.test_multimodal import MODELS
 
 LAYERS, SIZE = 3, 96
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -265,7 +266,9 @@ def test_a_base_with_rows_without_tokens(
 ) -> None:
     """Resizing to the tokenizer removes the padding of the base's vocabulary."""
     base, folders = base_of(rows=104), {name: expert_of(name, rows=104) for name in pair}
-    out = plan_of(*folders.values(), base if with_base else None).merge(tmp_path / "out")
+    plan = plan_of(*folders.values(), base if with_base else None)
+    assert [note.partition(" (")[0] for note in plan.notes] == ["the vocabulary has new tokens"] * ("two" in pair)
+    out = plan.merge(tmp_path / "out")
     own, result = {name: weights(folder) for name, folder in folders.items()}, weights(out)
     new, shares = {name: tokens_in(name) for name in pair}, dict.fromkeys(pair, 0.5)
     for key in (EMBEDDING, HEAD):
@@ -280,7 +283,9 @@ def test_a_base_with_rows_without_tokens(
 def test_new_tokens_in_the_bases_padding(base_of: Any, expert_of: Make, tmp_path: Path) -> None:
     """All checkpoints have 104 rows; only the tokenizers say that one of them has two tokens more."""
     base, padded, wide = base_of(rows=104), expert_of("padded", rows=104), expert_of("wide", rows=104)
-    result = weights(plan_of(padded, wide, base).merge(tmp_path / "out"))
+    plan = plan_of(padded, wide, base)
+    assert plan.notes == ("the vocabulary has new tokens ('<a>' and 1 more of t)",)
+    result = weights(plan.merge(tmp_path / "out"))
     for key in (EMBEDDING, HEAD):
         one, two = weights(padded)[key], weights(wide)[key]
         assert torch.equal(result[key][96:98], one[96:98])
@@ -478,3 +483,55 @@ def test_rows_beyond_the_vocabulary_stay_last(base_of: Any, expert_of: Make, tmp
     )
     plan = plan_of(folders["plain"], folders["base"], None)
     assert [slot.rows for slot in plan if slot.rows] == []
+
+
+def resized(folder: Path, source: Path, sizes: Mapping[int, int], tokenizer: Path) -> Path:
+    """A checkpoint with more rows, and with `vocab_size` 98, wherever its config says it."""
+    state = {}
+    generator = torch.Generator().manual_seed(sum(map(ord, folder.name)))
+    for key, tensor in weights(source).items():
+        more = sizes.get(tensor.shape[0], 0) if any(end in key for end in ENDS) else 0
+        grown = torch.cat([tensor, torch.zeros(more, *tensor.shape[1:])])
+        state[key] = grown + 0.05 * torch.randn(grown.shape, generator=generator)
+    save_like(folder, source, state)
+    for path in tokenizer.glob("tokenizer*"):
+        shutil.copy(path, folder / path.name)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"vocab_size": 96', '"vocab_size": 98'))
+    return folder
+
+
+ENDS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "neox", "gemma", "mixtral"])
+def test_other_architectures(architecture: str, model: Callable[..., Path], expert_of: Make, tmp_path: Path) -> None:
+    """Tied and untied ends under other names, on a base whose tokenizer.json cannot be read."""
+    two = resized(tmp_path / "two", model(architecture), {96: 2}, expert_of("two"))
+    plain = resized(tmp_path / "plain", model(architecture), {}, expert_of("plain"))
+    (plain / "config.json").write_bytes((model(architecture) / "config.json").read_bytes())
+    out = plan_of(plain, two, None).merge(tmp_path / "out")
+    result, one, other = weights(out), weights(plain), weights(two)
+    ends = [key for key in result if any(end in key for end in ENDS)]
+    assert ends
+    for key in ends:
+        close(result[key][:96], (one[key] + other[key][:96]) / 2)
+        assert torch.equal(result[key][96:], other[key][96:])
+    assert loaded(out).config.vocab_size == 98
+    assert adapterswap.verify(out, {"t": plain, "l": two}).equal
+
+
+def test_a_multimodal_checkpoint(expert_of: Make, tmp_path: Path) -> None:
+    """The nested config of the language model follows."""
+    torch.manual_seed(0)
+    model_class, config = MODELS["gemma3"]
+    model_class(config).save_pretrained(tmp_path / "base")
+    two = resized(tmp_path / "two", tmp_path / "base", {96: 2}, expert_of("two"))
+    plain = resized(tmp_path / "plain", tmp_path / "base", {}, expert_of("plain"))
+    (plain / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
+    out = plan_of(plain, two, tmp_path / "base").merge(tmp_path / "out")
+    made = model_class.from_pretrained(out, dtype=torch.float32)
+    assert made.config.text_config.vocab_size == 98
+    (key,) = (key for key in weights(out) if "embed_tokens" in key)
+    close(weights(out)[key][:96], (weights(plain)[key] + weights(two)[key][:96]) / 2)
+    assert torch.equal(weights(out)[key][96:], weights(two)[key][96:])
