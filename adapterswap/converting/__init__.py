@@ -26,8 +26,16 @@ from adapterswap.converting.peft_deltas import CONVERTIBLE, load_with_base
 from adapterswap.converting.pickled import PICKLED, as_safetensors
 from adapterswap.converting.result import Conversion, ConvertedModule
 from adapterswap.converting.saved_modules import write_lowered
-from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, NotFoundError, Problems, UnsupportedError
-from adapterswap.experts.adapter_keys import factor_key
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    NotFoundError,
+    Problems,
+    UnsupportedError,
+)
+from adapterswap.experts.adapter_keys import factor_key, parameter_key
 from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, Part, open_adapter, read_adapter
 from adapterswap.experts.checkpoints import WEIGHT_FILES, open_checkpoint
 from adapterswap.experts.identity import sha256_of
@@ -105,7 +113,7 @@ def convert(
         ArgumentError: an argument has the wrong type or value, or an adapter of another kind than LoRA was passed
             without `rank` and `max_error`.
         NotFoundError: there is no such adapter.
-        ExpertError: it is damaged, or changes nothing.
+        ExpertError: it is damaged, changes nothing, or lacks tensors that PEFT would fill with random numbers.
         BaseModelError: its base is needed, but is not known or cannot be loaded.
         UnsupportedError: it is a pickle and `allow_pickle` is False; PEFT has no ΔW for its kind; an error is above
             `max_error`; with `saved_rank`, a module trained in full is a vector, such as a norm.
@@ -134,7 +142,10 @@ def convert(
             write_current(folder, current, open_checkpoint(_base_of(base_name, config.get("revision"), base_model)))
             folder = current
         if kind == "LORA":
-            opened, approximated = read_adapter(replace(source, folder=folder)), {}
+            try:
+                opened, approximated = read_adapter(replace(source, folder=folder)), {}
+            except AdapterswapError as error:
+                raise error.recast(parameter="adapter") from None
         else:
             if rank is None and max_error is None:
                 raise ArgumentError(
@@ -251,6 +262,13 @@ def _kind(folder: Path) -> str:
             "Merge it into its base with `merge`",
             parameter="adapter",
         )
+    if config.get("layer_replication"):
+        raise UnsupportedError(
+            f"layer_replication is {shown(config['layer_replication'])}: it repeats layers, so that indices no longer "
+            "name the base's",
+            "Train it without layer_replication",
+            parameter="adapter",
+        )
     if kind == "LORA" and config.get("use_dora"):
         return "DORA"
     variant = next((key for key in _VARIANTS if config.get(key)), None)
@@ -292,7 +310,9 @@ def _cut(
         tensors[factor_key(change.name, "B", embedding=False)] = b
     if not modules:
         raise ExpertError("The adapter changes no weight of its base", "Train it first", parameter="adapter")
-    tensors |= {key: tensor.float().numpy() for key, tensor in loaded.saved.items()}
+    for name, tensor in loaded.saved.items():
+        module, _, parameter = name.rpartition(".")
+        tensors[parameter_key(module, parameter, wrapped=module in modules)] = tensor.float().numpy()
     shapes = {name: Shape(module.rank, *written_scale(module.rank, True, 1.0)) for name, module in modules.items()}
     rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     save_file(tensors, out / WEIGHTS)
@@ -300,6 +320,7 @@ def _cut(
         shapes, rank, alpha, rslora=True, base_model=base_name or reference, revision=config.get("revision"),
         task_type=config.get("task_type"), fan_in_fan_out=bool(config.get("fan_in_fan_out")), tied=False,
         saved=config.get("modules_to_save") or (), auto_mapping=config.get("auto_mapping"),
+        variant={"bias": "all"} if config.get("bias", "none") != "none" else None,
     )  # fmt: skip
     write_json(out / CONFIG, content)
     return modules

@@ -7,8 +7,8 @@ of low rank.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,11 @@ import numpy.typing as npt
 
 from adapterswap.bases import quiet_peft
 from adapterswap.errors import BaseModelError, ExpertError, UnsupportedError, reason_of
-from adapterswap.experts.adapters import WEIGHTS
+from adapterswap.experts.adapter_keys import canonical_key, part_key
+from adapterswap.experts.adapters import CONFIG, WEIGHTS
 from adapterswap.experts.empty_models import read_config
+from adapterswap.experts.shapes import and_more
+from adapterswap.files.smallfiles import read_json
 
 __all__ = ["CONVERTIBLE", "DenseChange", "LoadedAdapter", "load_with_base"]
 
@@ -28,6 +31,12 @@ CONVERTIBLE = (
     "SHIRA", "C3A", "DELORA", "WAVEFT", "GRALORA",
 )  # fmt: skip
 """The values of `peft_type` that are converted; LORA stands for DoRA and other variants of it."""
+
+# The settings that say how PEFT starts a module; False means at random.
+_INITS = ("init_weights", "init_lora_weights", "init_ia3_weights")
+_MODULES = part_key("", "").removesuffix(".")  # before the names of modules
+# A trained bias of the base, not one of PEFT's own tensors (`lora_B.bias`).
+_BASE_BIAS = re.compile(r"(?<!\.lora_A)(?<!\.lora_B)\.bias$")
 
 _KEEP = "Use the adapter as it is, or merge it into its base with PEFT"
 
@@ -46,7 +55,7 @@ class LoadedAdapter:
 
     Attributes:
         model: the PeftModel.
-        saved: the tensors of modules that were trained in full, by the keys of PEFT's files.
+        saved: the parameters that were trained in full, of whole modules or biases alone, by their names in the base.
     """
 
     model: Any
@@ -69,7 +78,9 @@ class LoadedAdapter:
             shape = getattr(getattr(own, "weight", None), "shape", ())
             if type(own).__name__ not in ("Linear", "Conv1D") or len(shape) != 2:
                 raise UnsupportedError(
-                    f"{name} is a {type(own).__name__}, but only linear layers can be converted to LoRA", _KEEP
+                    f"{name} is of the class {type(own).__name__}, but only linear layers can be converted to LoRA",
+                    _KEEP,
+                    parameter="adapter",
                 )
             delta = _merged_difference(name, layer, own)
             yield DenseChange(name, np.ascontiguousarray(delta.T) if isinstance(own, Conv1D) else delta)
@@ -88,9 +99,13 @@ def _merged_difference(name: str, layer: Any, own: Any) -> npt.NDArray[np.float3
         try:
             layer.merge(safe_merge=True)
         except Exception as error:  # each kind raises its own errors
-            raise UnsupportedError(f"PEFT cannot merge the adapter at {name}: {reason_of(error)}", _KEEP) from None
+            raise UnsupportedError(
+                f"PEFT cannot merge the adapter at {name}: {reason_of(error)}", _KEEP, parameter="adapter"
+            ) from None
         if bias is not None and not torch.equal(own.bias, bias.float()):
-            raise UnsupportedError(f"The adapter changes the bias of {name}, which LoRA cannot hold", _KEEP)
+            raise UnsupportedError(
+                f"The adapter changes the bias of {name}, which LoRA cannot hold", _KEEP, parameter="adapter"
+            )
         delta: npt.NDArray[np.float32] = (own.weight - before).numpy()
         own.weight, own.bias = weight, bias
     return delta
@@ -124,16 +139,61 @@ def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAda
     try:
         with quiet_peft():
             model = PeftModel.from_pretrained(base, str(folder))
-            unexpected = model.load_adapter(str(folder), "default").unexpected_keys
+            loaded = model.load_adapter(str(folder), "default")
+    except KeyError as error:  # of a module trained in full, for which PEFT expects a tensor
+        raise ExpertError(
+            f"The adapter has no tensor {error.args[0]}, although its config says that it was trained",
+            "Save the adapter again",
+            parameter="adapter",
+        ) from None
     except Exception as error:  # PEFT has no single class for these errors
-        raise ExpertError(f"PEFT cannot load the adapter into {base_name}: {reason_of(error)}", _KEEP) from None
+        raise ExpertError(
+            f"PEFT cannot load the adapter into {base_name}: {reason_of(error)}", _KEEP, parameter="adapter"
+        ) from None
+    unexpected = loaded.unexpected_keys
     if unexpected:
         raise ExpertError(
-            f"PEFT has no place for {unexpected[0]} in {base_name}, nor for {len(unexpected) - 1} more tensors of the "
-            "adapter",
+            f"PEFT has no place in {base_name} for {and_more(unexpected)} of the adapter",
             "Pass the base that the adapter was trained on with `base_model`",
             parameter="base_model",
         )
-    ends = tuple(json.loads((folder / "adapter_config.json").read_text()).get("modules_to_save") or ())
-    saved = {key: tensor for key, tensor in stored.items() if key.rpartition(".")[0].endswith(ends) and ends}
-    return LoadedAdapter(model, saved)
+    stored = {canonical_key(key): tensor for key, tensor in stored.items()}
+    _check_complete(model, stored, loaded.missing_keys, read_json(folder / CONFIG))
+    return LoadedAdapter(model, _saved(model, stored))
+
+
+def _check_complete(model: Any, stored: Mapping[str, Any], missing: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Check that PEFT filled no tensor with random numbers. A module without any tensors counts as unchanged.
+
+    Raises:
+        ExpertError: a module lacks some of its tensors, or all of them while PEFT starts such a module at random.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    random_start = any(config.get(key) is False for key in _INITS)
+    modules = model.get_base_model().named_modules()
+    layers = [part_key(name, "") for name, module in modules if isinstance(module, BaseTunerLayer)]
+    shared = {name.rpartition(".")[2] for name in stored if not name.startswith(_MODULES)}  # by all modules
+    for key in (key.replace(".default", "") for key in missing):
+        layer = next((layer for layer in layers if key.startswith(layer)), None)
+        if layer is None or key.removeprefix(layer) in shared:
+            continue
+        if random_start or any(name.startswith(layer) for name in stored):
+            raise ExpertError(
+                f"The adapter has no tensor {key}, so PEFT would fill it with random numbers",
+                "Save the adapter again",
+                parameter="adapter",
+            )
+
+
+def _saved(model: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters trained in full: those of whole modules, which may have modules of their own, and biases."""
+    from peft.utils import ModulesToSaveWrapper
+
+    saved: dict[str, Any] = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            whole = part_key(name, "")
+            saved |= {key.removeprefix(_MODULES): stored[key] for key in stored if key.startswith(whole)}
+    biases = {key.removeprefix(_MODULES).replace(".base_layer", ""): key for key in stored if _BASE_BIAS.search(key)}
+    return saved | {name: stored[key] for name, key in biases.items()}

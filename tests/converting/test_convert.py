@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,9 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def trained(base: Path, folder: Path, kind: str, **options: Any) -> Path:
+def trained(base: Path, folder: Path, kind: str, targets: Sequence[str] = TARGETS, **options: Any) -> Path:
     """An adapter with random numbers in all trainable parameters, saved by PEFT."""
-    config = KINDS[kind](target_modules=TARGETS, task_type="CAUSAL_LM", **options)
+    config = KINDS[kind](target_modules=list(targets), task_type="CAUSAL_LM", **options)
     model = get_peft_model(load_base(base), config)
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
@@ -231,15 +231,77 @@ def test_what_cannot_be_converted(config: dict[str, Any], math: Path, tmp_path: 
 def test_a_change_of_a_bias_is_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
     """(IA)³ scales the output of a linear layer with its bias, and Qwen2's projections have biases."""
     adapter = trained(base("qwen2"), tmp_path / "in", "IA3")
-    with refused(UnsupportedError, match="bias of model.layers.0.self_attn"):
+    with refused(UnsupportedError, "adapter", match="bias of model.layers.0.self_attn"):
         adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_another_base_is_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", "LOHA")
-    with refused(ExpertError, match="PEFT"):
+    with refused(ExpertError, "adapter", match="PEFT"):
         adapterswap.convert(adapter, tmp_path / "out", rank=4, base_model=str(base("gpt2")))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("module", ["mlp", "model.layers.0.self_attn"])
+@pytest.mark.parametrize("kind", ["DORA", "LOHA", "VBLORA"])
+def test_modules_trained_in_full_that_have_modules_of_their_own(
+    kind: str, module: str, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapter = trained(base("llama"), tmp_path / "in", kind, ["o_proj"], modules_to_save=[module])
+    own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
+    adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
+    result = PeftModel.from_pretrained(load_base(base("llama")), tmp_path / "out").eval()
+    close(logits(result), logits(own), depth=6)
+    assert any(f"{module}." in name and ".lora_" not in name for name in load_file(tmp_path / "out" / WEIGHTS))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "bias"),
+    [("DORA", "all"), ("DORA", "lora_only"), ("ADALORA", "all"), ("OFT", "oft_only"), ("BOFT", "all"), ("VERA", "all")],
+)
+def test_trained_biases_are_kept(kind: str, bias: str, base: Callable[[str], Path], tmp_path: Path) -> None:
+    """Those of adapted modules and, with `all`, of the others."""
+    adapter = trained(base("qwen2"), tmp_path / "in", kind, bias=bias)
+    stored = sum(name.endswith(".bias") for name in load_file(adapter / WEIGHTS))
+    assert stored == {"all": 18}.get(bias, 12)
+    own = PeftModel.from_pretrained(load_base(base("qwen2")), adapter).eval()
+    adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
+    assert sum(name.endswith(".bias") for name in load_file(tmp_path / "out" / WEIGHTS)) == stored
+    result = PeftModel.from_pretrained(load_base(base("qwen2")), tmp_path / "out").eval()
+    close(logits(result), logits(own), depth=6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_peft_would_invent_are_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """PEFT starts a module at random if its config says so, or if some of its tensors are missing."""
+    adapter = trained(base("llama"), tmp_path / "in", "LOHA")
+    tensors = load_file(adapter / WEIGHTS)
+
+    def without(name: str) -> Path:
+        save_file({key: tensor for key, tensor in tensors.items() if name not in key}, adapter / WEIGHTS)
+        return adapter
+
+    partly = without("layers.3.mlp.up_proj.hada_w1_a")
+    with refused(ExpertError, "adapter", match=r"layers\.3\.mlp\.up_proj\.hada_w1_a"):
+        adapterswap.convert(partly, tmp_path / "out", rank=4)
+    unchanged = adapterswap.convert(without("layers.3.mlp.up_proj"), tmp_path / "out", rank=4)
+    assert "model.layers.3.mlp.up_proj" not in {module.name for module in unchanged.modules}
+    with refused(ExpertError, "adapter", match=r"layers\.3\.mlp\.up_proj"):
+        adapterswap.convert(changed(adapter, tmp_path / "odd", init_weights=False), tmp_path / "out-2", rank=4)
+    whole = changed(adapter, tmp_path / "whole", modules_to_save=["norm"])
+    with refused(ExpertError, "adapter", match=r"layers\.0\.input_layernorm"):
+        adapterswap.convert(whole, tmp_path / "out-2", rank=4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["DORA", "ADALORA"])
+def test_repeated_layers_are_refused(kind: str, base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = trained(base("llama"), tmp_path / "in", kind)
+    repeated = changed(adapter, tmp_path / "odd", layer_replication=[[0, 3], [1, 4]])
+    with refused(UnsupportedError, "adapter", match="layer_replication"):
+        adapterswap.convert(repeated, tmp_path / "out", rank=4)
 
 
 @pytest.mark.filterwarnings("ignore")
