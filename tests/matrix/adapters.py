@@ -136,7 +136,7 @@ def _save_any(model: PreTrainedModel, folder: Path, config: PeftConfig, *, seed:
         for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-            elif "original_module" not in name and (parameter.requires_grad or name.endswith(".bias")):
+            elif "original_module" not in name and parameter.requires_grad:
                 parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
         peft_model.save_pretrained(folder)
     return Expert(folder, folder)
@@ -394,7 +394,7 @@ OPAQUE: dict[str, Kind] = {
     "lokr": Kind(_of_kind(lambda all_, last: LoKrConfig(**_ANY, target_modules=all_, r=3)), _has_linear),
     "hra": Kind(_of_kind(lambda all_, last: HRAConfig(**_ANY, target_modules=all_, r=4)), _has_linear),
     "miss": Kind(_of_kind(lambda all_, last: MissConfig(**_ANY, target_modules=all_, r=4)), _has_linear),
-    "road": Kind(_of_kind(lambda all_, last: RoadConfig(**_ANY, target_modules=all_, group_size=8)), _has_linear),
+    "road": Kind(_of_kind(lambda all_, last: RoadConfig(**_ANY, target_modules=all_, group_size=2)), _has_linear),
 }
 
 KINDS: dict[str, Kind] = {
