@@ -135,6 +135,7 @@ def locate_all(
     for name, adapter in adapters.items():
         with problems.collect():
             _check_shared(name, adapter, model)
+            _check_bias_of_head(name, adapter, parameters, model)
             located[name] = locate(name, adapter, parameters, where, orientation, problems, resized=resized)
     return located
 
@@ -151,6 +152,23 @@ def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
                 "but full weights cannot",
                 "Compose it into an adapter with `compose`",
             )
+
+
+def _check_bias_of_head(
+    expert: str, adapter: Adapter, parameters: Mapping[str, StoredTensor], model: Checkpoint
+) -> None:
+    """Refuse trained tokens of a head with a bias: PEFT's running model leaves the bias out, and its merge keeps it."""
+    if not adapter.tokens:
+        return
+    tied = find_tied_head(model, {expert: adapter})
+    heads = [*adapter.tokens, *([tied.head.removesuffix(".weight")] if tied else [])]
+    odd = next((name for name in heads if f"{name}.bias" in parameters), None)
+    if odd is not None:
+        raise UnsupportedError(
+            f"{expert} trained tokens that {odd} of {model.name} has, too, and PEFT computes such a head without its "
+            "bias, but merges it with the bias",
+            "Compose it into an adapter with `compose`, or give the embedding and the head to other experts",
+        )
 
 
 def locate(

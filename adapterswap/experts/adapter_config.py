@@ -208,15 +208,16 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
     content = parse_json(raw, where, "Save or download the adapter again")
     problems = Problems(ExpertError)
     sha256 = hashlib.sha256(raw).hexdigest()
-    if content.get("peft_type") in KINDS:
+    kind = content.get("peft_type")
+    if isinstance(kind, str) and kind in KINDS:
         config = _read_kind(content, where, sha256, problems)
-    elif content.get("peft_type") == TRAINABLE_TOKENS:
+    elif kind == TRAINABLE_TOKENS:
         config = _read_tokens(content, where, sha256, problems)
     else:
-        if content.get("peft_type") != LORA:
+        if kind != LORA:
             _refuse_kind(content, where, problems)
             if not problems:
-                problems.add(f"{where}: peft_type is {shown(content.get('peft_type'))}", "Pass a PEFT adapter")
+                problems.add(f"{where}: peft_type is {shown(kind)}", "Pass a PEFT adapter")
             problems.raise_if_any()  # another method's keys are not checked by LoRA's rules
         _refuse(content, where, problems)
         config = _read(content, where, sha256, problems)

@@ -108,7 +108,10 @@ class SliceRecord(_Written):
     stack: Stack | None = None
 
     def __str__(self) -> str:
-        return str(KeptLayers.of(self.layers, self.stack))
+        try:
+            return str(KeptLayers.of(self.layers, self.stack))
+        except ValueError:  # a record that was edited; `verify` reports it
+            return f"layers {self.layers!r}"
 
 
 class ExtractionOrigin(BaseModel):

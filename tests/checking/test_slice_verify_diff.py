@@ -222,6 +222,7 @@ def test_verify_names_what_is_wrong_in_the_record(
     path.write_text(json.dumps(record))
     result = verify(composed[name], {expert: composed[expert] for expert in ("math", "swahili")})
     assert (result.equal, result.record_differs) == (False, (key,))
+    assert run("inspect", composed[name]).exit_code == 0
     if lie == "swapped owners":
         sources = ["--expert", f"math={composed['math']}", "--expert", f"swahili={composed['swahili']}"]
         shown = run("verify", composed[name], *sources)

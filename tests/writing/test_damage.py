@@ -224,6 +224,7 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "virtual tokens": ({"peft_type": "PROMPT_TUNING"}, "peft_type is PROMPT_TUNING, which cannot be composed"),
     "a kind that PEFT does not have": ({"peft_type": "WONDER"}, "peft_type is 'WONDER', and it is unknown"),
     "no type": ({"peft_type": None}, "peft_type is None"),
+    "a list of types": ({"peft_type": ["LORA"]}, "peft_type is ['LORA']"),
     "DoRA": ({"use_dora": True}, "has no lora_magnitude_vector"),
     "lora_bias": ({"lora_bias": True}, "has no lora_B.bias"),
     "bias": ({"bias": "some"}, "bias is 'some'"),
