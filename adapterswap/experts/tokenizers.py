@@ -48,7 +48,7 @@ class United:
         owner: the expert, or `base`, whose files are copied.
         added: tokens that the owner lacks: id → the folder of an expert that has it.
         template: the expert, or `base`, whose chat template is used; None if none has one.
-        others: the experts whose tokenizers are not included, because they clash with it.
+        others: the experts whose tokenizers clash with it, or have tokens of the base that it replaced.
         other_templates: the experts whose chat templates differ from the one used.
     """
 
@@ -130,32 +130,35 @@ def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | 
     tokens = {name: read_tokens(holders[name]) or {} for name in fast}
     beyond = {name for name, own_tokens in tokens.items() if rows is not None and max(own_tokens, default=0) >= rows}
     within = [name for name in tokens if name not in beyond] or list(tokens)
-    wanted = {**tokens, **_without_renamed({name: tokens[name] for name in within})}
-    first = max(within, key=lambda name: all(tokens[name].items() >= wanted[other].items() for other in within))
+    replaced, old = _replaced({name: tokens[name] for name in within}), tokens.get(BASE, {})
+    wanted = {
+        name: {i: token for i, token in own_tokens.items() if i not in replaced or token != old[i]}
+        for name, own_tokens in tokens.items()
+    }
+
+    def fits(name: str) -> tuple[bool, bool]:
+        """Whether a tokenizer has all tokens, and whether it has all that replace the base's."""
+        has_all = all(tokens[name].items() >= wanted[other].items() for other in within)
+        return has_all, tokens[name].items() >= replaced.items()
+
+    first = max(within, key=fits)
     added: dict[int, Path] = {}
     all_tokens, others = dict(tokens[first]), []
     for name, own_tokens in wanted.items():
         if name not in (first, BASE) and len(own_tokens) < len(tokens[name]):
             others.append(name)
-            continue
         if (name in beyond and name != first) or clashes(all_tokens, own_tokens):
             others.append(name)
             continue
         added |= dict.fromkeys(own_tokens.keys() - all_tokens.keys(), holders[name])
         all_tokens |= own_tokens
-    return United(first, added, template, tuple(others), odd)
+    return United(first, added, template, tuple(dict.fromkeys(others)), odd)
 
 
-def _without_renamed(tokens: Mapping[str, Tokens]) -> dict[str, Tokens]:
-    """The tokenizers without those tokens of the base that an expert replaced by its own, such as reserved ones."""
+def _replaced(tokens: Mapping[str, Tokens]) -> Tokens:
+    """The tokens by which experts replaced tokens of the base, such as reserved ones."""
     base = tokens.get(BASE, {})
-    renamed = {i for own_tokens in tokens.values() for i, token in own_tokens.items() if base.get(i, token) != token}
-    if not renamed:
-        return dict(tokens)
-    return {
-        name: {i: token for i, token in own_tokens.items() if i not in renamed or base[i] != token}
-        for name, own_tokens in tokens.items()
-    }
+    return {i: token for own in tokens.values() for i, token in own.items() if base.get(i, token) != token}
 
 
 def _template(folder: Path | None) -> str | None:

@@ -483,7 +483,8 @@ def check_vocabulary(
     sizes = {slot.shape[0] for slot in ends.values()}
     if any(slot.rows for slot in ends.values()):
         for slot in slots:
-            if slot.layer is None and slot.name not in ends and sizes.intersection(slot.shape):
+            may_have_tokens = slot.layer is None and (len(slot.shape) > 1 or slot.name.endswith("bias"))
+            if may_have_tokens and slot.name not in ends and sizes.intersection(slot.shape):
                 problems.add(
                     f"an expert has tokens that the base or another expert lacks, and {slot.name} is "
                     f"{list(slot.shape)}, as large as the vocabulary, but it is not known as an embedding or head",

@@ -228,25 +228,26 @@ def _settled(
 ) -> tuple[Slot, int | None]:
     """The slot with its rows, and their number; None if it stays the base's."""
     sizes = {name: _rows_of(part, table.size) for name, part in changes.items()}
+    new = {name: table.new(name, sizes[name]) for name in changes}
+    new_ids = {i for tokens in new.values() for i in tokens}
     unnamed = next((name for name in changes if name not in table.tokens), None)
-    if table.size is None and slot.is_stored and len(set(sizes.values())) > 1 and unnamed is not None:
-        listed = ", ".join(f"{size} in {name}" for name, size in sizes.items())
+    differ = len(set(sizes.values())) > 1 or bool(new_ids)
+    if table.size is None and slot.is_stored and differ and unnamed is not None:
+        listed = ", ".join(f"{size} rows in {name}" for name, size in sizes.items())
         problems.add(
-            f"the rows of {slot.name} differ in number ({listed}), and {unnamed} has no tokenizer.json that says which "
-            "tokens they are",
+            f"the rows of {slot.name} are those of different tokens ({listed}), but {unnamed} has no "
+            "tokenizer.json that says which",
             f"Pass `base_model`, whose tokens are known by their place. {_SAVE}",
             parameter="base_model",
             kind=ExpertError,
         )
         return slot, None
-    new = {name: table.new(name, sizes[name]) for name in changes}
-    new_ids = {i for tokens in new.values() for i in tokens}
     if new_ids and not slot.terms:
         problems.add(
             f"the rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
             f"{_owners(new)} ({_tokens(new)})",
             "Average it (`outside=average`), or give it to that expert in its own rule: "
-            f"{{modules: [{slot.name}], expert: {_owners(new)}}}",
+            f"{{modules: [{slot.module}], expert: {_owners(new)}}}",
             kind=CompositionError,
         )
         return slot, None
@@ -261,10 +262,14 @@ def _settled(
         if not _is_sum(slot, changes, composition):
             owner = max(sorted(entering), key=lambda name: (len(new[name]), sizes[name]))
             excess = f"new tokens ({_tokens(new)})" if new_ids else f"{sizes[owner]} rows"
+            odd = next((name for name, change in changes.items() if isinstance(change, Opaque)), owner)
             problems.add(
                 f"{owner} has {excess} and {_kind_of(changes[owner])} on {slot.name}, whose rows the rule "
-                f"`{slot.rule}` does not combine with fixed weights",
-                f"Give it to {owner} in its own rule: {{modules: [{slot.name}], expert: {owner}}}",
+                f"`{slot.rule}` does not combine with fixed weights"
+                if odd == owner
+                else f"{owner} has {excess}, but {odd} has {_kind_of(changes[odd])} on {slot.name}, whose rows cannot "
+                "be computed one by one",
+                f"Give it to {owner} in its own rule: {{modules: [{slot.module}], expert: {owner}}}",
                 kind=UnsupportedError,
             )
             return slot, None
@@ -290,7 +295,7 @@ def _settled(
             problems.add(
                 f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
                 f"`{slot.rule}` gives it to neither",
-                f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {owners[0]}}}",
+                f"Give it to one of them in its own rule: {{modules: [{slot.module}], expert: {owners[0]}}}",
                 kind=CompositionError,
             )
             return slot, None

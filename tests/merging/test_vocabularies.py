@@ -50,6 +50,8 @@ ADAPTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "saved+2": (BOTH, TWO),
     "saved+3": (BOTH, (*TWO, "<a3>")),
     "saved": (BOTH, ()),
+    "together+2": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, TWO),
+    "dora ends": ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, ()),
 }
 State = dict[str, torch.Tensor]
 Make = Callable[..., Path]
@@ -178,12 +180,13 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("outside", ["average", "task", "language"])
+OUTSIDES = ("average", "task", "language")
+
+
 @pytest.mark.parametrize(
-    ("task", "language", "tied", "with_base"),
-    [(*pair, False, True) for pair in PAIRS]
-    + [(*pair, False, False) for pair in PAIRS]
-    + [(*pair, True, number % 2 == 0) for number, pair in enumerate(PAIRS)],
+    ("task", "language", "outside", "tied", "with_base"),
+    [(*pair, outside, False, with_base) for pair in PAIRS for outside in OUTSIDES for with_base in (True, False)]
+    + [(*pair, outside, True, number % 2 == 0) for number, pair in enumerate(PAIRS) for outside in OUTSIDES],
 )
 def test_full_checkpoints(
     task: str, language: str, outside: str, tied: bool, with_base: bool, base_of: Any, expert_of: Make, tmp_path: Path
@@ -223,10 +226,11 @@ MIXED = [
     ("lora", "two", False), ("two", "lora", False), ("lora ends", "two", False), ("lora ends+2", "plain", False),
     ("lora ends+2", "two", False), ("saved+2", "plain", False), ("saved+3", "two", False), ("saved", "padded", False),
     ("saved+2", "wide", False), ("lora", "two", True), ("saved+2", "three", True), ("saved", "two", True),
+    ("together+2", "three", True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("outside", ["average", "task", "language"])
+@pytest.mark.parametrize("outside", OUTSIDES)
 @pytest.mark.parametrize(("task", "language", "tied"), MIXED)
 def test_an_adapter_and_a_full_checkpoint(
     task: str, language: str, tied: bool, outside: str, base_of: Any, expert_of: Make, tmp_path: Path
@@ -278,6 +282,13 @@ def test_a_base_with_rows_without_tokens(
     assert loaded(out).config.vocab_size == len(result[HEAD])
     sources = {"t": folders[pair[0]], "l": folders[pair[1]]}
     assert adapterswap.verify(out, sources, base_model=base if with_base else None).equal
+
+
+def test_dora_on_the_head_needs_its_rows_alone(base_of: Any, expert_of: Make, tmp_path: Path) -> None:
+    with refused(UnsupportedError, match="t has DoRA on lm_head"):
+        plan_of(expert_of("dora ends"), expert_of("two"), None)
+    out = plan_of(expert_of("dora ends"), expert_of("two"), None, outside="language").merge(tmp_path / "out")
+    assert torch.equal(weights(out)[HEAD], weights(expert_of("two"))[HEAD])
 
 
 def test_new_tokens_in_the_bases_padding(base_of: Any, expert_of: Make, tmp_path: Path) -> None:
@@ -460,6 +471,9 @@ def test_an_expert_replaces_tokens_of_the_base(base_of: Any, expert_of: Make, tm
             close(result[key][:90], (one[key][:90] + two[key][:90]) / 2)
     with refused(ExpertError):  # one token under two ids
         plan_of(folders["plain"], folders["plain2"], base)
+    out = plan_of(expert_of("two"), folders["plain"], base).merge(tmp_path / "united")  # one adds, the other replaces
+    assert AutoTokenizer.from_pretrained(out)("w7 imstart <aa>")["input_ids"] == [7, 90, 97]
+    assert torch.equal(weights(out)[HEAD][90], weights(folders["plain"])[HEAD][90])
     path = folders["plain2"] / "tokenizer.json"
     path.write_text(path.read_text().replace("imstart", "start"))
     with refused(ExpertError, match="cannot have that token"):  # one tokenizer.json cannot hold both
