@@ -15,7 +15,7 @@ from adapterswap.changes.kinds import Whole
 from adapterswap.changes.reading import read_difference, read_factors
 from adapterswap.errors import ArgumentError, BaseModelError
 from adapterswap.experts.adapters import Adapter, LoraModule
-from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
+from adapterswap.experts.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor
 from adapterswap.experts.layers import within_layer
 from adapterswap.experts.orientation import Orientation
 from adapterswap.files.dtypes import FLOATS
@@ -78,7 +78,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
                 raise BaseModelError(
                     f"{parameter.name} is {'×'.join(map(str, parameter.tensor.shape))} in {expert.name}, but the base "
                     f"{difference}",
-                    "Pass the base that the expert was trained from",
+                    f"Pass the base that the expert was trained from{OTHER_NAMES}",
                     parameter="base_model",
                 )
             if {own.tensor.dtype, parameter.tensor.dtype} <= set(FLOATS):

@@ -34,6 +34,7 @@ __all__ = [
     "MODEL_CONFIG",
     "MODEL_INDEX",
     "MODEL_WEIGHTS",
+    "OTHER_NAMES",
     "WEIGHT_FILES",
     "Checkpoint",
     "StoredTensor",
@@ -49,6 +50,12 @@ MODEL_INDEX = "model.safetensors.index.json"
 
 # The small files that a model needs besides its config and weights.
 COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
+
+# A remedy for checkpoints that lack each other's tensors. By default transformers saves under the names that it read.
+OTHER_NAMES = (
+    ". If different versions of transformers saved them, load each with the installed version and save it by "
+    "save_pretrained(PATH, save_original_format=False)"
+)
 
 WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS]
 

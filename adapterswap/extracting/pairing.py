@@ -256,7 +256,7 @@ def _check_complete(
     for name in sorted(anatomy.weights.keys() - ours.keys() - theirs.keys()):
         problems.add(
             f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
-            "Load both with transformers and save them again",
+            "Save or download both again, with all their weights: transformers would fill this one with random numbers",
             parameter="full",
             kind=ExpertError,
         )

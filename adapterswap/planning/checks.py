@@ -11,7 +11,7 @@ from adapterswap.changes.kinds import Whole
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part
-from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.checkpoints import OTHER_NAMES, Checkpoint
 from adapterswap.experts.layers import (
     NO_LAYER,
     NumLayers,
@@ -451,7 +451,10 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
         (sorted(theirs.keys() - ours.keys()), name, first_name),
     ):
         if missing:
-            problems.add(f"{has} holds {and_more(missing)}, but {lacks} does not", _ONE_BASE)
+            problems.add(
+                f"{has} holds {and_more(missing)}, but {lacks} does not",
+                f"{_ONE_BASE}{OTHER_NAMES}",
+            )
     resized = set()
     for key in sorted(ours.keys() & theirs.keys()):
         our_shape, their_shape = ours[key].tensor.shape, theirs[key].tensor.shape

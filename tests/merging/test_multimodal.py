@@ -12,11 +12,14 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from refusals import refused
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tolerances import close
 
 import adapterswap
 from adapterswap.bases import quiet_peft
+from adapterswap.errors import BaseModelError, ExpertError
 
 LAYERS = 3
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -44,6 +47,41 @@ MODELS: dict[str, tuple[type, transformers.PretrainedConfig]] = {
         ),
     ),
 }  # fmt: skip
+
+
+def test_full_checkpoints_with_names_of_two_versions(tmp_path: Path) -> None:
+    """They are refused, and the remedy works: transformers saves all of them under its own names."""
+    model_class, config = MODELS["llava"]
+    models = {}
+    for seed, name in enumerate(("base", "one", "other")):
+        torch.manual_seed(seed)
+        models[name] = model_class(config)
+        models[name].save_pretrained(tmp_path / name)
+    weights = {key: tensor.clone() for key, tensor in models["one"].state_dict().items()}
+    save_file(weights, tmp_path / "one" / "model.safetensors", metadata={"format": "pt"})
+    experts = {"mm": tmp_path / "one", "sw": tmp_path / "other"}
+
+    def merged(base: Path) -> Path:
+        composition = adapterswap.Composition(
+            task=("mm",), language=("sw",), bottom=1, top=0, norms="layer", base_model=str(base)
+        )
+        return adapterswap.merge(adapterswap.compose(composition, experts), base, out_path=tmp_path / "out")
+
+    with refused(ExpertError, match="save_original_format=False"):
+        merged(tmp_path / "base")
+    with refused(BaseModelError, "base_model", match="save_original_format=False"):
+        adapterswap.analyze(experts, base_model=tmp_path / "base")
+    for name in models:
+        model_class.from_pretrained(tmp_path / name).save_pretrained(
+            tmp_path / f"{name}-again", save_original_format=False
+        )
+    experts = {"mm": tmp_path / "one-again", "sw": tmp_path / "other-again"}
+    result = model_class.from_pretrained(merged(tmp_path / "base-again")).state_dict()
+    for name, tensor in models["one"].state_dict().items():
+        layer = re.search(r"language_model\.layers\.(\d)\.", name)
+        other = models["other"].state_dict()[name]
+        close(result[name], (tensor + other) / 2 if layer is None else other if layer[1] == "0" else tensor, name=name)
+    assert len(adapterswap.analyze(experts, base_model=tmp_path / "base-again").changes) == 2
 
 
 @pytest.mark.parametrize("kind", MODELS)
