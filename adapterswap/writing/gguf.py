@@ -309,7 +309,7 @@ def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> 
         "general.name": "+".join(plan.experts),
         **base,
         "adapterswap.version": __version__,
-        "adapterswap.record": json.dumps(record.content(), ensure_ascii=False, sort_keys=True, allow_nan=False),
+        "adapterswap.record": json.dumps(record.content(), ensure_ascii=False, allow_nan=False),
     }
 
 

@@ -456,6 +456,17 @@ def test_verifying_a_file(pieces: Any, math: Path, base: Path, tmp_path: Path, r
         assert asw.verify(path, sources, base_model=base).differing == (file.name,)
 
 
+@pytest.mark.parametrize("pieces", [False, "zone"])
+def test_verifying_a_file_of_experts_out_of_alphabetical_order(
+    pieces: Any, math: Path, base: Path, tmp_path: Path
+) -> None:
+    """The names of the file and of blended pieces keep the experts' order."""
+    sources = {"swahili": crafting.adapter(tmp_path / "swahili", crafting.tensors(seed=1)), "math": math}
+    plan = asw.layer_swap(sources["swahili"], math, bottom=1, top=1, bottom_transition=1, base_model=str(base))
+    path = plan.export(tmp_path / "swap.gguf", pieces=pieces).path
+    assert asw.verify(path, sources, base_model=base).equal
+
+
 def test_a_changed_source_or_another_scale(math: Path, base: Path, tmp_path: Path) -> None:
     path, sources = exported_swap(math, base, tmp_path)
     content = bytearray(path.read_bytes())
