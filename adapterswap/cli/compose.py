@@ -109,6 +109,7 @@ def _as_json(prepared: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]
     from adapterswap.records.licences import licences
 
     plan, layout = prepared.plan, prepared.layout
+    largest = _largest_rank(layout)
     return {
         "out_path": out_path,
         "written": not dry_run,
@@ -120,14 +121,16 @@ def _as_json(prepared: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]
         "unusual": unusual(plan),
         "notes": list(plan.notes),
         "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
-        "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
+        "rank": None if largest is None else {"global": layout.config["r"], "largest": largest},
         "bytes": layout.nbytes,
         **prepared.measured,
     }
 
 
-def _largest_rank(layout: Layout) -> int:
-    """The largest rank of the LoRA modules; copies of the base's weights have none."""
+def _largest_rank(layout: Layout) -> int | None:
+    """The largest rank of the LoRA modules; None for other kinds. Copies of the base's weights have none."""
+    if layout.config["peft_type"] != "LORA":
+        return None
     ranks: list[int] = [layout.config["r"], *layout.config["rank_pattern"].values()]
     return max(ranks)
 
@@ -149,7 +152,9 @@ def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
     changed = sum(bool(slot.terms) for slot in plan.modules.values())
     modules = f"{changed} of {len(plan.modules)} modules" if changed < len(plan.modules) else f"{changed} modules"
     summary = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
-    note(f"{summary}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
+    largest = _largest_rank(layout)
+    rank = f"; rank up to {largest}" if largest is not None else ""
+    note(f"{summary}{rank}; {human_bytes(layout.nbytes)}")
     for remark in _tokenizer_remarks(plan):
         note(remark)
     if (clash := licence_warning(licences(plan))) is not None:

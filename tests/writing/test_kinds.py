@@ -564,6 +564,19 @@ def test_the_page_lists_supported_operations(name: str, base: Base, tmp_path: Pa
         assert done == cell.startswith("✓"), cell
 
 
+@pytest.mark.parametrize("name", ["LoRA, rsLoRA", "DoRA", "(IA)³", "OFT", "LoHa", "HRA", "TRAINABLE_TOKENS"])
+def test_the_command_composes_other_kinds(name: str, base: Base, run: Run, tmp_path: Path) -> None:
+    """Only LoRA's configs have ranks to report."""
+    experts = pair(base("llama"), tmp_path, MAKERS[name](), MAKERS[name]())
+    command = ["compose", "--expert", f"math={experts['math']}", "--rule", "math"]
+    if name != "TRAINABLE_TOKENS":  # which has nothing in the layers
+        command[3:3] = ["--expert", f"swahili={experts['swahili']}", "--rule", "swahili: 0-1"]
+    shown = run(*command, "-o", tmp_path / "text")
+    assert (shown.exit_code, "rank up to" in shown.stderr) == (0, name in ("LoRA, rsLoRA", "DoRA")), shown.output
+    rank = json.loads(run(*command, "-o", tmp_path / "json", "--json").stdout)["rank"]
+    assert rank == ({"global": 4, "largest": 4} if name in ("LoRA, rsLoRA", "DoRA") else None)
+
+
 def test_unknown_keys_are_ignored_with_a_warning(base: Base, tmp_path: Path, run: Run) -> None:
     """As PEFT ignores them: ms-swift's, LLaMA-Factory's, those of old versions."""
     experts = pair(base("llama"), tmp_path, dora(use_dora=False), dora(use_dora=False))
