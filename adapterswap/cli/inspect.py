@@ -73,7 +73,12 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     form = form if adapter.modules and not adapter.opaque else config.title
     click.echo(f"{adapter.source}: {form} for {config.base_model or 'an unnamed base'}")
     full_parameters = inspection.num_saved_parameters
-    in_full = f", {len(adapter.saved)} trained in full with {full_parameters:,} parameters" if adapter.saved else ""
+    whole = [part for part in adapter.saved.values() if not part.rows]
+    trained = [f"{len(whole)} trained in full"] if whole else []
+    trained += (
+        [f"trained tokens in {len(adapter.tokens)} module{'s' * (len(adapter.tokens) > 1)}"] if adapter.tokens else []
+    )
+    in_full = f", {' and '.join(trained)} with {full_parameters:,} parameters" if trained else ""
     total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
     click.echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
     table = Table("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype", box=None, header_style="bold")
@@ -82,8 +87,9 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     tables, has_stacks = [table] if adapter.modules else [], has_both_stacks(adapter.container)
     if adapter.opaque:
         tables.append(_tensor_table(config.title, adapter.opaque.values(), has_stacks=has_stacks))
-    if adapter.saved:
-        tables.append(_tensor_table("trained in full", adapter.saved.values(), has_stacks=has_stacks))
+    for title, saved in (("trained in full", whole), ("trained tokens", [*adapter.tokens.values()])):
+        if saved:
+            tables.append(_tensor_table(title, saved, has_stacks=has_stacks))
     print_table(*tables)
     if adapter.ignored:
         names = ", ".join(adapter.ignored)

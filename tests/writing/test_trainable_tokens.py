@@ -353,7 +353,8 @@ def test_other_operations_name_the_reason(expert: Make, bases: dict[bool, Path],
 
 def test_inspect(expert: Make, run: Callable[..., Any], tmp_path: Path) -> None:
     shown = run("inspect", expert("default"))
-    assert "trainable tokens" in shown.stdout
+    assert "trained tokens in 1 module with 48 parameters" in shown.stdout
+    assert "trained in full" not in shown.stdout
     content = json.loads(run("inspect", expert("default"), "--json").stdout)
     assert content["peft_type"] == "TRAINABLE_TOKENS"
     (saved,) = content["saved"]
