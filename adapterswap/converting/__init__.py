@@ -55,6 +55,7 @@ from adapterswap.planning.plan import Plan
 from adapterswap.records.record import CompositionRecord, ConversionRecord
 from adapterswap.writing import prepare, write_prepared
 from adapterswap.writing.folder import COMPOSED
+from adapterswap.writing.loadable import with_written_names
 
 __all__ = ["Conversion", "ConvertedModule", "convert"]
 
@@ -155,6 +156,7 @@ def convert(
                 )
             cut = Path(place) / "cut"
             cut.mkdir()
+            folder = _under_current_names(replace(source, folder=folder), Path(place) / "named", base_model)
             approximated = _cut(folder, cut, form, base_model, progress)
             opened = read_adapter(replace(source, folder=cut))
             form = replace(form, max_rank=None, max_error=None)
@@ -277,6 +279,17 @@ def _kind(folder: Path) -> str:
             f"{variant} is set, and such a LoRA cannot be converted", "Retrain it", parameter="adapter"
         )
     return str(kind)
+
+
+def _under_current_names(source: Source, out: Path, base_model: str | None) -> Path:
+    """The adapter's folder, or a copy in `out` with the base's names if its own are older, which PEFT may not know."""
+    try:
+        plan = _plan_of(read_adapter(source), "expert", base_model)
+        if with_written_names(plan) is plan:
+            return source.folder
+        return write_prepared(prepare(plan, Form()), out)
+    except AdapterswapError:  # of a kind that cannot be composed, or without a base to compare names with
+        return source.folder
 
 
 def _cut(

@@ -23,7 +23,7 @@ from adapterswap.converting.result import ConvertedModule
 from adapterswap.errors import Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
-from adapterswap.experts.anatomy import AdaptableWeight, adaptable_weights, build_empty
+from adapterswap.experts.anatomy import AdaptableWeight, adaptable_weights, build_empty, rename_keys
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.numbers import decode, finite_bytes, open_files
 from adapterswap.files.smallfiles import write_json
@@ -94,7 +94,8 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeig
     stored = with_head(base.parameters, find_tied_head(base, {names[0]: adapter}))
     located = locate_all({names[0]: adapter}, stored, "the base", base, problems).get(names[0], {})
     problems.raise_if_any()
-    weights = adaptable_weights(build_empty(base))
+    model = build_empty(base)
+    weights, name_of = adaptable_weights(model), rename_keys(model)
     full = {
         key: (location.module, location.change)
         for key, location in located.items()
@@ -107,7 +108,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeig
 
         matrices = {}
         for key, (module, change) in full.items():
-            weight = weights.get(module)
+            weight = weights.get(module) or weights.get((name_of(key) or "").removesuffix(".weight"))
             if weight is None or len(change.tensor.shape) != 2:
                 if read(key, change).any():
                     problems.add(

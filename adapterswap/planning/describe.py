@@ -166,7 +166,7 @@ def unusual(plan: Plan) -> list[str]:
     grouped: dict[tuple[str, str, str], list[int]] = {}
     for slot in plan.saved.values():
         contents = _tokens(slot) or _remark(slot) or owner_label(slot) or blend_text(slot.weights)
-        form = next(a.saved[slot.name].words for a in plan.adapters.values() if slot.name in a.saved)
+        form = next(a.saved[slot.module].words for a in plan.adapters.values() if slot.module in a.saved)
         lines.append(f"{slot.name} ({form}): {contents}")
     for slot in plan.modules.values():
         if slot.rule is None:

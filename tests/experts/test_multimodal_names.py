@@ -162,6 +162,34 @@ def test_one_expert_alone(worlds: Callable[[str], World], tmp_path: Path) -> Non
         close(world.deltas_of(plan.write(tmp_path / f"slice-{version}")), world.deltas["task"], depth=2)
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["embed_tokens"]}])
+def test_more_than_lora(name: str, options: dict[str, Any], worlds: Callable[[str], World], tmp_path: Path) -> None:
+    """Copied, and converted to LoRA alone, from the oldest names."""
+    world = worlds(name)
+    torch.manual_seed(0)
+    with quiet_peft():
+        model = get_peft_model(world.load(), LoraConfig(r=2, target_modules=["q_proj"], **options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn(parameter.shape) * 0.05
+    model.save_pretrained(tmp_path / "new")
+    old = under_names(tmp_path / "new", tmp_path / "old", renaming(BEFORE_4_52[name]))
+    token_ids = torch.arange(12).reshape(1, 12) + 3
+
+    def answers(folder: Path) -> torch.Tensor:
+        with quiet_peft(), torch.no_grad():
+            logits: torch.Tensor = PeftModel.from_pretrained(world.load(), folder).eval()(input_ids=token_ids).logits
+        return logits
+
+    plan = adapterswap.slice_layers(old, f"0-{LAYERS - 1}")
+    close(answers(plan.write(tmp_path / "copy")), answers(tmp_path / "new"), depth=4 * LAYERS)
+    adapterswap.convert(old, tmp_path / "lora", rank=64, saved_rank=64)
+    assert json.loads((tmp_path / "lora" / CONFIG).read_text())["modules_to_save"] is None
+    close(answers(tmp_path / "lora"), answers(tmp_path / "new"), depth=8 * LAYERS)
+
+
 def test_a_module_that_the_base_lacks_is_refused(worlds: Callable[[str], World], tmp_path: Path) -> None:
     """PEFT would drop it without a word."""
     world = worlds("llava")
