@@ -362,6 +362,8 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
     setting_keys = (
         content.keys() - _NEUTRAL - kind.inert - {"bias", "init_weights", *kind.patterns, *kind.patterns.values()}
     )
+    if content.get("init_weights") in kind.forms:
+        setting_keys |= {"init_weights"}
     return replace(
         config,
         peft_type=content["peft_type"],

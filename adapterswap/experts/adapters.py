@@ -38,6 +38,8 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PROVENANCE = "adapterswap.json"
 
+_HIRA_RANK = 32  # PEFT's default
+
 _FIRST_FUSED = "gate_up_proj"  # the first of a fused layer's two parameters in every model of transformers
 
 _MISMATCH = "The file and its config do not belong together: save the adapter again"
@@ -619,6 +621,13 @@ def _opaque(
                 f"{folder}: {name}: {part} is empty ({list(tensor.shape)}), as DeepSpeed ZeRO-3 leaves it",
                 "Gather the weights before saving (stage3_gather_16bit_weights_on_model_save), and save again",
             )
+    rank = config.settings.get("r", _HIRA_RANK)
+    if config.peft_type == "HIRA" and "hira_A" in tensors and tensors["hira_A"].shape[0] != rank:
+        raise UnsupportedError(
+            f"{folder}: {name}: hira_A has the rank {tensors['hira_A'].shape[0]}, but {CONFIG} says r: {rank}, which "
+            "PEFT 0.21 gives every module",
+            "Train it without `rank_pattern`",
+        )
     return OpaqueModule(
         name, layer_of(name, container), kind_of(name), config.title, config.peft_type, tensors,
         config.settings, config.values_of(name), shared,

@@ -41,6 +41,7 @@ class PeftKind:
             LoRA's.
         shared: the keys, after `base_model.`, of tensors that all modules use.
         inert: config keys that do not change what a trained adapter computes.
+        forms: values of `init_weights` that decide the shapes and the formula, too.
         on_biases: whether it also changes the module's bias.
     """
 
@@ -49,6 +50,7 @@ class PeftKind:
     patterns: Mapping[str, str] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     inert: frozenset[str] = frozenset()
+    forms: frozenset[str] = frozenset()
     on_biases: bool = False
 
 
@@ -62,9 +64,10 @@ def _kind(
     patterns: Mapping[str, str] | None = None,
     shared: tuple[str, ...] = (),
     inert: frozenset[str] = frozenset(),
+    forms: frozenset[str] = frozenset(),
     on_biases: bool = False,
 ) -> PeftKind:
-    return PeftKind(title, frozenset(parts), patterns or {}, shared, inert, on_biases)
+    return PeftKind(title, frozenset(parts), patterns or {}, shared, inert, forms, on_biases)
 
 
 KINDS: dict[str, PeftKind] = {
@@ -84,8 +87,9 @@ KINDS: dict[str, PeftKind] = {
         inert=frozenset({"vera_dropout", "d_initial"}),
     ),
     "HRA": _kind("HRA", "hra_u"),
-    "MISS": _kind("MiSS", "miss_block", inert=frozenset({"miss_dropout"})),
-    "HIRA": _kind("HiRA", "hira_A", "hira_B", patterns={"r": "rank_pattern"}, inert=frozenset({"hira_dropout"})),
+    "MISS": _kind("MiSS", "miss_block", inert=frozenset({"miss_dropout"}), forms=frozenset({"bat", "mini"})),
+    # PEFT 0.21 gives all modules the rank `r`, whatever `rank_pattern` says.
+    "HIRA": _kind("HiRA", "hira_A", "hira_B", inert=frozenset({"hira_dropout", "rank_pattern"})),
     "ROAD": _kind("RoAd", "road_alpha", "road_theta", on_biases=True),
 }  # fmt: skip
 """`peft_type` → the kinds besides LoRA that can be copied."""

@@ -175,6 +175,42 @@ def transplanted(base: Path, experts: dict[str, Path]) -> Any:
     return model
 
 
+SETTINGS: dict[str, PeftConfig] = {
+    "MiSS of matrices": MissConfig(r=4, init_weights="bat", target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "MiSS of few columns": MissConfig(
+        r=4, mini_r=2, init_weights="mini", target_modules=TARGETS, task_type="CAUSAL_LM"
+    ),
+    "HiRA with a pattern": HiraConfig(
+        r=4, rank_pattern={"q_proj": 2}, target_modules=TARGETS, task_type="CAUSAL_LM"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_decide_the_shapes(case: str, base: Base, tmp_path: Path) -> None:
+    """PEFT reads MiSS's form from `init_weights`, and ignores HiRA's `rank_pattern`."""
+    experts = pair(base("llama"), tmp_path, SETTINGS[case], copy.deepcopy(SETTINGS[case]))
+    expected = transplanted(base("llama"), experts).state_dict()
+    plan = composed(experts)
+    close(merged_by_peft(base("llama"), plan.write(tmp_path / "out")), expected)
+    close(load_base(plan.merge(tmp_path / "merged", base_model=base("llama"))).state_dict(), expected)
+
+
+def test_ranks_of_hira_differ_only_in_full_weights(base: Base, tmp_path: Path) -> None:
+    """PEFT could not load an adapter with both, nor one whose ranks are not its config's."""
+    options: Any = {"target_modules": TARGETS, "task_type": "CAUSAL_LM"}
+    experts = pair(base("llama"), tmp_path, HiraConfig(r=4, **options), HiraConfig(r=2, **options))
+    plan = composed(experts)
+    with refused(UnsupportedError):
+        plan.write(tmp_path / "out")
+    merged = load_base(plan.merge(tmp_path / "merged", base_model=base("llama"))).state_dict()
+    close(merged, transplanted(base("llama"), experts).state_dict())
+    config = experts["math"] / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 2, "rank_pattern": {"proj": 4}}))
+    with refused(UnsupportedError, "experts"):
+        composed(experts)
+
+
 def test_vera_keeps_a_module_as_wide_as_its_projections(base: Base, tmp_path: Path) -> None:
     vera = VeraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM")
     experts = pair(base("llama"), tmp_path, vera, copy.deepcopy(vera))
