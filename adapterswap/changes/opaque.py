@@ -17,9 +17,10 @@ from adapterswap.changes.kinds import Opaque
 from adapterswap.errors import ExpertError, UnsupportedError, reason_of
 from adapterswap.experts.peft_kinds import KINDS
 
-__all__ = ["merged_weight"]
+__all__ = ["merged_delta", "merged_weight"]
 
 Numbers = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating[Any]]
 
 _MODULE = "adapted"
 
@@ -37,6 +38,21 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
         UnsupportedError: the weight is that of a convolution, or PEFT has no merge for this kind.
         ExpertError: the tensors do not fit the weight.
     """
+    return np.ascontiguousarray(_merged(change, parameter, own, tensors), np.float32)
+
+
+def merged_delta(change: Opaque, parameter: str, own: Numbers, tensors: Mapping[str, Numbers]) -> Numbers:
+    """ΔW = f(W) - W, computed in float64 and rounded once.
+
+    In float32 it would have rounding errors of the size of the weight's, which methods on singular values take for
+    further directions. Arguments and errors are those of `merged_weight`.
+    """
+    merged = _merged(change, parameter, own.astype(np.float64), tensors)
+    return np.ascontiguousarray(merged - own, np.float32)
+
+
+def _merged(change: Opaque, parameter: str, own: Floats, tensors: Mapping[str, Numbers]) -> Floats:
+    """f(W), in the precision of `own`."""
     import torch
     from peft import get_peft_model
 
@@ -58,6 +74,7 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
         warnings.simplefilter("ignore")  # PEFT warns about its defaults
         try:
             model: Any = get_peft_model(holder, _config(change, tensors))
+            model.to(module.weight.dtype)
             _load(model, part.name, tensors)
             layer = model.base_model.model.get_submodule(_MODULE)
             layer.merge()
@@ -65,11 +82,11 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
             raise UnsupportedError(
                 f"PEFT cannot merge the {part.method} at {part.name}: {reason_of(error)}", remedy
             ) from None
-    merged = getattr(layer.get_base_layer(), parameter).detach().numpy()
-    return np.ascontiguousarray(merged, np.float32)
+    merged: Floats = getattr(layer.get_base_layer(), parameter).detach().numpy()
+    return merged
 
 
-def _module(change: Opaque, parameter: str, base_values: Numbers, tensors: Mapping[str, Numbers]) -> Any:
+def _module(change: Opaque, parameter: str, base_values: Floats, tensors: Mapping[str, Numbers]) -> Any:
     """A module with the base's weight or bias, and zeros for the other; None if no module has this shape."""
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -79,11 +96,12 @@ def _module(change: Opaque, parameter: str, base_values: Numbers, tensors: Mappi
         if base_values.ndim != 1:
             return None
         out, width = base_values.shape[0], lora.in_features if lora is not None else 1
-        weight, bias = np.zeros((width, out) if change.transposed else (out, width), np.float32), base_values
+        shape = (width, out) if change.transposed else (out, width)
+        weight, bias = np.zeros(shape, base_values.dtype), base_values
     elif base_values.ndim == 2:
         weight = base_values
         out, width = base_values.shape[::-1] if change.transposed else base_values.shape
-        bias = np.zeros(out, np.float32)
+        bias = np.zeros(out, base_values.dtype)
     else:
         return None
     module: Any
@@ -94,9 +112,9 @@ def _module(change: Opaque, parameter: str, base_values: Numbers, tensors: Mappi
             module = Conv1D(out, width)
         else:
             module = torch.nn.Linear(width, out)
-    module.weight = torch.nn.Parameter(torch.from_numpy(np.array(weight, np.float32)))
+    module.weight = torch.nn.Parameter(torch.from_numpy(np.array(weight)))
     if not isinstance(module, torch.nn.Embedding):
-        module.bias = torch.nn.Parameter(torch.from_numpy(np.array(bias, np.float32)))
+        module.bias = torch.nn.Parameter(torch.from_numpy(np.array(bias)))
     return module
 
 

@@ -222,7 +222,14 @@ def sort_keys(
             saved[f"{name.removesuffix('.base_layer')}.bias"] = {"bias": tensor}
             continue
         refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
-        if refused:
+        if key.endswith(_WRAPPED_BIAS) and f"{key.removesuffix(_WRAPPED_BIAS)}{_BASE_COPY}" in keys:
+            problems.add(
+                f"{folder}: {key} is a copy of the base's bias, which PEFT saves beside LoRA on a head and loads into "
+                "the base",
+                "Load it with PEFT and save it with save_embedding_layers=False",
+                kind=UnsupportedError,
+            )
+        elif refused:
             problems.add(
                 f"{folder}: {key} is {refused}, which is not part of s·B·A",
                 "Train it as a plain or rsLoRA",

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from adapterswap.arithmetic.lowrank import concatenate
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.kinds import LowRank, Opaque
-from adapterswap.changes.opaque import merged_weight
+from adapterswap.changes.opaque import merged_delta, merged_weight
 from adapterswap.errors import UnsupportedError
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
 from adapterswap.files.numbers import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
@@ -219,11 +219,12 @@ def _factors(term: Term, parts: tuple[Part, Part], kept_rows: Rows) -> Factors:
     return factors if rows is None else factors.masked(rows)
 
 
-def _merged(term: Term, tensors: Mapping[str, Part], base: Delta, slot: Slot) -> Delta:
-    """An opaque term's W_i, as the model stores it."""
+def _merged(term: Term, tensors: Mapping[str, Part], base: Delta, slot: Slot, *, as_delta: bool = False) -> Delta:
+    """An opaque term's W_i, or its ΔW_i, as the model stores it."""
     assert term.opaque is not None
     decoded = {name: decode(part.raw, part.tensor.dtype, part.tensor.shape) for name, part in tensors.items()}
-    return merged_weight(term.opaque, slot.name.rpartition(".")[2], base, decoded)
+    compute = merged_delta if as_delta else merged_weight
+    return compute(term.opaque, slot.name.rpartition(".")[2], base, decoded)
 
 
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
@@ -258,8 +259,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             delta = delta if on_weights else delta - base
             enter(whole, delta.T if across else delta)
         for term, tensors in zip(slot.opaque, block.opaque, strict=True):
-            delta = _merged(term, tensors, base, slot)
-            delta = delta if on_weights else delta - base
+            delta = _merged(term, tensors, base, slot, as_delta=not on_weights)
             enter(term, delta.T if across else delta)
         for term, parts in zip(slot.low_rank, block.factors, strict=True):
             factors = _factors(term, parts, kept_rows)

@@ -166,12 +166,12 @@ def changes_in(model: PeftModel, base: PreTrainedModel | None = None) -> Changes
 
 
 def _merged_changes(model: PeftModel, base: PreTrainedModel, *, with_biases: bool) -> Changes:
-    merged = copy.deepcopy(model)
+    merged = copy.deepcopy(model).double()
     if with_biases:  # PEFT merges biases into biases only
         for module in merged.modules():
             inner = getattr(module, "base_layer", None)
             if isinstance(inner, torch.nn.Linear) and inner.bias is None:
-                inner.bias = torch.nn.Parameter(torch.zeros(inner.out_features))
+                inner.bias = torch.nn.Parameter(torch.zeros(inner.out_features, dtype=torch.float64))
     own = dict(untied(base).named_parameters())
     result = untied(merged.merge_and_unload()).named_parameters()
     changes = {name: p.detach().double() - (own[name].detach().double() if name in own else 0) for name, p in result}
@@ -179,7 +179,7 @@ def _merged_changes(model: PeftModel, base: PreTrainedModel, *, with_biases: boo
 
 
 def rounded_otherwise(base: PreTrainedModel, changes: Changes, seed: int) -> Changes:
-    """ΔW as it might be, had PEFT rounded W + ΔW in another order: within a few eps of the weight."""
+    """ΔW that W + ΔW in float32 cannot tell from these: within a few eps of the weight."""
     weights, generator = dict(untied(base).named_parameters()), torch.Generator().manual_seed(seed)
     few = 4 * torch.finfo(torch.float32).eps
     return {

@@ -113,9 +113,8 @@ def _outcome(cell: Cell, prepared: Prepared, out: Path) -> str:
 def _differences(prepared: Prepared, changes: Changes, result: Result, others: Sequence[Changes]) -> list[str]:
     """What is wrong with a result: warnings that its experts did not cause, a ΔW, the logits.
 
-    Where PEFT computes whole weights (DoRA, MiSS, …), a ΔW is known to a rounding of the weight only. Some methods
-    amplify that, such as those that divide by a small cosine. `others` are results for ΔW that are rounded otherwise;
-    twice as far as these are from the first, a number is not determined.
+    Some methods amplify rounding: they divide by 1 + cos, say, and rows of RoAd's ΔW may be opposed. `others` are
+    results for ΔW that float32 cannot tell from the first. Twice as far as these are from it, no number is determined.
     """
     # PEFT warns that it does not find patterns for parameters, although it uses them, as ΔW shows.
     said = {text for text in result.said - prepared.said if not _FALSE_ALARM.fullmatch(text)}
