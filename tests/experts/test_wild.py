@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import LAYERS, load_base, logits
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from tolerances import close
 
 import adapterswap
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, UnsupportedError
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -107,3 +108,15 @@ def test_configs_that_peft_opens_are_opened(case: str, base: Callable[[str], Pat
     written = adapterswap.compose(alone, {"x": adapter}).write(tmp_path / "out")
     result = PeftModel.from_pretrained(load_base(base("llama")), written).eval()
     close(logits(result), logits(model), depth=LAYERS)
+
+
+def test_a_head_with_a_bias_needs_no_copy_of_it(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """PEFT saves the head's weight and bias beside LoRA on it; the remedy of the refusal leaves both out."""
+    model = load_base(base("llama"))
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(model.lm_head.out_features))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "copied", save_embedding_layers=True)
+    with pytest.raises(UnsupportedError, match=r"lm_head\.base_layer\.bias is a copy"):
+        adapterswap.open_expert(tmp_path / "copied")
+    adapted.save_pretrained(tmp_path / "plain", save_embedding_layers=False)
+    assert "lm_head" in adapterswap.open_expert(tmp_path / "plain").modules
