@@ -113,12 +113,15 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
 
     Raises:
         BaseModelError: they are of different architectures, shapes or depth.
-        UnsupportedError: they are quantised, or in dtypes without arithmetic.
+        UnsupportedError: they are quantised, in dtypes without arithmetic, or the base has an encoder and a decoder.
         ArgumentError: the selection names layers or modules that they do not have, or selects no matrix.
         ExpertError: they lack a weight that transformers has in such a model.
     """
+    try:
+        num_layers = num_layers_in_config(base.config)
+    except AdapterswapError as error:
+        raise error.recast(parameter="base_model") from None
     anatomy, sides = _common_anatomy(full, base)
-    num_layers = num_layers_in_config(base.config)
     if num_layers is None:
         raise BaseModelError(
             f"the config of {base.name} does not say how many layers it has",
