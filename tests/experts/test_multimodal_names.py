@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,7 @@ def renaming(rules: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
-    made: dict[str, World] = {}
-
-    def make(name: str) -> World:
-        if name not in made:
-            made[name] = World(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return make
+    return cache(lambda name: World(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.mark.parametrize("name", NAMES)

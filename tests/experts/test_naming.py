@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -177,14 +178,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
-    made: dict[str, World] = {}
-
-    def make(name: str) -> World:
-        if name not in made:
-            made[name] = World(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return make
+    return cache(lambda name: World(name, tmp_path_factory.mktemp(name)))
 
 
 def renamed(world: World, rename: Rename, folder: Path) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +154,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
-    made: dict[str, World] = {}
-
-    def make(name: str) -> World:
-        if name not in made:
-            made[name] = World(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return make
+    return cache(lambda name: World(name, tmp_path_factory.mktemp(name)))
 
 
 def answers(model: Any) -> torch.Tensor:

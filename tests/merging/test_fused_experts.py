@@ -268,7 +268,7 @@ def test_live_refuses(mixture: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 def test_a_router_beside_modules_that_need_the_bases_names(mixture: Callable[[str], Path], tmp_path: Path) -> None:
-    """PEFT turns LoRA on all linear layers of a Mixtral into one on the parameter `gate.weight`, which is no module."""
+    """PEFT turns LoRA on all linear layers of a Mixtral into LoRA on the parameter `gate.weight`, not on a module."""
     folder = mixture("mixtral")
     train(folder, "linear", 3, target_modules="all-linear", target_parameters=None, rank_pattern={})
     train(folder, "embedding", 4, target_modules=["k_proj", "embed_tokens"], target_parameters=None, rank_pattern={})

@@ -7,6 +7,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from refusals import refused
-from tokenizers import Tokenizer, models, pre_tokenizers
 from tolerances import close
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
-from writing.vocabularies import ends_in_peft, merged_by_peft
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from writing.vocabularies import ends_in_peft, merged_by_peft, with_words
 
 import adapterswap
 from adapterswap.errors import AdapterswapError, CompositionError, ExpertError, UnsupportedError
@@ -67,23 +67,12 @@ def _noisy(model: Any, seed: int) -> None:
 @pytest.fixture(scope="module")
 def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`base_of(tied=True, rows=104)`: a pico Llama with a tokenizer of 96 tokens and a chat template."""
-    made: dict[tuple[bool, int], Path] = {}
 
-    def make(*, tied: bool = False, rows: int = SIZE) -> Path:
-        if (tied, rows) not in made:
-            made[tied, rows] = folder = tmp_path_factory.mktemp("base")
-            torch.manual_seed(0)
-            sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
-            AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=rows, **sizes, **heads)).save_pretrained(folder)
-            words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZE)}, unk_token="w0"))
-            words.pre_tokenizer = pre_tokenizers.Whitespace()
-            tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
-            tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-            tokenizer.save_pretrained(folder)
-        return made[tied, rows]
+    @cache
+    def create(tied: bool, rows: int) -> Path:
+        return with_words(tmp_path_factory.mktemp("base"), tied=tied, rows=rows, layers=LAYERS)
 
-    return make
+    return lambda *, tied=False, rows=SIZE: create(tied, rows)
 
 
 @pytest.fixture(scope="module")

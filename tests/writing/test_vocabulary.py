@@ -7,6 +7,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from tolerances import close
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import adapterswap
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, UnsupportedError
 
-from .vocabularies import ends_in_peft, in_peft, loaded, merged_by_peft, plan_of
+from .vocabularies import ends_in_peft, in_peft, loaded, merged_by_peft, plan_of, with_words
 
 LAYERS, SIZE = 4, 96
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
@@ -57,23 +57,7 @@ Make = Callable[..., Path]
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     """`bases(tied)`: a pico Llama with a tokenizer and a chat template."""
-    made: dict[bool, Path] = {}
-
-    def make(tied: bool) -> Path:
-        if tied not in made:
-            made[tied] = folder = tmp_path_factory.mktemp("base")
-            torch.manual_seed(0)
-            sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
-            AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=SIZE, **sizes, **heads)).save_pretrained(folder)
-            words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZE)}, unk_token="w0"))
-            words.pre_tokenizer = pre_tokenizers.Whitespace()
-            tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
-            tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-            tokenizer.save_pretrained(folder)
-        return made[tied]
-
-    return make
+    return cache(lambda tied: with_words(tmp_path_factory.mktemp("base"), tied=tied))
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,25 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import adapterswap
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 
-__all__ = ["LAYERS", "SIZE", "ends_in_peft", "in_peft", "loaded", "merged_by_peft", "pico_llama", "plan_of"]
+__all__ = [
+    "LAYERS",
+    "SIZE",
+    "ends_in_peft",
+    "in_peft",
+    "loaded",
+    "merged_by_peft",
+    "pico_llama",
+    "plan_of",
+    "with_words",
+]
 
 LAYERS, SIZE = 4, 48
 
@@ -26,6 +37,20 @@ def pico_llama(folder: Path, *, tied: bool) -> Path:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS, "vocab_size": SIZE}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied}
     AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    return folder
+
+
+def with_words(folder: Path, *, tied: bool = False, rows: int = 96, layers: int = LAYERS) -> Path:
+    """A pico Llama with a tokenizer of 96 words, w0 to w95, and a chat template."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "vocab_size": rows}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
     return folder
 
 
