@@ -77,7 +77,7 @@ def convert(
     rank: int | None = None,
     max_error: float | None = None,
     saved_rank: int | None = None,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
     allow_pickle: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -129,6 +129,7 @@ def convert(
         raise ArgumentError(f"`saved_rank` is {saved_rank!r}", "Pass a whole number above 0", parameter="saved_rank")
     stored = FLOAT_NAMES[dtype] if dtype else None
     form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
+    base_model = None if base_model is None else str(base_model)
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[adapter, base_model])
     source = find_source(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
     with tempfile.TemporaryDirectory(prefix="adapterswap-convert-") as place:

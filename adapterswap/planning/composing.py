@@ -57,7 +57,7 @@ def layer_swap(
     top_transition: int = 0,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
 ) -> Plan:
     """Take the bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
 
@@ -91,7 +91,7 @@ def soup(
     num_layers: int | None = None,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
 ) -> Plan:
     """Average two experts' ΔW in every module, by their weights. Arguments and errors as for `layer_swap`."""
     return _two_sided("soup", task, language, task_weight, language_weight, num_layers, base_model)
@@ -106,7 +106,7 @@ def task_arithmetic(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     allow_negative: bool = False,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
 ) -> Plan:
     """Compute λ·(w_task·ΔW_task + w_lang·ΔW_lang) in every module, with λ = `scale` (Ilharco et al. 2023).
 
@@ -125,7 +125,7 @@ def slerp(
     num_layers: int | None = None,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
 ) -> Plan:
     """Interpolate spherically between two experts' ΔW, module by module (Shoemake 1985).
 
@@ -145,7 +145,7 @@ def ties(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     allow_negative: bool = False,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
 ) -> Plan:
     """Trim each ΔW, elect a sign for each entry, and add the entries that agree with it (TIES; Yadav et al. 2023).
 
@@ -182,7 +182,7 @@ def dare(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     allow_negative: bool = False,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
 ) -> Plan:
     """Drop entries of each ΔW at random, rescale the others by 1 / density, and add them up (DARE; Yu et al. 2024).
 
@@ -250,7 +250,7 @@ def _compose(
     return make_plan(composition, opened)
 
 
-def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None) -> Plan:
+def adapter_plan(reference: Adapter | str | Path, base_model: str | Path | None = None) -> Plan:
     """The plan that takes every module from one adapter.
 
     Raises:
@@ -263,7 +263,9 @@ def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None)
             f"{reference} is a full checkpoint, not an adapter", "Pass an adapter, or two experts", parameter="plan"
         )
     name = expert_name(adapter, {}, "expert")
-    composition = Composition(allocation=(Rule(expert=name),), base_model=base_model)
+    composition = Composition(
+        allocation=(Rule(expert=name),), base_model=None if base_model is None else str(base_model)
+    )
     return make_plan(composition, {name: adapter})
 
 
@@ -319,7 +321,7 @@ def _two_sided(
     task_weight: float,
     language_weight: float,
     num_layers: int | None,
-    base_model: str | None,
+    base_model: str | Path | None,
     **options: Any,
 ) -> Plan:
     for side, expert in (("task", task), ("language", language)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
@@ -140,6 +141,13 @@ class Composition(MethodFields):
         if isinstance(content, Mapping) and {"allocation", "rules"} <= content.keys():
             raise FieldMistake("`rules` is another name for `allocation`, and both are set: remove one", "rules")
         return content
+
+    @field_validator("base_model", "experts", mode="before")
+    @classmethod
+    def _paths_as_text(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: str(place) if isinstance(place, Path) else place for name, place in value.items()}
+        return str(value) if isinstance(value, Path) else value
 
     @field_validator("base_model")
     @classmethod

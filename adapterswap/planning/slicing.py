@@ -26,7 +26,7 @@ def slice_layers(
     *,
     stack: Stack | None = None,
     num_layers: NumLayers | None = None,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
 ) -> Plan:
     """Plan a slice: keep `layers` of an adapter and its modules outside the layers.
 
@@ -76,7 +76,8 @@ def slice_layers(
         Rule(layers=NO_LAYER, expert=name, optional=True),
         Rule(expert=BASE, optional=True),
     )
-    composition = Composition(allocation=rules, num_layers=num_layers, base_model=base_model)
+    base = None if base_model is None else str(base_model)
+    composition = Composition(allocation=rules, num_layers=num_layers, base_model=base)
     try:
         return make_plan(composition, {name: adapter})
     except CompositionError as error:

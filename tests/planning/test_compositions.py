@@ -212,3 +212,8 @@ def test_the_card_of_a_slice_does_not_call_it_a_composition(math: Path, tmp_path
     card = (adapterswap.write_adapter(plan, tmp_path / "out") / "README.md").read_text()
     assert "extracted from one expert:\nits layers 0-1,5 and" in card
     assert "composed" not in card.split("\n## ")[0].split("| expert")[0]
+
+
+def test_paths_are_accepted_as_text() -> None:
+    fields: Any = {"base_model": Path("bases/b"), "experts": {"math": Path("experts/m")}}
+    assert Composition(**fields) == Composition(base_model="bases/b", experts={"math": "experts/m"})

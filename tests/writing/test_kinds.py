@@ -329,6 +329,26 @@ def test_what_needs_factors(fields: Any, rules: Any, parameter: str | None, base
     assert caught.value.parameter == parameter
 
 
+def test_a_blend_of_another_kind_becomes_an_adapter(base: Base, tmp_path: Path) -> None:
+    """As docs/adapters.md says: merged and extracted again at full rank, or each expert converted first."""
+    experts = pair(base("llama"), tmp_path, dora(), OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS))
+    folders = list(experts.values())
+    alone = [PeftModel.from_pretrained(load_base(base("llama")), folder).merge_and_unload() for folder in folders]
+    average = load_base(base("llama"))
+    for name, parameter in average.named_parameters():
+        parameter.data = (alone[0].get_parameter(name) + alone[1].get_parameter(name)) / 2
+    merged = adapterswap.soup(*folders).merge(tmp_path / "merged", base_model=base("llama"))
+    rank = max(max(parameter.shape) for parameter in average.parameters())
+    adapterswap.extract(merged, base("llama"), tmp_path / "extracted", rank=rank)
+    loras = [tmp_path / f"lora-{folder.name}" for folder in folders]
+    for folder, lora in zip(folders, loras, strict=True):
+        adapterswap.convert(folder, lora, base_model=base("llama"), rank=rank)
+    blended = adapterswap.soup(*loras).write(tmp_path / "blended")
+    for folder in (tmp_path / "extracted", blended):
+        model = PeftModel.from_pretrained(load_base(base("llama")), folder)
+        close(logits(model), logits(average), depth=LAYERS)
+
+
 @pytest.mark.parametrize("method", ["tsv", "iso_c", "knots_ties", "breadcrumbs_ties"])
 def test_a_method_combines_another_kind_with_lora(method: str, base: Base, tmp_path: Path) -> None:
     """Each ΔW is what PEFT's merge of that expert alone makes."""
