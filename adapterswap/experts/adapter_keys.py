@@ -59,6 +59,8 @@ _DOUBLES = (".original_module.weight", ".modules_to_save.weight")
 
 _FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
 
+_OF_TOKENS = f".token_adapter{_BASE_COPY}"  # the embedding or head whose rows were trained
+
 _WITHOUT = "save_pretrained(PATH, save_embedding_layers=False)"
 
 
@@ -271,6 +273,15 @@ def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
 
 
 def _refuse_copy(key: str, folder: Path, problems: Problems) -> None:
+    if key.endswith(_OF_TOKENS):
+        problems.add(
+            f"{folder}: {key} is the whole embedding, which PEFT saves beside trained tokens if the vocabulary was "
+            "resized",
+            "Merge the adapter with PEFT's merge_and_unload and compose the full weights. If it has no new tokens, "
+            f"load it with PEFT and save it with {_WITHOUT}",
+            kind=UnsupportedError,
+        )
+        return
     problems.add(
         f"{folder}: {key} is a copy of a module without LoRA, as PEFT saves it with save_embedding_layers",
         f"Load the adapter with PEFT, and save it with {_WITHOUT}",

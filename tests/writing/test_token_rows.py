@@ -196,12 +196,28 @@ def test_tokens_beyond_the_base(trained: Make, bases: Callable[[bool], Path], tm
         untied.merge(tmp_path / "untied")
 
 
-def test_copies_of_a_resized_base_are_refused(trained: Make, bases: Callable[[bool], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_a_resized_base_are_refused(
+    tied: bool, trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """PEFT would put them over the base's own; the remedy composes them as full weights."""
+    base, plain = bases(tied), trained("plain", tied=tied)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT tells of the copies
-        in_peft(bases(True), trained("new", tied=True), SIZE + 2).save_pretrained(tmp_path / "out")
-    with refused(UnsupportedError, match="save_embedding_layers"):  # PEFT would put them over the base's own
-        adapterswap.open_adapter(tmp_path / "out")
+        warnings.simplefilter("ignore")  # PEFT warns about the copies
+        model = in_peft(base, trained("new", tied=tied), SIZE + 2)
+        model.save_pretrained(tmp_path / "copies")
+        with refused(UnsupportedError, match="whole embedding"):
+            adapterswap.open_expert(tmp_path / "copies")
+        model.merge_and_unload().save_pretrained(tmp_path / "full")
+    swap = adapterswap.Composition(bottom=1, top=1, outside="task", base_model=str(base))
+    plan = adapterswap.compose(swap, {"task": tmp_path / "full", "language": plain})
+    result, full = loaded(plan.merge(tmp_path / "merged")), loaded(tmp_path / "full")
+    assert torch.equal(result.get_input_embeddings().weight, full.get_input_embeddings().weight)
+    assert torch.equal(result.get_output_embeddings().weight, full.get_output_embeddings().weight)
+    own, by_peft = result.state_dict(), merged_by_peft(base, plain)
+    for layer, expected in ((0, by_peft), (1, full.state_dict()), (LAYERS - 1, by_peft)):
+        key = f"model.layers.{layer}.self_attn.q_proj.weight"
+        close(own[key], expected[key])
 
 
 def test_new_tokens_of_two_experts_need_their_tokenizers(
