@@ -19,12 +19,13 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.layers import NumLayers
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.yamlfiles import read_recipe, validate
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.checks import check_names
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.compositions import Composition, Outside, Stacks
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
@@ -50,27 +51,31 @@ def layer_swap(
     task: Expert,
     language: Expert,
     *,
-    num_layers: int | None = None,
+    num_layers: NumLayers | None = None,
     bottom: int | None = None,
     top: int | None = None,
     bottom_transition: int = 0,
     top_transition: int = 0,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
+    outside: Outside = "average",
+    stack: Stacks = "both",
     base_model: str | Path | None = None,
 ) -> Plan:
     """Take the bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
 
     Layer l is the language's where l < b or l > L-1-u, the task's where l > b-1+t_b and l < L-u-t_u, and otherwise the
-    weighted average (w_task·ΔW_task + w_lang·ΔW_lang) / (w_task + w_lang). Modules outside the layers are averaged.
+    weighted average (w_task·ΔW_task + w_lang·ΔW_lang) / (w_task + w_lang).
 
     Args:
         task, language: opened adapters or full checkpoints, folders or Hub ids; `language="base"` resets the outer
             layers to the base.
-        num_layers: L; by default from the base's config.
+        num_layers: L, or that of each stack; by default from the base's config.
         bottom, top: b and u; by default the paper's 5 and 2 of 32 layers, in proportion.
         bottom_transition, top_transition: t_b and t_u.
         task_weight, language_weight: w_task and w_lang.
+        outside: whether modules outside the layers are averaged, the task's or the language's.
+        stack: the stacks of an encoder-decoder that are swapped; the other one is the task's.
         base_model: the experts' base, if they do not name it or name it differently.
 
     Returns:
@@ -81,14 +86,17 @@ def layer_swap(
     """
     zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
     counts = {key: count for key, count in zones.items() if count is not None}
-    return _two_sided("layer_swap", task, language, task_weight, language_weight, num_layers, base_model, **counts)
+    return _two_sided(
+        "layer_swap", task, language, task_weight, language_weight, num_layers, base_model,
+        outside=outside, stack=stack, **counts,
+    )  # fmt: skip
 
 
 def soup(
     task: Expert,
     language: Expert,
     *,
-    num_layers: int | None = None,
+    num_layers: NumLayers | None = None,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     base_model: str | Path | None = None,
@@ -102,7 +110,7 @@ def task_arithmetic(
     language: Expert,
     *,
     scale: float = 1.0,
-    num_layers: int | None = None,
+    num_layers: NumLayers | None = None,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     allow_negative: bool = False,
@@ -122,7 +130,7 @@ def slerp(
     task: Expert,
     language: Expert,
     *,
-    num_layers: int | None = None,
+    num_layers: NumLayers | None = None,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     base_model: str | Path | None = None,
@@ -141,7 +149,7 @@ def ties(
     *,
     density: float,
     scale: float = 1.0,
-    num_layers: int | None = None,
+    num_layers: NumLayers | None = None,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     allow_negative: bool = False,
@@ -178,7 +186,7 @@ def dare(
     seed: int = 0,
     method: Literal["dare_linear", "dare_ties"] = "dare_linear",
     scale: float = 1.0,
-    num_layers: int | None = None,
+    num_layers: NumLayers | None = None,
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     allow_negative: bool = False,
@@ -320,7 +328,7 @@ def _two_sided(
     language: Expert,
     task_weight: float,
     language_weight: float,
-    num_layers: int | None,
+    num_layers: NumLayers | None,
     base_model: str | Path | None,
     **options: Any,
 ) -> Plan:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tolerances import close
 
 import adapterswap
-from adapterswap.errors import ExpertError, FieldError
+from adapterswap.errors import CompositionError, ExpertError, FieldError
 from adapterswap.experts.layers import layer_container
 from adapterswap.live import LiveComposer
 
@@ -89,6 +89,17 @@ def test_a_reset_of_the_layers_and_of_what_is_outside(make: Callable[[str, int],
 
     assert owner() == owner(outside="average") == owner(outside="task") == "task"
     assert owner(outside="language") == "base"
+
+
+def test_the_function_takes_it_too(make: Callable[[str, int], Path]) -> None:
+    task, language = make("task", 1), make("language", 2)
+    for outside, owner in (("average", None), ("task", "task"), ("language", "language")):
+        plan = adapterswap.layer_swap(task, language, bottom=1, top=1, outside=outside)  # type: ignore[arg-type]
+        assert plan.slots["lm_head"].owner == owner
+    with refused(FieldError, "outside"):
+        adapterswap.layer_swap(task, language, bottom=1, top=1, outside="base")  # type: ignore[arg-type]
+    with refused(CompositionError, "stack"):  # not an encoder-decoder
+        adapterswap.layer_swap(task, language, bottom=1, top=1, stack="decoder")
 
 
 def test_outside_is_for_layer_swaps(
