@@ -23,6 +23,7 @@ __all__ = [
     "United",
     "clashes",
     "read_tokens",
+    "tokenizer_bytes",
     "tokenizer_files",
     "unite",
     "write_united",
@@ -62,6 +63,12 @@ class United:
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of the tokenizer and the chat template in a folder, sorted by name."""
     return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+
+
+def tokenizer_bytes(folder: Path) -> bytes | None:
+    """The content of the tokenizer.json in a folder, to compare without parsing; None if it has none."""
+    path = folder / _FAST
+    return path.read_bytes() if path.is_file() else None
 
 
 def read_tokens(folder: Path) -> Tokens | None:

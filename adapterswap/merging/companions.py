@@ -15,8 +15,8 @@ from typing import Any
 from adapterswap.errors import ExpertError
 from adapterswap.experts.checkpoints import COMPANIONS, MODEL_CONFIG
 from adapterswap.experts.layers import is_vocabulary
-from adapterswap.experts.tokenizers import BASE, read_tokens, write_united
-from adapterswap.files.smallfiles import exists, write_json
+from adapterswap.experts.tokenizers import BASE, read_tokens, tokenizer_bytes, write_united
+from adapterswap.files.smallfiles import write_json
 from adapterswap.merging.shards import ModelForm
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.tokenizer import tokenizer_folders, united_tokenizer
@@ -24,7 +24,6 @@ from adapterswap.writing.tokenizer import tokenizer_folders, united_tokenizer
 __all__ = ["check_tokens", "config_source", "copy_companions", "differing_tokenizers", "tokenizer_source"]
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
-_TOKENIZER = "tokenizer.json"
 
 
 def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
@@ -62,19 +61,16 @@ def differing_tokenizers(plan: Plan) -> list[str]:
     if united is None:
         return []
     folders = tokenizer_folders(plan)
-
-    def content(name: str) -> bytes | None:
-        path = folders[name] / _TOKENIZER
-        return path.read_bytes() if exists(path) else None
+    ours = tokenizer_bytes(folders[united.owner])
 
     def has_other_tokens(name: str) -> bool:
-        ours, theirs = read_tokens(folders[united.owner]), read_tokens(folders[name])
-        return None not in (ours, theirs) and ours != theirs
+        tokens, others = read_tokens(folders[united.owner]), read_tokens(folders[name])
+        return None not in (tokens, others) and tokens != others
 
     odd = [
         name
         for name in plan.checkpoints
-        if name not in united.others and content(name) != content(united.owner) and not has_other_tokens(name)
+        if name not in united.others and tokenizer_bytes(folders[name]) != ours and not has_other_tokens(name)
     ]
     return [*united.others, *odd]
 

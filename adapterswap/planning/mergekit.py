@@ -17,10 +17,9 @@ from pydantic import Field, model_validator
 
 from adapterswap.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, is_vocabulary, num_layers_in_config
 from adapterswap.experts.opening import open_expert
-from adapterswap.experts.tokenizers import Tokens, read_tokens
+from adapterswap.experts.tokenizers import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.yamlfiles import FieldMistake, StrictModel, read_content, validate
 from adapterswap.planning.allocation import BASE, Rule
@@ -327,9 +326,8 @@ class _Reading:
         if source is None:
             return
         tokenizer_of = first if source == "base" and self.recipe.base_model else source
-        places = {name: checkpoint.source.folder / "tokenizer.json" for name, checkpoint in self.opened.items()}
-        hashes = {sha256_of(place) if place.is_file() else None for place in places.values()}
-        if tokenizer_of != first or len(hashes) != 1:
+        contents = {tokenizer_bytes(checkpoint.source.folder) for checkpoint in self.opened.values()}
+        if tokenizer_of != first or len(contents) != 1:
             raise UnsupportedError(
                 f"{self.path}: tokenizer_source is {source}, but the result has the tokenizer of {first}, and "
                 "embeddings are not reordered here",

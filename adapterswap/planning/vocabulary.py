@@ -21,14 +21,13 @@ from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import extra_rows, language_config
 from adapterswap.experts.shapes import and_more
 from adapterswap.experts.sources import at_revision, base_config, cached_base_config, cached_base_folder
-from adapterswap.experts.tokenizers import Tokens, clashes, read_tokens
+from adapterswap.experts.tokenizers import Tokens, clashes, read_tokens, tokenizer_bytes
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.slots import Rows, Slot, Term, shared_out
 from adapterswap.planning.token_rows import check_ties, settle_tokens
 
 __all__ = ["Vocabularies", "check_sizes", "settle_vocabulary"]
 
-_TOKENIZER = "tokenizer.json"
 _SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
 
 
@@ -137,7 +136,7 @@ def _are_alike(
     if any(_rows_of(part, rows_of[name]) != rows_of[name] for parts in ends.values() for name, part in parts.items()):
         return False
     folders = [expert.source.folder for expert in experts.values()] + ([base.source.folder] if base else [])
-    return len({path.read_bytes() for folder in folders if (path := folder / _TOKENIZER).is_file()}) < 2
+    return len({tokenizer_bytes(folder) for folder in folders} - {None}) < 2
 
 
 def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
