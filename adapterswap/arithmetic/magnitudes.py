@@ -99,9 +99,9 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
     shards = [shard for name in shares if name in full for shard in full[name].shards]
     with open_files([*shards, *base.shards, *(adapter.file for adapter in adapters.values())]) as files:
         for key, original in parameters.items():
-            stored = tied.embedding if tied and key == tied.head and key not in base.parameters else key
             base_weight = Whole.of(original.path, original.tensor)
-            tensors = {name: full[name].parameters[stored] for name in shares if name in full}
+            stored = {name: full[name].parameters for name in shares if name in full}
+            tensors = {name: own[tied.source(key, own) if tied else key] for name, own in stored.items()}
             dtypes = {original.tensor.dtype, *(parameter.tensor.dtype for parameter in tensors.values())}
             if len(original.tensor.shape) < 2 or not dtypes <= set(FLOATS):
                 continue

@@ -7,7 +7,7 @@ head. Knows names and shapes; no coefficients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -47,14 +47,27 @@ class Located:
 
 @dataclass(frozen=True)
 class TiedHead:
-    """The names of an embedding and of the head tied to it; only the embedding is stored."""
+    """The names of an embedding and of the head that the config ties to it.
+
+    At least one of them is stored. If both are, transformers loads both: they may differ.
+    """
 
     head: str
     embedding: str
 
+    def absent(self, stored: Container[str]) -> str | None:
+        """The one that is not stored; None if both are."""
+        return next((key for key in (self.head, self.embedding) if key not in stored), None)
+
+    def source(self, key: str, stored: Container[str]) -> str:
+        """The stored tensor from which transformers loads `key`: for the one that is absent, the other."""
+        if key != self.absent(stored):
+            return key
+        return self.embedding if key == self.head else self.head
+
 
 def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> TiedHead | None:
-    """The tied head that must be stored separately because an adapter changes it or its embedding; otherwise None.
+    """The tied head, if an adapter changes it or its embedding, so that both must be stored; otherwise None.
 
     PEFT changes the module that it adapts but not the one tied to it, so full weights must hold both.
 
@@ -107,16 +120,15 @@ def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tupl
 
 
 def with_head(parameters: Mapping[str, StoredTensor], tied: TiedHead | None) -> dict[str, StoredTensor]:
-    """The stored tensors, with the tied head added after its embedding."""
-    if tied is None:
+    """The stored tensors, with the absent one of a tied head and its embedding added after the other."""
+    absent = tied and tied.absent(parameters)
+    if not tied or not absent:
         return dict(parameters)
     with_tied: dict[str, StoredTensor] = {}
     for name, parameter in parameters.items():
-        if name == tied.head:
-            continue
         with_tied[name] = parameter
-        if name == tied.embedding:
-            with_tied[tied.head] = replace(parameter, name=tied.head, module=tied.head.rpartition(".")[0])
+        if name == tied.source(absent, parameters):
+            with_tied[absent] = replace(parameter, name=absent, module=absent.rpartition(".")[0])
     return with_tied
 
 

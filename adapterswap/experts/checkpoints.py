@@ -18,6 +18,7 @@ from adapterswap.experts.layers import (
     EMBEDDINGS,
     HEADS,
     Kind,
+    is_vocabulary,
     kind_of,
     layer_container,
     layer_of,
@@ -79,6 +80,11 @@ class StoredTensor:
     kind: Kind
     tensor: Tensor
     path: Path
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it has a row for each token: an embedding's or a head's tensor, but not a single number there."""
+        return bool(self.tensor.shape) and is_vocabulary(self.module, self.layer)
 
 
 @dataclass(frozen=True)
@@ -220,16 +226,18 @@ def _tied_embedding(folder: Path, stored: Collection[str]) -> str | None:
 
 
 def read_shards(folder: Path) -> tuple[TensorFile, ...]:
-    """The headers of a folder's safetensors shards, sorted by file name and checked against its index if it has one.
+    """The headers of the safetensors files that transformers loads from a folder, sorted by file name.
+
+    A single file comes before an index, which may be left from an earlier save, and an index must match its shards.
 
     Raises:
         ExpertError, UnsupportedError: see `open_checkpoint`.
     """
-    if not exists(folder / MODEL_INDEX):
-        if exists(folder / MODEL_WEIGHTS):
-            return (read_header(folder / MODEL_WEIGHTS),)
-        raise _missing(folder)
+    if exists(folder / MODEL_WEIGHTS):
+        return (read_header(folder / MODEL_WEIGHTS),)
     index = folder / MODEL_INDEX
+    if not exists(index):
+        raise _missing(folder)
     remedy = "Download or save the model again"
     weight_map = read_json(index, remedy).get("weight_map")
     if not isinstance(weight_map, dict) or not all(

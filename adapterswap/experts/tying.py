@@ -15,9 +15,9 @@ __all__ = ["shared_embeddings", "tied_keys"]
 
 
 def tied_keys(checkpoint: Checkpoint) -> tuple[str, str] | None:
-    """The keys of an embedding and of the head that shares its weight; None if no head does.
+    """The keys of an embedding and of the head that shares its weight; None if no head does, or neither is stored.
 
-    For a head that is not stored, this is the key under which transformers would load it.
+    For the one of them that is not stored, this is the key under which transformers would load it.
 
     Raises:
         BaseModelError: transformers cannot build the model without remote code.
@@ -35,8 +35,8 @@ def tied_keys(checkpoint: Checkpoint) -> tuple[str, str] | None:
         return None
     rename = rename_keys(model)
     stored = {rename(key): key for key in checkpoint.parameters}
-    key = stored.get(f"{embedding}.weight")
-    return None if key is None else (key, stored.get(f"{head}.weight", f"{head}.weight"))
+    names = f"{embedding}.weight", f"{head}.weight"
+    return (stored.get(names[0], names[0]), stored.get(names[1], names[1])) if stored.keys() & set(names) else None
 
 
 def shared_embeddings(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:

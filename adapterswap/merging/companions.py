@@ -14,7 +14,6 @@ from typing import Any
 
 from adapterswap.errors import ExpertError
 from adapterswap.experts.checkpoints import COMPANIONS, MODEL_CONFIG
-from adapterswap.experts.layers import is_vocabulary
 from adapterswap.experts.tokenizers import BASE, read_tokens, tokenizer_bytes, write_united
 from adapterswap.files.smallfiles import write_json
 from adapterswap.merging.shards import ModelForm
@@ -103,7 +102,7 @@ def check_tokens(plan: Plan) -> None:
 def resized_vocabulary(plan: Plan) -> dict[int, int]:
     """The skeleton's numbers of rows in embeddings and heads that the result resizes → the result's."""
     stored = plan.skeleton.parameters
-    sizes = {slot.name: slot.shape[0] for slot in plan if is_vocabulary(slot.module, slot.layer)}
+    sizes = {slot.name: slot.shape[0] for slot in plan if slot.has_tokens}
     return {
         stored[name].tensor.shape[0]: size
         for name, size in sizes.items()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from adapterswap.errors import ArgumentError, check_type
 from adapterswap.experts.checkpoints import MODEL_INDEX, MODEL_WEIGHTS
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
-from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import Tensor, header_bytes
 from adapterswap.planning.plan import Plan
 
@@ -91,7 +91,7 @@ def lay_out_model(plan: Plan, form: ModelForm) -> tuple[OutputShard, ...]:
 def index_of(plan: Plan, shards: tuple[OutputShard, ...], form: ModelForm) -> dict[str, Any] | None:
     """The content of model.safetensors.index.json; None if a single file needs no index."""
     theirs = plan.skeleton.source.folder / MODEL_INDEX
-    keeps_shards = form.shard_bytes is None and exists(theirs)
+    keeps_shards = form.shard_bytes is None and plan.skeleton.shards[0].path.name != MODEL_WEIGHTS
     if len(shards) == 1 and not keeps_shards:
         return None
     total = sum(place.nbytes for shard in shards for place in shard.places.values())

@@ -461,7 +461,7 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
         if our_shape == their_shape or ours[key].layer is not None or our_shape[1:] != their_shape[1:]:
             continue
         resized.add(key)
-        if not is_vocabulary(ours[key].module, ours[key].layer):
+        if not ours[key].has_tokens:
             problems.add(
                 f"{key} is {list(our_shape)} in {first_name}, but {list(their_shape)} in {name}, and it is not known "
                 "as an embedding or head whose rows are tokens",
@@ -482,7 +482,7 @@ def check_vocabulary(
     problems: Problems,
 ) -> None:
     """Report what cannot be computed row by row if full checkpoints have rows that the base or another expert lacks."""
-    ends = {slot.name: slot for slot in slots if is_vocabulary(slot.module, slot.layer)}
+    ends = {slot.name: slot for slot in slots if slot.has_tokens}
     sizes = {slot.shape[0] for slot in ends.values()}
     if any(slot.rows for slot in ends.values()):
         for slot in slots:

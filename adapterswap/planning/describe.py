@@ -187,7 +187,7 @@ def unusual(plan: Plan) -> list[str]:
             where = f"{_of_stack(stack)}layers {format_layers(empty)}"
             lines.append(f"{where}: no expert adapts them, so they stay as in the base")
     if plan.untied:
-        lines.append("the head and the embedding are no longer tied: tie_word_embeddings becomes false")
+        lines.append("the result stores a head and an embedding that differ: tie_word_embeddings becomes false")
     return lines
 
 

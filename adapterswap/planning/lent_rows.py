@@ -16,7 +16,6 @@ from adapterswap.changes.locating import TiedHead
 from adapterswap.errors import BaseModelError, Problems, UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import StoredTensor
-from adapterswap.experts.layers import is_vocabulary
 from adapterswap.planning.slots import Rows, Slot, Term, shared_out
 
 __all__ = ["with_lent_rows"]
@@ -41,7 +40,7 @@ def with_lent_rows(
     """
     extended = dict(slots)
     for name, slot in slots.items():
-        if not is_vocabulary(slot.module, slot.layer):
+        if not slot.has_tokens:
             continue
         size = stored[name].tensor.shape[0]
         if any(_rows_of(term) > size for term in _low_rank(slot)):

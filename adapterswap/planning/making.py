@@ -28,7 +28,6 @@ from adapterswap.experts.layers import (
     extra_rows,
     format_depth,
     has_both_stacks,
-    is_vocabulary,
     same_depth,
     stacked_layers_in_config,
 )
@@ -237,7 +236,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     with_terms = _filled(rules, slots, changes, problems)
     problems.raise_if_any()
     ends = {
-        expert: {key: change for key, change in by_key.items() if is_vocabulary(stored[key].module, stored[key].layer)}
+        expert: {key: change for key, change in by_key.items() if stored[key].has_tokens}
         for expert, by_key in changes.items()
     }
     vocabularies = settle_vocabulary(with_terms, ends, experts, composition, problems, base)
@@ -355,9 +354,8 @@ def _stored_slot(parameter: StoredTensor, located: Iterable[Mapping[str, Located
 
 
 def _whole(checkpoint: Checkpoint, key: str, tied: TiedHead | None) -> Whole:
-    """A full expert's tensor; for a tied head that it does not store, the embedding's tensor."""
-    source = tied.embedding if tied and key == tied.head and key not in checkpoint.parameters else key
-    parameter = checkpoint.parameters[source]
+    """A full expert's tensor; for the absent one of a tied head and its embedding, the other's."""
+    parameter = checkpoint.parameters[tied.source(key, checkpoint.parameters) if tied else key]
     return Whole.of(parameter.path, parameter.tensor)
 
 
@@ -424,15 +422,17 @@ def _check_ends(
     """Check that embeddings and heads have one number of rows, if any of them was resized, and that the base has the
     rows that it adds."""
     for slot in slots.values():
-        size = None if slot.base is None else slot.base.tensor.shape[0]
-        if size is not None and any(part.rest and part.stop > size for part in slot.rows):
+        if slot.base is None or not slot.rows:
+            continue
+        size = slot.base.tensor.shape[0]
+        if any(part.rest and part.stop > size for part in slot.rows):
             problems.add(
                 f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
                 "Pass `base_model` when you compose them",
                 parameter="base_model",
                 kind=BaseModelError,
             )
-    ends = {name: slot for name, slot in slots.items() if is_vocabulary(slot.module, slot.layer)}
+    ends = {name: slot for name, slot in slots.items() if slot.has_tokens}
     if any(slot.shape != stored[name].tensor.shape for name, slot in ends.items() if name in stored):
         # a base's own embedding and head may differ in size
         sizes = {name: slot.shape[0] - extra_rows(skeleton.config, slot.module) for name, slot in ends.items()}
@@ -505,26 +505,28 @@ def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Che
 def _settle_head(
     slots: dict[str, Slot], tied: TiedHead | None, adapters: Mapping[str, Adapter], skeleton: Checkpoint
 ) -> tuple[dict[str, Slot], bool]:
-    """The slots without a head that stays tied, and whether the head is untied from the embedding.
+    """The slots, without one that stays tied; and whether the result stores both, so that its config must untie them.
 
-    They stay tied if all adapters in both tie them (PEFT's `ensure_weight_tying`) with the same coefficients.
+    They stay tied if the skeleton stores one of them, and all adapters in both tie them (PEFT's `ensure_weight_tying`)
+    with the same coefficients.
     """
     if tied is None:
         return slots, False
     head, embedding = slots[tied.head], slots[tied.embedding]
+    absent = tied.absent(skeleton.parameters)
     if embedding.of_tokens and not head.terms:  # PEFT ties the head to them
-        with_head = {**slots, tied.head: replace(embedding, name=head.name, module=head.module)}
-        return {
-            name: slot for name, slot in with_head.items() if name != tied.head or name in skeleton.parameters
-        }, False
+        on_head = replace(embedding, name=head.name, module=head.module, dtype=head.dtype, base=head.base)
+        slots, stays_tied = {**slots, tied.head: on_head}, True
+    else:
+        stays_tied = _entering_rows(head) == _entering_rows(embedding) and all(
+            adapters[name].config.tied for _, name, _ in _entering_rows(head) if name in adapters
+        )
+    if stays_tied and absent:
+        return {name: slot for name, slot in slots.items() if name != absent}, False
+    return slots, True
 
-    def entering(slot: Slot) -> dict[tuple[str, str, int], float]:
-        rows = slot.rows or [Rows(0, 0, slot.terms, slot.rest)]
-        return {(term.side, term.expert, part.start): term.coefficient for part in rows for term in part.terms}
 
-    stays_tied = entering(head) == entering(embedding) and all(
-        adapters[name].config.tied for _, name, _ in entering(head) if name in adapters
-    )
-    if stays_tied and tied.head not in skeleton.parameters:
-        return {name: slot for name, slot in slots.items() if name != tied.head}, False
-    return slots, not stays_tied
+def _entering_rows(slot: Slot) -> dict[tuple[str, str, int], float]:
+    """The coefficients in each range of rows: (side, expert, first row) → coefficient."""
+    rows = slot.rows or [Rows(0, 0, slot.terms, slot.rest)]
+    return {(term.side, term.expert, part.start): term.coefficient for part in rows for term in part.terms}

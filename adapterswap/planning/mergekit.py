@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from adapterswap.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, is_vocabulary, num_layers_in_config
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, num_layers_in_config
 from adapterswap.experts.opening import open_expert
 from adapterswap.experts.tokenizers import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.files.smallfiles import expand, is_folder
@@ -180,7 +180,7 @@ class _Vocabulary(NamedTuple):
 
 def _vocabulary(checkpoint: Checkpoint) -> _Vocabulary:
     stored = checkpoint.parameters.values()
-    rows = {part.name: part.tensor.shape[0] for part in stored if is_vocabulary(part.module, part.layer)}
+    rows = {part.name: part.tensor.shape[0] for part in stored if part.has_tokens}
     tokens = read_tokens(checkpoint.source.folder)
     if tokens is not None:
         tokens = {i: token for i, token in tokens.items() if i < max(rows.values(), default=0)}

@@ -46,7 +46,7 @@ class Plan:
         is_model: whether the slots are stored tensors.
         base: the base whose weights enter; None if none of them are needed.
         base_source: the base of an adapter, if it was declared as a local folder or its config gave the depth.
-        untied: whether the result has its own head although the skeleton's is tied to the embedding.
+        untied: whether the result stores a head and an embedding, one of them changed, that the skeleton's config ties.
         notes: what could not be checked on this machine. Notes change nothing in the result.
     """
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.experts.adapters import LoraModule
-from adapterswap.experts.layers import Kind
+from adapterswap.experts.layers import Kind, is_vocabulary
 from adapterswap.planning.allocation import BASE, BlendMethod, Rule
 
 __all__ = ["Rows", "Slot", "Term", "reweighted", "shared_out"]
@@ -134,6 +134,11 @@ class Slot:
     def is_stored(self) -> bool:
         """Whether the slot is a stored tensor of a model, not a module of an adapter."""
         return bool(self.dtype)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it is a stored tensor with a row for each token; see `StoredTensor.has_tokens`."""
+        return bool(self.shape) and is_vocabulary(self.module, self.layer)
 
     @property
     def is_linear(self) -> bool:

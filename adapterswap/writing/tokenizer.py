@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapterswap.experts.layers import is_vocabulary
 from adapterswap.experts.tokenizers import BASE, United, unite
 from adapterswap.planning.plan import Plan
 
@@ -28,5 +27,5 @@ def united_tokenizer(plan: Plan) -> United | None:
     """
     folders = tokenizer_folders(plan)
     experts = {name: folder for name, folder in folders.items() if name != BASE}
-    sizes = [slot.shape[0] for slot in plan if slot.is_stored and is_vocabulary(slot.module, slot.layer)]
+    sizes = [slot.shape[0] for slot in plan if slot.has_tokens]
     return unite(experts, folders.get(BASE), rows=min(sizes, default=None))

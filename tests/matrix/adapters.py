@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 
 from matrix.architectures import LAYERS, NOTHING, Architecture
 
-__all__ = ["KINDS", "OPAQUE", "Expert", "Kind", "Pair"]
+__all__ = ["KINDS", "OPAQUE", "Expert", "Kind", "Pair", "save_expert"]
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
@@ -122,7 +122,7 @@ def _final_norm(architecture: Architecture, model: PreTrainedModel) -> list[str]
     return [name for name in names if re.fullmatch(rf"{decoder}\.\w*(norm|ln_f)\w*", name)]
 
 
-def _save(model: PreTrainedModel, folder: Path, *, seed: int, **options: Any) -> Expert:
+def save_expert(model: PreTrainedModel, folder: Path, *, seed: int, **options: Any) -> Expert:
     """An untrained expert with random factors, saved by PEFT."""
     options = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "use_rslora": True, **options}
     return _save_any(model, folder, LoraConfig(**options), seed=seed)
@@ -135,9 +135,9 @@ def _save_any(model: PreTrainedModel, folder: Path, config: PeftConfig, *, seed:
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)  # tied ones share it
             elif "original_module" not in name and parameter.requires_grad:
-                parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
+                parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
         peft_model.save_pretrained(folder)
     return Expert(folder, folder)
 
@@ -150,7 +150,8 @@ def _pair(
     def made(architecture: Architecture, model: PreTrainedModel, folder: Path) -> Pair:
         task, language = make(architecture, model)
         return Pair(
-            _save(model, folder / "task", seed=1, **task), _save(model, folder / "language", seed=2, **language)
+            save_expert(model, folder / "task", seed=1, **task),
+            save_expert(model, folder / "language", seed=2, **language),
         )
 
     return made
@@ -315,8 +316,8 @@ def _plain(architecture: Architecture, model: PreTrainedModel, folder: Path) -> 
     """Plain LoRA on the language model's layers, with other towers on everything that is linear."""
     targets = "all-linear" if architecture.family == "multimodal" else _plain_linear(architecture, model)
     return Pair(
-        _save(model, folder / "made-task", seed=1, target_modules=targets, **_TASK),
-        _save(model, folder / "made-language", seed=2, target_modules=targets, **_LANGUAGE),
+        save_expert(model, folder / "made-task", seed=1, target_modules=targets, **_TASK),
+        save_expert(model, folder / "made-language", seed=2, target_modules=targets, **_LANGUAGE),
     )
 
 
@@ -337,8 +338,8 @@ def _text_beside_multimodal(architecture: Architecture, model: PreTrainedModel, 
     """The language expert was trained on the text-only model with the same decoder."""
     assert architecture.text_only is not None
     pair = Pair(
-        _save(model, folder / "made-task", seed=1, target_modules="all-linear"),
-        _save(
+        save_expert(model, folder / "made-task", seed=1, target_modules="all-linear"),
+        save_expert(
             model, folder / "made-language", seed=2,
             target_modules=[
                 name for name, module in model.named_modules()

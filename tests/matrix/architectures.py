@@ -251,6 +251,8 @@ ARCHITECTURES: dict[str, Architecture] = {
                            "supported_aspect_ratios": [[1, 1], [1, 2]]},
             image_token_index=63),
         layers=_LANGUAGE, attention=r"\.(self_attn|cross_attn)\.", model_class=_VISION, v4=_V4_MISTRAL3),
+    # Parameters that are single numbers
+    "apertus": Architecture("dense", _text("Apertus", rope_parameters=_ROPE)),
 }  # fmt: skip
 
 

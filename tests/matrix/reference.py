@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper, load_peft_weights
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper, load_peft_weights
 from tolerances import close
 from transformers import PreTrainedModel
 
@@ -157,6 +157,9 @@ def changes_in(model: PeftModel, base: PreTrainedModel | None = None) -> Changes
             for adapter in (adapter for adapter in module.active_adapters if adapter in own):
                 delta = module.get_delta_weight(adapter).detach().double()
                 changes[parameter] = changes[parameter] + delta if parameter in changes else delta
+        elif isinstance(module, TrainableTokensWrapper):
+            tokens, own = module.token_adapter, module.original_module.weight
+            changes[f"{name}.weight"] = (tokens.get_merged_weights(tokens.active_adapters) - own).detach().double()
         elif isinstance(module, ModulesToSaveWrapper):
             original = dict(module.original_module.named_parameters())
             for adapter in (adapter for adapter in module.active_adapters if adapter in module.modules_to_save):

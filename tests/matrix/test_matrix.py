@@ -106,11 +106,11 @@ def _outcome(cell: Cell, prepared: Prepared, out: Path) -> str:
         for seed in range(4):
             experts = (rounded_otherwise(prepared.base, one, seed) for one in (prepared.task, prepared.language))
             others.append(expected(architecture, operation.composition, *experts, prepared.base))
-    wrong = _differences(prepared, changes, result, others)
+    wrong = differences(prepared, changes, result, others)
     return f"failed: {'; '.join(wrong)}" if wrong else "exact"
 
 
-def _differences(prepared: Prepared, changes: Changes, result: Result, others: Sequence[Changes]) -> list[str]:
+def differences(prepared: Prepared, changes: Changes, result: Result, others: Sequence[Changes]) -> list[str]:
     """What is wrong with a result: warnings that its experts did not cause, a ΔW, the logits.
 
     Some methods amplify rounding: they divide by 1 + cos, say, and rows of RoAd's ΔW may be opposed. `others` are
