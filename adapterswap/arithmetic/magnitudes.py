@@ -111,7 +111,7 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
             changes |= {name: by_key[key].change for name, by_key in located.items() if key in by_key}
             readers = [(np.float32(shares[name]), row_reader(name, change, files)) for name, change in changes.items()]
             columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
-            outputs = columns if orientation.is_transposed(stored) else count
+            outputs = columns if orientation.is_transposed(key) else count
             for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
                 rows_of_base = read_rows(BASE, base_weight, files, start, stop)
                 delta = np.zeros_like(rows_of_base)
