@@ -25,6 +25,7 @@ _PLACES = (
     "dataset_name",
     "dataset_kwargs",
 )  # the location of the documents, which are hashed themselves
+_SOURCE = "config_source"  # the path of the task's file, which the harness adds to the metadata
 _PASSING = ("__pycache__", ".")  # prefixes of caches and hidden files
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -32,6 +33,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def task_fingerprint(task: Any) -> str:
     """A hash of a loaded task's config, its documents, and the rows for its shots."""
     config = {name: value for name, value in vars(task.config).items() if name not in _PLACES}
+    if isinstance(metadata := config.get("metadata"), Mapping):
+        config["metadata"] = {key: value for key, value in metadata.items() if key != _SOURCE}
     digest = hashlib.sha256(_json(config))
     sampler = getattr(task, "sampler", None)
     shots = task.fewshot_docs() if sampler is None else sampler.df

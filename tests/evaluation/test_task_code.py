@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError, Problems
 from adapterswap.evaluation import Settings, evaluate
+from adapterswap.evaluation.fingerprints import task_fingerprint
 from adapterswap.evaluation.preview import preview
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.task_code import harness_folder, refuse_task_code
@@ -158,6 +160,21 @@ def test_trusted_code_runs(tasks: Tasks, name: str) -> None:
         load_tasks([name], Settings(include_path=tasks.folder))
     assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
     assert not tasks.ran
+
+
+def test_a_tasks_fingerprint_does_not_depend_on_its_folder(
+    tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(tasks.folder.parent, moved)
+    monkeypatch.chdir(moved)
+    names = ["own_plain", "own_function", "own_custom", "own_class"]
+    found = []
+    for folder in (tasks.folder, Path("tasks")):
+        loaded = load_tasks(names, Settings(include_path=folder, trust_task_code=True))["tasks"]
+        found.append({name: task_fingerprint(task) for name, task in loaded.items()})
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == len(names)
 
 
 def test_every_place_is_named(tasks: Tasks) -> None:
