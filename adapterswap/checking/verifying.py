@@ -185,7 +185,7 @@ def _write_model(
     from adapterswap.merging import ModelForm, prepare_model, write_model
 
     plan = make_plan(composition, opened, recorded=True)
-    write_model(prepare_model(plan, ModelForm(**record.output), composition.base_model), again)
+    write_model(prepare_model(plan, ModelForm(**record.output), composition.base_model, recorded=True), again)
 
 
 def _compare(

@@ -37,6 +37,7 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapter_keys import factor_key, parameter_key
 from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, Part, open_adapter, read_adapter
+from adapterswap.experts.base_identity import recorded_base
 from adapterswap.experts.checkpoints import WEIGHT_FILES, open_checkpoint
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import STACKS, NumLayers, has_both_stacks, stack_of
@@ -176,6 +177,7 @@ def convert(
                 opened, base, lowered, rank=min(saved_rank, rank or saved_rank), error=max_error, dtype=stored
             )
             opened = read_adapter(replace(source, folder=lowered))
+        opened = replace(opened, base_fingerprints=recorded_base(source.folder))
         expert = expert_name(adapter, {}, "expert")
         prepared = prepare(_plan_of(opened, expert, base_model), form)
         target = Path(place) / "written"

@@ -19,12 +19,14 @@ from typing import Any
 from adapterswap.bases import Base, choose_device, load_weights, quiet_peft
 from adapterswap.errors import CompositionError, ExpertError, Problems, reason_of
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.base_identity import TRAINING_RECORD, identity_of, recorded_base
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.patterns import is_plain
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import read_header
+from adapterswap.planning.one_base import check_base_weights
 from adapterswap.planning.plan import Plan
 from adapterswap.records.record import CompositionRecord, adapter_source, composition_record, read_record
 
@@ -57,7 +59,7 @@ def find_adapter(reference: str) -> Source:
         NotFoundError: it is not there.
         ExpertError: its weights are not in one safetensors file.
     """
-    source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE], what="adapter")
+    source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE, TRAINING_RECORD], what="adapter")
     for name in (WEIGHTS, CONFIG):
         if not (source.folder / name).is_file():
             raise ExpertError(
@@ -112,6 +114,8 @@ def load_subject(
             folder = Path(stack.enter_context(TemporaryDirectory())) / "composed"
             adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
             plan = None
+        if adapter is not None:
+            check_base_weights({str(adapter): recorded_base(adapter.folder)}, base.source)
         model = load_weights(base, dtype=dtype).to(target)
         if adapter is not None:
             model = _with_adapter(model, adapter)
@@ -130,7 +134,8 @@ def describe_subject(
     max_error: float | None = None,
 ) -> dict[str, Any]:
     """What `load_subject` loads, as plain data without local paths; adapters by their SHA-256."""
-    subject: dict[str, Any] = {"base_model": {"source": base.source.name, "revision": base.source.revision}}
+    named = {"source": base.source.name, "revision": base.source.revision}
+    subject: dict[str, Any] = {"base_model": named | {"fingerprints": identity_of(base.source)}}
     if adapter is not None:
         subject["adapter"] = _describe(adapter)
         if isinstance(record := read_record(adapter.folder), CompositionRecord):

@@ -24,6 +24,7 @@ from adapterswap.experts.adapter_keys import (
     part_key,
     sort_keys,
 )
+from adapterswap.experts.base_identity import TRAINING_RECORD, recorded_base
 from adapterswap.experts.layers import HEADS, KeptLayers, Kind, is_vocabulary, kind_of, layer_container, layer_of
 from adapterswap.experts.peft_kinds import KINDS, LORA_PARTS, TRAINABLE_TOKENS, TRAINED_ROWS, TRAINED_TOKENS
 from adapterswap.experts.shapes import and_more
@@ -45,7 +46,9 @@ _FIRST_FUSED = "gate_up_proj"  # the first of a fused layer's two parameters in 
 _MISMATCH = "The file and its config do not belong together: save the adapter again"
 
 # The files to fetch from the Hub. If there are no weights, pickles or an index explain why.
-ADAPTER_FILES = [WEIGHTS, CONFIG, PROVENANCE, "adapter_model*.bin", "*.index.json", "README.md", *TOKENIZER_FILES]
+ADAPTER_FILES = [
+    WEIGHTS, CONFIG, PROVENANCE, TRAINING_RECORD, "adapter_model*.bin", "*.index.json", "README.md", *TOKENIZER_FILES,
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,7 @@ class Adapter:
         renamed: whether the file uses other names than `modules`, because of wrappers (`_orig_mod.`, `module.`, …), or
             of another class or version of the model.
         original: new name → name in the file, without wrappers, for modules that were renamed; see `naming`.
+        base_fingerprints: the local base's weights, by the record in its folder; empty if that does not say.
     """
 
     source: Source
@@ -231,6 +235,7 @@ class Adapter:
     renamed: bool = False
     original: Mapping[str, str] = field(default_factory=dict)
     opaque: Mapping[str, OpaqueModule] = field(default_factory=dict)
+    base_fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})
@@ -389,6 +394,7 @@ def read_adapter(source: Source) -> Adapter:
         ignored,
         renamed=renamed,
         opaque=by_layer(opaque),
+        base_fingerprints=recorded_base(folder),
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.experts.base_identity import TRAINING_RECORD, recorded_base
 from adapterswap.experts.fitting import check_config
 from adapterswap.experts.layers import (
     EMBEDDINGS,
@@ -59,6 +60,7 @@ OTHER_NAMES = (
 )
 
 WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS]
+_RECORDS = ["adapterswap.json", TRAINING_RECORD]
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Checkpoint:
         shards: the headers of its safetensors files, in the order of their names.
         parameters: every stored tensor by name, in the order of the shards and of the bytes in them.
         container: the list of layers, such as `model.layers`; None if no tensor is in a layer.
+        base_fingerprints: for an expert, the local base's weights; see `Adapter.base_fingerprints`.
     """
 
     source: Source
@@ -104,6 +107,7 @@ class Checkpoint:
     shards: tuple[TensorFile, ...]
     parameters: Mapping[str, StoredTensor]
     container: str | None
+    base_fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         layers = len({part.layer for part in self.parameters.values() if part.layer is not None})
@@ -129,7 +133,9 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
         UnsupportedError: it holds only pickled weights, or has several lists of layers.
     """
     parameter = None if what == "base model" else "reference"
-    return read_checkpoint(find_source(reference, WEIGHT_FILES, what=what, parameter=parameter), what=what)
+    return read_checkpoint(
+        find_source(reference, [*WEIGHT_FILES, *_RECORDS], what=what, parameter=parameter), what=what
+    )
 
 
 def read_checkpoint(source: Source, *, what: str = "base model") -> Checkpoint:
@@ -164,7 +170,7 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
             if layer is not None and isinstance(depth, int) and layer >= depth:
                 layer = None  # a layer after the language model's that predicts further tokens (DeepSeek, GLM)
             parameters[name] = StoredTensor(name, module, layer, kind_of(module), tensor, shard.path)
-    return Checkpoint(source, config, shards, parameters, container)
+    return Checkpoint(source, config, shards, parameters, container, recorded_base(source.folder))
 
 
 def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | None = None) -> tuple[Path, Tensor]:

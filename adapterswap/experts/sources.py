@@ -295,7 +295,10 @@ def alias_remedy(one: str | None, other: str | None) -> str:
     to the original.
     """
     if one is None or other is None or _plain_name(one) != _plain_name(other):
-        return "Compose experts of one base. If both names mean the same weights, pass `base_model`"
+        return (
+            "Compose experts of one base. If both names mean the same weights, pass `base_model`; if one base is the "
+            "other with adapters merged into it, the experts cannot be composed"
+        )
     original = min((one, other), key=lambda name: (bool(_COPIES.search(name.lower())), name.startswith("unsloth/")))
     if not is_hub_id(original):
         original = "PATH"

@@ -26,6 +26,7 @@ from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.numbers import open_files
 from adapterswap.files.smallfiles import expand_text
+from adapterswap.planning.one_base import check_base_weights
 from adapterswap.writing.folder import COMPOSED
 
 __all__ = ["Extracted", "Extraction", "Lost", "extract"]
@@ -87,6 +88,7 @@ def extract(
     form = CutForm(rank, max_error, FLOAT_NAMES[dtype] if dtype else None, _device(device))
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
+    check_base_weights({opened[0].name: opened[0].base_fingerprints}, opened[1].source)
     check_base_name(str(base_model))
     inputs = [checkpoint.source.folder for checkpoint in opened]
     selection = Selection(layers, tuple(modules), embeddings)

@@ -32,6 +32,7 @@ from adapterswap.records.record import (
     LeftOut,
     SliceRecord,
     shards_source,
+    with_fingerprints,
 )
 from adapterswap.writing.folder import CARD
 from adapterswap.writing.tensors import write_computed
@@ -70,7 +71,7 @@ def write_folder(
         sha256={name: sha256_of(folder / name) for name in (WEIGHTS, CONFIG)},
         extraction=ExtractionRequest(
             full=shards_source(pair.full, hashes[0]),
-            base=shards_source(pair.base, hashes[1]),
+            base=with_fingerprints(shards_source(pair.base, hashes[1]), pair.base.source),
             rank=form.rank,
             max_error=form.max_error,
             layers=selection.layers,

@@ -31,6 +31,8 @@ from adapterswap.experts.layers import KeptLayers, NumLayers, format_layers, is_
 from adapterswap.experts.naming import ModelNames, under_canonical_names
 from adapterswap.experts.peft_kinds import LORA
 from adapterswap.experts.shapes import and_more, compare_shapes
+from adapterswap.experts.sources import Source
+from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
 from adapterswap.live.in_full import find_wrappers, match_dtypes
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
@@ -39,6 +41,7 @@ from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.names import fits_peft
+from adapterswap.planning.one_base import check_base_weights
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import parse_composition
 from adapterswap.planning.slicing import slice_layers
@@ -84,6 +87,7 @@ def load_expert(
     except AdapterswapError as error:
         raise error.recast(parameter="expert") from None
     check_loadable(adapter, name)
+    _check_base(adapter, name, model)
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     adapter = as_in_model(adapter, name, base)
     _check_name(name, getattr(model, "peft_config", {}))
@@ -102,6 +106,16 @@ def load_expert(
             parameter="expert",
         )
     return peft_model
+
+
+def _check_base(adapter: Adapter, name: str, model: Any) -> None:
+    """Raise if the model was loaded from another local base than the one that the expert's record names."""
+    place = expand(getattr(model.config, "_name_or_path", None) or "")
+    if place.name and is_folder(place):
+        try:
+            check_base_weights({name: adapter.base_fingerprints}, Source(place, place.name))
+        except BaseModelError as error:
+            raise error.recast(ExpertError, parameter="expert") from None
 
 
 def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:

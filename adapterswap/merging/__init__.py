@@ -29,9 +29,16 @@ from adapterswap.merging.streaming import choose_devices, stream
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.making import base_of, make_plan, merge_plan
+from adapterswap.planning.one_base import check_base_weights
 from adapterswap.planning.plan import Plan
 from adapterswap.records.cards import merged_card
-from adapterswap.records.record import SourceRecord, adapter_source, checkpoint_source, composition_record
+from adapterswap.records.record import (
+    SourceRecord,
+    adapter_source,
+    checkpoint_source,
+    composition_record,
+    with_fingerprints,
+)
 from adapterswap.writing.folder import CARD, COMPOSED
 
 __all__ = ["Merged", "ModelForm", "merge", "prepare_model", "write_model"]
@@ -120,8 +127,10 @@ def merge(
     return write_model(prepare_model(plan, form, base_model), out_path, device=device, overwrite=overwrite)
 
 
-def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) -> Merged:
+def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *, recorded: bool = False) -> Merged:
     """Compute the numbers that the plan leaves open, and lay out the shards. Writes nothing.
+
+    For `recorded` see `make_plan`.
 
     Raises:
         AdapterswapError: see `merge`.
@@ -129,6 +138,8 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
     quantised = None
     if not plan.is_model:
         base = base_of(plan, base_model)
+        if not recorded:
+            check_base_weights(plan.recorded_bases, base.source)
         if form.dequantize:
             quantised, base = base, dequantized(base)
         merge_plan(plan, base)  # reports what does not fit before anything is read
@@ -192,13 +203,17 @@ def write_model(
         record = composition_record(
             plan,
             {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
-            checkpoint_source(merged.quantised or plan.base, entered.of(BASE)) if plan.base else None,
+            _base(merged.quantised or plan.base, entered) if plan.base else None,
             output=asdict(form),
             measured=merged.measured,
         )
         write_json(folder / PROVENANCE, record.content())
         (folder / CARD).write_text(merged_card(plan, record), encoding="utf-8")
     return out_path
+
+
+def _base(base: Checkpoint, entered: Entered) -> SourceRecord:
+    return with_fingerprints(checkpoint_source(base, entered.of(BASE)), base.source)
 
 
 def _source(name: str, expert: Adapter | Checkpoint, entered: Entered) -> SourceRecord:

@@ -25,7 +25,6 @@ from adapterswap.experts.layers import (
     stack_of,
 )
 from adapterswap.experts.shapes import and_more, compare_shapes
-from adapterswap.experts.sources import alias_remedy, same_base
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
@@ -99,25 +98,12 @@ def _naming_rule(name: str, rules: Sequence[Rule]) -> str:
 
 
 def check_experts(experts: Mapping[str, Adapter], composition: Composition, problems: Problems) -> None:
-    """Check that the experts adapt the same base in the same way; each is compared with the first."""
+    """Check that the experts adapt their base in the same way; each is compared with the first."""
     if not experts:
         return
     first_name, first = next(iter(experts.items()))
     for name, adapter in experts.items():
         ours, theirs = first.config, adapter.config
-        if composition.base_model is None and not same_base(ours.base_model, theirs.base_model):
-            problems.add(
-                f"{first_name} adapts the base {ours.base_model}, but {name} adapts {theirs.base_model}",
-                alias_remedy(ours.base_model, theirs.base_model),
-                kind=ExpertError,
-            )
-        elif composition.base_model is None and (ours.revision or "main") != (theirs.revision or "main"):
-            problems.add(
-                f"{first_name} adapts the revision {ours.revision or 'main'} of {ours.base_model}, but {name} adapts "
-                f"{theirs.revision or 'main'}",
-                "Compose experts of one revision, or pass `base_model=org/name@revision` for the result",
-                kind=ExpertError,
-            )
         if first.ties_factors != adapter.ties_factors:
             problems.add(
                 f"{first_name if first.ties_factors else name} ties the LoRA of its embedding to the head "

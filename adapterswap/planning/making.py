@@ -51,6 +51,7 @@ from adapterswap.planning.checks import (
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.depth import outside_the_layers, settle_depth
 from adapterswap.planning.lent_rows import with_lent_rows
+from adapterswap.planning.one_base import check_base_weights, check_bases, unchecked_bases
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.reconciling import reference_of, under_one_name
 from adapterswap.planning.short_names import as_composition
@@ -115,6 +116,7 @@ def make_plan(
     check_names(names, experts, problems, composition.allocation)
     opened = {name: experts[name] for name in names if name in experts}
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
+    check_bases(opened, composition.base_model, problems, by_weights=not recorded)
     check_experts(adapters, composition, problems)
     if not problems:
         adapters = under_one_name(adapters, composition.base_model, problems)
@@ -125,7 +127,10 @@ def make_plan(
     else:
         plan = _plan_of_modules(composition, opened, num_layers, problems, base_at_hand=base_at_hand)
     if not recorded:
+        with problems.collect():
+            check_base_weights(plan.recorded_bases, plan.base_at_hand)
         check_used(plan, names, problems)
+        plan = replace(plan, notes=(*plan.notes, *unchecked_bases(opened, composition.base_model)))
     problems.raise_if_any()
     return plan
 

@@ -17,9 +17,11 @@ from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import NumLayers
-from adapterswap.experts.sources import Source, at_revision, same_base, split_revision
+from adapterswap.experts.sources import Source, at_revision, find_source, split_revision
+from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.one_base import adapt_one_base
 from adapterswap.planning.slots import Slot
 
 if TYPE_CHECKING:
@@ -233,6 +235,19 @@ class Plan:
         return at_revision(self.base_model, self.base_revision)
 
     @property
+    def base_at_hand(self) -> Source | None:
+        """The base that the plan used, or a local folder that was declared."""
+        declared = self.composition.base_model
+        if self.base is not None or self.base_source is not None or declared is None:
+            return self.base.source if self.base is not None else self.base_source
+        return find_source(declared, [], what="base model") if is_folder(expand(declared)) else None
+
+    @property
+    def recorded_bases(self) -> dict[str, Mapping[str, str]]:
+        """The fingerprints of each expert's base, by the expert's own record; empty where that does not say."""
+        return {name: expert.base_fingerprints for name, expert in self.experts.items()}
+
+    @property
     def task_type(self) -> str | None:
         """The declared task type, or the first that an adapter has."""
         if self.composition.task_type is not None:
@@ -259,5 +274,6 @@ class Plan:
 
 def _named_by_all(adapters: Mapping[str, Adapter]) -> str | None:
     """The base that all adapters name, as the first one writes it; None if they differ."""
-    names = [adapter.config.base_model for adapter in adapters.values()]
-    return names[0] if names and all(same_base(names[0], name) for name in names) else None
+    first = next(iter(adapters.values()), None)
+    alike = first is not None and all(adapt_one_base(first, adapter) for adapter in adapters.values())
+    return first.config.base_model if first is not None and alike else None

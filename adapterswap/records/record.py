@@ -19,8 +19,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from adapterswap import __version__
 from adapterswap.errors import ExpertError
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter
+from adapterswap.experts.base_identity import base_fingerprints, identity_of
 from adapterswap.experts.checkpoints import MODEL_CONFIG, Checkpoint
-from adapterswap.experts.identity import model_fingerprints, sha256_of
+from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import MAX_LAYERS, KeptLayers, Stack, format_layers
 from adapterswap.experts.sources import Source, parse_hub_id, public_name
 from adapterswap.files.smallfiles import exists, read_json
@@ -45,6 +46,7 @@ __all__ = [
     "parse_record",
     "read_record",
     "shards_source",
+    "with_fingerprints",
 ]
 
 FORMAT: Literal[3] = 3
@@ -71,6 +73,9 @@ class SourceRecord(_Written):
     fingerprints: dict[str, str] = Field(default={}, description="A local base's weights; see `fingerprint`.")
     base_model: str | None = Field(default=None, description="The base that an adapter's own config names.")
     base_revision: str | None = None
+    base_fingerprints: dict[str, str] = Field(
+        default={}, description="The weights of an expert's local base, by the expert's own record."
+    )
     entered: dict[str, dict[str, int | str]] = Field(
         default={}, description="A full checkpoint's bytes that were copied or computed with; see `merging.blocks`."
     )
@@ -339,7 +344,7 @@ def composition_record(
 def adapter_source(adapter: Adapter, sha256: str) -> SourceRecord:
     """The identity of an adapter; `sha256` is the hash of its weights."""
     return _source(
-        adapter.source,
+        adapter,
         sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
         base_model=public_name(adapter.config.base_model),
         base_revision=adapter.config.revision,
@@ -350,7 +355,7 @@ def checkpoint_source(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str,
     """The identity of a full checkpoint, as an expert or a base, and how many of its bytes entered."""
     config = checkpoint.source.folder / MODEL_CONFIG
     return _source(
-        checkpoint.source,
+        checkpoint,
         sha256={MODEL_CONFIG: sha256_of(config)},
         entered={use: dict(numbers) for use, numbers in entered.items()},
     )
@@ -358,7 +363,13 @@ def checkpoint_source(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str,
 
 def shards_source(checkpoint: Checkpoint, sha256: Mapping[str, str]) -> SourceRecord:
     """The identity of a full checkpoint that an adapter is extracted from; `sha256` holds the hashes of its shards."""
-    return _source(checkpoint.source, sha256=dict(sha256))
+    return _source(checkpoint, sha256=dict(sha256))
+
+
+def with_fingerprints(record: SourceRecord, base: Source) -> SourceRecord:
+    """The record of a base with the fingerprints of its weights, by which later steps know a local base."""
+    prints = identity_of(base)
+    return record.model_copy(update={"fingerprints": prints}) if prints else record
 
 
 def base_source(source: Source) -> SourceRecord:
@@ -366,12 +377,14 @@ def base_source(source: Source) -> SourceRecord:
     config = source.folder / MODEL_CONFIG
     fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if exists(config) else {}}
     if source.revision is None:
-        prints = model_fingerprints(source.folder)
-        fields["fingerprints"] = {name: value for name, value in prints.items() if name.endswith(".safetensors")}
+        fields["fingerprints"] = base_fingerprints(source.folder)
     return SourceRecord(source=source.name, revision=source.revision, **fields)
 
 
-def _source(source: Source, **fields: Any) -> SourceRecord:
+def _source(expert: Adapter | Checkpoint, **fields: Any) -> SourceRecord:
+    source = expert.source
+    if expert.base_fingerprints:
+        fields["base_fingerprints"] = dict(expert.base_fingerprints)
     if (origin := _origin(source.folder)) is not None:
         fields["origin"] = origin
     return SourceRecord(source=source.name, revision=source.revision, **fields)

@@ -15,6 +15,7 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.bases import Base, open_base
+from adapterswap.experts.base_identity import TRAINING_RECORD, identity_of
 from adapterswap.files.folders import OutputKind
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.training.recipe import TrainRecipe
@@ -27,17 +28,16 @@ __all__ = ["EXPERT", "describe", "write_expert", "write_weights"]
 TRAINING_FORMAT = "adapterswap-training/1"
 
 _LIBRARIES = ("datasets", "peft", "torch", "transformers", "trl")
-_RECORD = "training.json"
 
 
 def _names(record: Mapping[str, Any]) -> Sequence[str]:
     if record.get("format") != TRAINING_FORMAT:
         return ()
     weights = (*ADAPTER_FILES, *MODEL_FILES)
-    return (_RECORD, CARD, *weights, *(f"checkpoint-*/{name}" for name in weights))
+    return (TRAINING_RECORD, CARD, *weights, *(f"checkpoint-*/{name}" for name in weights))
 
 
-EXPERT = OutputKind(_RECORD, _names)
+EXPERT = OutputKind(TRAINING_RECORD, _names)
 """The output of `train`."""
 
 
@@ -59,7 +59,7 @@ def write_expert(
     """
     write_weights(folder, model, recipe, base, targets, weights=weights)
     record = describe(recipe, base, targets, report)
-    write_json(folder / _RECORD, record, sort_keys=True, allow_nan=True)  # a loss may be NaN
+    write_json(folder / TRAINING_RECORD, record, sort_keys=True, allow_nan=True)  # a loss may be NaN
     (folder / CARD).write_text(_card(recipe, base, report), encoding="utf-8")
 
 
@@ -128,7 +128,11 @@ def describe(recipe: TrainRecipe, base: Base, targets: TrainingTargets, report: 
     return {
         "format": TRAINING_FORMAT,
         "recipe": resolved,
-        "base": {"name": base.source.name, "revision": base.source.revision},
+        "base": {
+            "name": base.source.name,
+            "revision": base.source.revision,
+            "fingerprints": identity_of(base.source),  # composing compares it: other bases may have this name
+        },
         "target_modules": targets.ends,
         "layers": targets.layers,
         "trainable_parameters": report.trainable_parameters,

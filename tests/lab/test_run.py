@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adapterswap import AdapterswapError
+from adapterswap import AdapterswapError, layer_swap
+from adapterswap.errors import BaseModelError
 from adapterswap.files.folders import check_target, strangers
 from adapterswap.lab import SCENES, Sizes, Study, plan_lab, run_lab
+from adapterswap.lab.bases import write_base
 from adapterswap.lab.report import CAVEAT, results, tables
 from adapterswap.lab.run import LAB
 from adapterswap.lab.scenes import draw_problems
@@ -30,6 +33,16 @@ def expert(run: Run, name: str) -> PeftModel:
     seed = run.folder / "seed-0"
     base = AutoModelForCausalLM.from_pretrained(seed / "base")
     return PeftModel.from_pretrained(base, seed / name).eval()
+
+
+def test_experts_of_two_seeds_do_not_compose(run: Run, tmp_path: Path) -> None:
+    """The bases of all seeds are called `base`."""
+    another = tmp_path / "base"
+    write_base(SCENES["gap"], 1, another)
+    folder = run.folder / "seed-0"
+    layer_swap(folder / "math", folder / "language", base_model=folder / "base")
+    with refused(BaseModelError, "base_model"):
+        layer_swap(folder / "math", folder / "language", base_model=another)
 
 
 def test_scoring_equals_greedy_generation(run: Run) -> None:

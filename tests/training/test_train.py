@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -72,6 +73,9 @@ def test_an_expert_is_learned_and_peft_loads_it(tmp_path: Path, make_recipe: Mak
     assert config["target_modules"] == PROJECTIONS
     assert config["base_model_name_or_path"] == "pico-llama"
     adapter = open_adapter(report.path)
+    weights = (pico("llama") / "model.safetensors").read_bytes()
+    identity = hashlib.sha256(str(len(weights)).encode() + weights).hexdigest()
+    assert adapter.base_fingerprints == {"model.safetensors": identity}
     assert len(adapter.modules) == 6 * 7
     assert {module.scale for module in adapter.modules.values()} == {8 / 4**0.5}
 
