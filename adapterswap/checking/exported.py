@@ -5,7 +5,6 @@ Knows the files that `export` writes; finds and compares sources and records lik
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from adapterswap.checking.gguf import REMEDY, GgufFile, open_gguf
 from adapterswap.checking.result import Verification
 from adapterswap.errors import ExpertError
 from adapterswap.experts.adapters import Adapter
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import is_folder
 from adapterswap.planning.making import make_plan
 from adapterswap.records.record import CompositionRecord
@@ -56,8 +56,8 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
         form = Form(**{"truncation": "float32", **output})
     except TypeError:
         raise ExpertError(f"this version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
-    with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
-        again = Path(scratch) / "again"
+    with scratch_folder("verify") as scratch:
+        again = scratch / "again"
         write_gguf(prepare_gguf(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
         rewritten = open_gguf(again)
         ours = {file.piece: file for file in opened.files}

@@ -8,7 +8,6 @@ how a composition is requested.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.opening import open_expert
 from adapterswap.experts.sources import at_revision, find_source, public_name
 from adapterswap.files.numbers import open_files, read_bytes, row_ranges
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import exists, expand, is_folder, read_json
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.yamlfiles import validate
@@ -121,8 +121,8 @@ def verify(
     if is_model:
         base_model = _base(record, base_model)
     composition = recorded_composition(folder, record, base_model)
-    with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
-        again = Path(scratch) / "again"
+    with scratch_folder("verify") as scratch:
+        again = scratch / "again"
         if is_model:
             _write_model(record, composition, opened, again)
         else:

@@ -12,7 +12,9 @@ import gc
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import click
@@ -126,6 +128,8 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # no traceback for characters that a terminal cannot show
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes temporary folders
         atexit.register(gc.freeze)  # spares the search for cycles at exit, 0.1 s of a command's 0.5 s
         if not (sys.stderr.isatty() and is_first()):  # progress bars of libraries are for terminals only
             os.environ.update(dict.fromkeys(_BARS, "1"))

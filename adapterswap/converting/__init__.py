@@ -8,7 +8,6 @@ of adapters; knows nothing of compositions of several.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +46,7 @@ from adapterswap.experts.sources import Source, at_revision, find_source
 from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.folders import check_target
 from adapterswap.files.numbers import decode, finite_bytes
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import exists, expand, read_json, shown, write_json
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
@@ -133,12 +133,12 @@ def convert(
     base_model = None if base_model is None else str(base_model)
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[adapter, base_model])
     source = find_source(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
-    with tempfile.TemporaryDirectory(prefix="adapterswap-convert-") as place:
-        folder, pickled = _safetensors(source, Path(place), allow_pickle=allow_pickle)
+    with scratch_folder("convert") as place:
+        folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
         kind = _kind(folder)
         older = is_older(folder)
         if older:
-            current = Path(place) / "current"
+            current = place / "current"
             current.mkdir()
             config = read_json(folder / CONFIG)
             base_name = config.get("base_model_name_or_path")
@@ -156,9 +156,9 @@ def convert(
                     "Pass `rank=16`, or `max_error=0.1` for the smallest rank with that error",
                     parameter="rank",
                 )
-            cut = Path(place) / "cut"
+            cut = place / "cut"
             cut.mkdir()
-            folder = _under_current_names(replace(source, folder=folder), Path(place) / "named", base_model)
+            folder = _under_current_names(replace(source, folder=folder), place / "named", base_model)
             approximated = _cut(folder, cut, form, base_model, progress)
             opened = read_adapter(replace(source, folder=cut))
             form = replace(form, max_rank=None, max_error=None)
@@ -170,7 +170,7 @@ def convert(
             )
         lowers = saved_rank is not None and bool(opened.saved)
         if saved_rank is not None and lowers:
-            lowered = Path(place) / "lowered"
+            lowered = place / "lowered"
             lowered.mkdir()
             base = open_checkpoint(_base_of(opened.config.base_model, opened.config.revision, base_model))
             approximated |= write_lowered(
@@ -180,7 +180,7 @@ def convert(
         opened = replace(opened, base_fingerprints=recorded_base(source.folder))
         expert = expert_name(adapter, {}, "expert")
         prepared = prepare(_plan_of(opened, expert, base_model), form)
-        target = Path(place) / "written"
+        target = place / "written"
         original = {file: sha256_of(source.folder / file) for file in (PICKLED if pickled else WEIGHTS, CONFIG)}
 
         def amend(record: CompositionRecord, written: Path) -> CompositionRecord:

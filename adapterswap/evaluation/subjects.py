@@ -12,8 +12,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from adapterswap.bases import Base, choose_device, load_weights, quiet_peft
@@ -24,6 +22,7 @@ from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.patterns import is_plain
 from adapterswap.experts.sources import Source, find_source
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import read_header
 from adapterswap.planning.one_base import check_base_weights
@@ -111,7 +110,7 @@ def load_subject(
         )
     with ExitStack() as stack:
         if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
-            folder = Path(stack.enter_context(TemporaryDirectory())) / "composed"
+            folder = stack.enter_context(scratch_folder("evaluation")) / "composed"
             adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
             plan = None
         if adapter is not None:

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adapterswap.analysis.dominance import suggest_owners
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import exists, read_json, write_json
 from adapterswap.lab.bases import write_base
 from adapterswap.lab.choices import SCALES, SUGGESTED, ZONES, Fields, choices
@@ -130,8 +130,8 @@ def compare_seed(
     jobs = _jobs(methods, place)
     from adapterswap.training.isolation import isolated
 
-    with isolated(), TemporaryDirectory() as scratch:
-        judge = _Judge(place / "base", Path(scratch) / "merged")
+    with isolated(), scratch_folder("lab") as scratch:
+        judge = _Judge(place / "base", scratch / "merged")
         for number, (name, configurations) in enumerate(jobs.items()):
             tell("compositions", 0.5 + 0.5 * number / len(jobs))
             if name == "inverse swap":  # choosing would be unfair: inverse(b, 0) is swap(0, L - b)

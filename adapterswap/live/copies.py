@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from adapterswap.changes.copies import Weight, is_one_weight, stored_weight
@@ -21,6 +20,7 @@ from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
 from adapterswap.files.dtypes import FLOAT_NAMES, FLOATS
 from adapterswap.files.folders import atomic_folder
 from adapterswap.files.numbers import open_files
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.tensorfile import TensorFile
 
 __all__ = ["check_copies", "folder_without_copies", "without_copies"]
@@ -109,8 +109,8 @@ def folder_without_copies(file: TensorFile) -> Iterator[Path]:
     from safetensors import safe_open
     from safetensors.torch import save
 
-    with TemporaryDirectory() as place:
-        bare = Path(place) / "bare"
+    with scratch_folder("live") as place:
+        bare = place / "bare"
         with atomic_folder(bare) as folder, safe_open(file.path, "pt") as tensors:
             others = {key: tensors.get_tensor(key) for key in file.tensors if key not in copies}
             (folder / WEIGHTS).write_bytes(save(others))

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.bases import quiet_peft
@@ -32,6 +31,7 @@ from adapterswap.experts.naming import ModelNames, under_canonical_names
 from adapterswap.experts.peft_kinds import LORA
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.sources import Source
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
 from adapterswap.live.in_full import find_wrappers, match_dtypes
@@ -347,8 +347,8 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | Non
         plan = make_plan(composition, {"expert": without_copies(adapter)}, num_layers=num_layers)
     else:
         plan = slice_layers(without_copies(adapter), layers, num_layers=num_layers)
-    with TemporaryDirectory() as place:
-        yield write_adapter(plan, Path(place) / "adapter")
+    with scratch_folder("live") as place:
+        yield write_adapter(plan, place / "adapter")
 
 
 def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any:

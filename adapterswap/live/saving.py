@@ -9,14 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule, Part, open_adapter
 from adapterswap.experts.peft_kinds import LORA_PARTS
 from adapterswap.files.numbers import open_files, read_numbers
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.tensorfile import Tensor
 from adapterswap.live.inventory import Inventory, beside, factors
 from adapterswap.planning.making import make_plan
@@ -96,10 +95,10 @@ def _equal(name: str, handle: int, place: Tensor, tensor: torch.Tensor | None) -
 @contextmanager
 def _saved(name: str, inventory: Inventory) -> Iterator[Adapter]:
     """A loaded expert as PEFT saves it, in a temporary folder."""
-    with TemporaryDirectory() as place:
+    with scratch_folder("live") as place:
         with warnings.catch_warnings():
             # PEFT mistakes the biases of `lora_bias` for factors that ZeRO-3 left empty.
             warnings.filterwarnings("ignore", r"Adapter .* LoRA tensor\(s\) have invalid shape")
             inventory.model.save_pretrained(place, selected_adapters=[name], save_embedding_layers=False)
-        folder = Path(place) / name
+        folder = place / name
         yield open_adapter(folder if folder.is_dir() else place)

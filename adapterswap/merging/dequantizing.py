@@ -6,16 +6,16 @@ The folder is an ordinary checkpoint, from which merging can stream. Knows bases
 from __future__ import annotations
 
 import shutil
-import tempfile
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from adapterswap.bases import Base, load_weights
 from adapterswap.errors import AdapterswapError, ArgumentError, UnsupportedError
 from adapterswap.experts.checkpoints import COMPANIONS, Checkpoint, read_checkpoint
 from adapterswap.experts.empty_models import read_config
+from adapterswap.files.scratch import scratch_folder
 
 __all__ = ["dequantized"]
 
@@ -35,18 +35,15 @@ def dequantized(base: Checkpoint) -> Checkpoint:
         raise ArgumentError(
             f"`dequantize` is set, but the base {base.name} is not quantised", "Leave it out", parameter="dequantize"
         )
-    folder = Path(tempfile.mkdtemp(prefix="adapterswap-dequantized-"))
-    try:
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder("dequantized"))
         _load(base, settings).save_pretrained(folder)
         for path in {path for pattern in COMPANIONS for path in base.source.folder.glob(pattern) if path.is_file()}:
             shutil.copyfile(path, folder / path.name)
         checkpoint = read_checkpoint(replace(base.source, folder=folder))
         if checkpoint.config.get("quantization_config"):
             raise _cannot(base, settings, "the weights stay quantised")
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    weakref.finalize(checkpoint, shutil.rmtree, folder, ignore_errors=True)
+        weakref.finalize(checkpoint, stack.pop_all().close)
     return checkpoint
 
 

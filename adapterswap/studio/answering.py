@@ -13,7 +13,9 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -30,9 +32,17 @@ __all__ = ["Answering"]
 
 Draw = Callable[[Choice], Mapping[str, str]]
 
-_MOST_BYTES = 200_000
 _MOST_AT_ONCE = 200
 _MOST_TOKENS = 512
+
+
+class _Body(BaseModel, extra="forbid"):
+    """What the page sends."""
+
+    visitor: Annotated[str, Field(max_length=100)]
+    draw: bool
+    answer: bool
+    values: list[Any]
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class Answering:
         self._controls = controls
         self._draw = draw
         self._visitors = Visitors()
-        self._at_once = 0
+        self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._right: dict[str, str] = {}
         for language in workspace.lab.languages if workspace.lab else ():
             for problem in workspace.lab.problems if workspace.lab else ():
@@ -81,28 +91,22 @@ class Answering:
         if request.headers.get("content-type") != "application/json":  # pages of other sites cannot send this type
             return PlainTextResponse("Send application/json", 415)
         try:
-            content = await _body(request)
-        except ClientDisconnect:
-            return PlainTextResponse("", 400)
-        if content is None:
-            return PlainTextResponse(f"Send at most {_MOST_BYTES} bytes", 413)
-        try:
-            parsed = self._read(content)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            parsed = self._read(await request.body())
+        except AdapterswapError as error:
+            return PlainTextResponse(str(error), 400)
+        except (ArithmeticError, LookupError, TypeError, ValueError, ClientDisconnect):
             return PlainTextResponse("The request is not valid. Reload the page", 400)
-        if self._at_once >= _MOST_AT_ONCE:
-            return PlainTextResponse("Too many visitors are waiting for an answer. Try again later", 503)
         return StreamingResponse(
             self._stream(parsed), media_type="application/x-ndjson", headers={"cache-control": "no-store"}
         )
 
     def _read(self, content: bytes) -> _Request:
-        read = json.loads(content)
-        shown, tokens, chat, painted, prompt, *values = read["values"]
+        read = _Body.model_validate_json(content)
+        shown, tokens, chat, painted, prompt, *values = read.values
         named = dict(zip(self._controls.components, values, strict=True))
         choice = self._controls.choice(named, painted or {}, str(prompt or ""))
         return _Request(
-            str(read["visitor"]), read["draw"] is True, read["answer"] is True,
+            read.visitor, read.draw, read.answer,
             tuple(kind for kind in COLUMNS if kind in shown),
             max(1, min(int(tokens), _MOST_TOKENS)), bool(chat), choice,
         )  # fmt: skip
@@ -110,7 +114,6 @@ class Answering:
     async def _stream(self, request: _Request) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Mapping[str, str] | None] = asyncio.Queue()
-        left = self._visitors.begin(request.visitor)
 
         def tell(item: Mapping[str, str] | None) -> None:
             if not loop.is_closed():
@@ -130,16 +133,17 @@ class Answering:
                     }
                 )
             finally:
+                self._free.release()
                 tell(None)
 
-        self._at_once += 1
-        try:
+        if not self._free.acquire(blocking=False):
+            busy = RunError("too many visitors are waiting for an answer", "Try again later")
+            yield json.dumps({"written": error_html(busy)}).encode() + b"\n"
+            return
+        with self._visitors.work(request.visitor) as left:
             threading.Thread(target=work, daemon=True, name="adapterswap-answer").start()
             while (item := await news.get()) is not None:
                 yield json.dumps(item).encode() + b"\n"
-        finally:
-            self._at_once -= 1
-            left.set()
 
     def _answer(self, request: _Request, left: threading.Event) -> Iterator[Mapping[str, str]]:
         """Updates of the page: the drawn parts, `written`, `timing`, and the `scores` on the lab's problems."""
@@ -172,13 +176,3 @@ class Answering:
                     yield {"scores": score_html(scores)}
         except AdapterswapError as error:
             yield {"written": error_html(error), "timing": "", "scores": ""}
-
-
-async def _body(request: Request) -> bytes | None:
-    """The body of a request; None if it is too long."""
-    content = b""
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > _MOST_BYTES:
-            return None
-    return content

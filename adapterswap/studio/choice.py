@@ -5,11 +5,15 @@ Plain data, converted from and to the page's address. Knows nothing of Gradio.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import field
+from typing import Annotated, Any, get_args
 from urllib.parse import parse_qsl, urlencode
+
+from pydantic import Field, FiniteFloat
+from pydantic.dataclasses import dataclass
 
 from adapterswap.errors import ArgumentError, CompositionError
 from adapterswap.experts.layers import Kind, format_layers, parse_layers
@@ -18,7 +22,7 @@ from adapterswap.planning.compositions import ZONES, Composition
 from adapterswap.planning.painting import paint
 from adapterswap.planning.parameters import parameter_keys
 
-__all__ = ["FIELDS", "Choice", "first_choice", "from_address"]
+__all__ = ["FIELDS", "LONGEST_PROMPT", "Choice", "check_values", "first_choice", "from_address"]
 
 FIELDS = (
     "method", "partition", *ZONES, "task_weight", "language_weight", "weights", "outside", *parameter_keys(), "seed",
@@ -28,6 +32,8 @@ FIELDS = (
 
 _PAINT = re.compile(r"(attention|mlp|other)\.(\d[\d,-]*)=(.+)")
 _LONGEST = 8_000  # characters of an address
+LONGEST_PROMPT = 20_000
+"""The most characters of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,16 @@ class Choice:
         fields: other fields of the `Composition`, by their names in `FIELDS`.
         painted: (layer, kind) → the owner set by hand.
         prompt: the current prompt, which is part of the address.
+
+    Raises:
+        ValueError: a value has another type.
     """
 
     task: tuple[str, ...]
     language: tuple[str, ...]
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, bool | int | FiniteFloat | str] = field(default_factory=dict)
     painted: Mapping[tuple[int, Kind], str] = field(default_factory=dict)
-    prompt: str = ""
+    prompt: Annotated[str, Field(max_length=LONGEST_PROMPT)] = ""
 
     def content(self) -> dict[str, Any]:
         """The fields of the composition without the layers set by hand."""
@@ -149,6 +158,17 @@ def _read_painted(text: str) -> dict[tuple[int, Kind], str]:
     except ValueError as error:
         raise ArgumentError(f"the address has give={text!r}: {error}", "Correct it", parameter="query") from None
     return {(layer, kind): match[3] for layer in layers}
+
+
+def check_values(values: object) -> None:
+    """Raise `ArgumentError` if JSON values that a page sent hold what UTF-8 or JSON cannot express."""
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except (RecursionError, ValueError):
+        raise ArgumentError(
+            "the page sent half a character, a number that is not finite, or lists that are too deep",
+            "Correct the last input",
+        ) from None
 
 
 def _text(value: Any) -> str:

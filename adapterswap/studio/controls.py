@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import gradio as gr
 
+from adapterswap.errors import ArgumentError
 from adapterswap.experts.layers import Kind
 from adapterswap.methods.method import Parameter
 from adapterswap.methods.registry import PARAMETERS, find_method, names_of
@@ -103,7 +104,18 @@ class Controls:
         return {component.elem_id: place for place, component in components if isinstance(component, gr.Slider)}
 
     def choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str = "") -> Choice:
-        """The choice that the controls' values describe: the preset's fields that differ from their defaults."""
+        """The choice that the controls' values describe: the preset's fields that differ from their defaults.
+
+        Raises:
+            ArgumentError: a value has a type or size that its control cannot send.
+        """
+        try:
+            return self._choice(values, painted, prompt)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            raise ArgumentError("the page sent a value that none of its controls has", "Reload the page") from None
+
+    def _choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str) -> Choice:
+        """`choice`, unchecked."""
         offer = _Offer.of(values["preset"])
         fields: dict[str, Any] = {"method": offer.method}
         fields |= {"partition": offer.partition} if offer.partition else {}

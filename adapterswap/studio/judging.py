@@ -13,10 +13,12 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat
+from pydantic.dataclasses import dataclass
 
 from adapterswap.errors import AdapterswapError, ArgumentError, DataError, RunError, reason_of
 from adapterswap.evaluation import Settings, evaluate
@@ -26,10 +28,12 @@ from adapterswap.evaluation.numbers import parse_number
 from adapterswap.lab.scenes import draw_problems
 from adapterswap.lab.scoring import Questions, exact_match
 from adapterswap.planning.compositions import Composition
+from adapterswap.studio.choice import check_values
 from adapterswap.studio.strip import text
 from adapterswap.studio.workspace import Workspace
 
 __all__ = [
+    "LARGEST_FILE",
     "OWN_FILE",
     "Judged",
     "Progress",
@@ -47,6 +51,8 @@ _LAB = "lab problems in "
 _CHUNK = 50
 _TOKENS = 256
 _MOST_ROWS = 500
+LARGEST_FILE = 1_000_000
+"""The most bytes of a visitor's file."""
 _Z = 1.959964  # the normal distribution's 97.5 % quantile, for a 95 % interval
 
 
@@ -71,37 +77,46 @@ class Judged:
     """
 
     composition: str
-    address: str
+    address: Annotated[str, Field(pattern=r"^\?")]
     task: str
-    right: float
-    of: int
-    low: float
-    high: float
+    right: Annotated[int | float, Field(ge=0, le=1_000_000)]
+    of: Annotated[int, Field(ge=1, le=1_000_000)]
+    low: FiniteFloat
+    high: FiniteFloat
 
     @property
     def share(self) -> float:
         return self.right / self.of
 
 
-def read_rows(path: str | Path) -> list[tuple[str, str]]:
+def read_rows(content: str) -> list[tuple[str, str]]:
     """The (prompt, answer) pairs of a visitor's file: JSON Lines with `prompt` and `answer`.
+
+    Args:
+        content: the file's text; U+FFFD where it is not UTF-8.
 
     Raises:
         DataError: the file is not of that form, or has no rows or too many.
     """
     remedy = 'Write lines such as {"prompt": "2 + 2 =", "answer": "4"}'
     found: list[tuple[str, str]] = []
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    content = json.loads(line)
-                    prompt, answer = str(content["prompt"]), str(content["answer"]).strip()
-                    if not prompt.strip() or not answer:
-                        raise DataError(f"line {number} has an empty prompt or answer", remedy, parameter="file")
-                    found.append((prompt, answer))
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise DataError(f"the file cannot be read: {reason_of(error)}", remedy, parameter="file") from None
+    if len(content.encode(errors="replace")) > LARGEST_FILE:
+        raise DataError("the file is too large", f"Choose one of at most {LARGEST_FILE} bytes", parameter="file")
+    if "\ufffd" in content:
+        raise DataError("the file is not UTF-8", "Save it as UTF-8", parameter="file")
+    for number, line in enumerate(content.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            check_values(row)
+            prompt, answer = row["prompt"], row["answer"]
+        except (AdapterswapError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise DataError(f"line {number} cannot be read: {reason_of(error)}", remedy, parameter="file") from None
+        answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+        if not all(isinstance(value, str) and value.strip() for value in (prompt, answer)):
+            raise DataError(f"line {number}: the prompt or answer is empty or not text", remedy, parameter="file")
+        found.append((prompt, answer.strip()))
     if not 1 <= len(found) <= _MOST_ROWS:
         raise DataError(f"the file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
     return found
@@ -148,8 +163,11 @@ def judge(
         Progress, and the row at the end unless it was stopped.
 
     Raises:
+        ArgumentError: there is no such task.
         AdapterswapError: see `evaluation.evaluate` and `LiveComposer.use`.
     """
+    if task not in tasks(workspace):
+        raise ArgumentError(f"there is no task {task}", "Choose one of the list", parameter="task")
     news: queue.Queue[Progress | Judged | BaseException | None] = queue.Queue()
 
     def step(step_aside: Callable[[], None], done: int, of: int) -> None:
@@ -273,11 +291,6 @@ def as_rows(kept: object) -> list[Judged]:
     """The rows that a browser stored; anything else is left out."""
     found = []
     for content in kept if isinstance(kept, list) else []:
-        try:
-            row = Judged(**content)
-            numbers = (float(row.right), float(row.low), float(row.high))
-            if row.of >= 1 and all(map(math.isfinite, numbers)) and row.address.startswith("?"):
-                found.append(row)
-        except (TypeError, ValueError, AttributeError):
-            continue
+        with suppress(TypeError, ValueError):
+            found.append(Judged(**content))
     return found

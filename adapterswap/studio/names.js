@@ -1,13 +1,12 @@
 // Accessible names for buttons and links that Gradio calls "Remove 0", "Clear" or by a file's size.
 const nameOf = (control) => {
   if (control.matches("a[download]")) return `Download ${control.download}`;
-  if (control.closest("#rows")) return "Remove the file";
   const list = control.closest(".block").querySelector("[role=combobox]").ariaLabel;
   const item = control.matches(".remove-all") ? "all" : control.closest(".token").textContent.trim();
   return `Remove ${item} from ${list}`;
 };
 const rename = () => {
-  for (const control of document.querySelectorAll(".token-remove, #rows [title=Clear], a[download]")) {
+  for (const control of document.querySelectorAll(".token-remove, a[download]")) {
     control.title = control.ariaLabel = nameOf(control);
   }
 };

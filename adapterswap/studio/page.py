@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.exceptions import ComponentProcessingError, InvalidPathError
 
-from adapterswap.errors import AdapterswapError, CompositionError
+from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.planning.allocation import BASE
 from adapterswap.studio import judging
 from adapterswap.studio.answering import Answering
-from adapterswap.studio.choice import Choice, first_choice, from_address
+from adapterswap.studio.choice import LONGEST_PROMPT, Choice, check_values, first_choice, from_address
 from adapterswap.studio.controls import Controls, packed
+from adapterswap.studio.guarding import REFUSED
 from adapterswap.studio.strip import error_html, legend_html, strip_html, text
 from adapterswap.studio.takeaway import FILES, lines, write_file
 from adapterswap.studio.trying import COLUMNS, waiting_html
@@ -40,11 +42,33 @@ _SAY = """(auto, ...values) => {
 }"""
 _PROBLEM = "document.addEventListener('studio:problem', (event) => { props.value = event.detail; });"
 _STOP = "() => { document.dispatchEvent(new CustomEvent('studio:stop')); return []; }"
+_ROWS = f"""element.addEventListener("change", async (event) => {{
+  const [file] = event.target.files;
+  props.value = file ? await file.slice(0, {judging.LARGEST_FILE + 1}).text() : "";
+}});"""
 _REPLACE = "(address) => { history.replaceState(null, '', address + location.hash); return []; }"
 
 
 def _asset(name: str) -> str:
     return files("adapterswap.studio").joinpath(name).read_text(encoding="utf-8")
+
+
+class _Blocks(gr.Blocks):  # type: ignore[misc]  # Gradio has no types
+    """Blocks that show what is wrong with an input; other errors are printed where the studio runs."""
+
+    async def process_api(self, *arguments: Any, **named: Any) -> Any:
+        """Run an event's function on the values that a page sent."""
+        try:
+            check_values(named["inputs"])
+            return await super().process_api(*arguments, **named)
+        except (ComponentProcessingError, InvalidPathError):
+            message = "The page sent a value that its controls do not have. Reload the page"
+        except AdapterswapError as error:
+            message = str(error)
+        except gr.Error as error:
+            message = error.message
+        named["request"].request.scope[REFUSED] = True
+        raise gr.Error(text(message), print_exception=False)
 
 
 class _Page:
@@ -61,7 +85,7 @@ class _Page:
                 self.known[problem.prompt(language)] = (language, number)
 
     def build(self) -> Any:
-        with gr.Blocks(analytics_enabled=False, title="adapterswap studio", delete_cache=(600, 3600)) as blocks:
+        with _Blocks(analytics_enabled=False, title="adapterswap studio", delete_cache=(600, 3600)) as blocks:
             self._head()
             with gr.Row(equal_height=False):
                 with gr.Column(scale=5, min_width=320, elem_classes="compose"):
@@ -121,7 +145,12 @@ class _Page:
             self.spoken = gr.Radio(spoken, value=spoken[0], label="Problem language", scale=2, min_width=120)
             self.number = gr.Slider(1, 100, step=1, value=1, label="Problem", scale=4, min_width=180, buttons=[])
         self.prompt = gr.Textbox(
-            self._problem_text(spoken[0], 1), label="Prompt", lines=2, max_lines=8, elem_id="prompt", max_length=20_000
+            self._problem_text(spoken[0], 1),
+            label="Prompt",
+            lines=2,
+            max_lines=8,
+            elem_id="prompt",
+            max_length=LONGEST_PROMPT,
         )
         with gr.Row(equal_height=True):
             self.go = gr.Button("Answer", variant="primary", size="md", elem_id="go", min_width=100)
@@ -172,9 +201,10 @@ class _Page:
         with gr.Row(equal_height=True):
             self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
             self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180, buttons=[])
-        self.rows_file = gr.File(
-            label='Your file: JSON Lines with "prompt" and "answer"', file_types=[".jsonl"], visible=False,
-            elem_id="rows",
+        label = 'Your file: JSON Lines with "prompt" and "answer"'
+        self.rows = gr.HTML(  # the browser reads the file, so that the server needs no uploads
+            "", html_template=f"<label>{label} <input type=file accept=.jsonl></label>", js_on_load=_ROWS,
+            visible=False, elem_id="rows",
         )  # fmt: skip
         with gr.Row(equal_height=True):
             self.judge = gr.Button("Judge this composition", variant="primary", size="md", elem_id="judge")
@@ -234,14 +264,14 @@ class _Page:
             )
         return f'<div class="take">{"".join(sections)}</div>'
 
-    def _restore(self, query: str) -> list[Any]:
+    def _restore(self, query: str | None) -> list[Any]:
         """The page for an address: [head, brush, painted, prompt, spoken, number, *controls, *what `_redraw` returns].
 
         The head and the brush include experts that visitors opened after the page was built.
         """
         problem: AdapterswapError | None = None
         try:
-            choice = from_address(query, self.first)
+            choice = from_address(query or "", self.first)
             self.workspace.composition(choice)
         except AdapterswapError as error:
             problem, choice = error, self.first
@@ -257,6 +287,8 @@ class _Page:
     def _problem_text(self, language: str, number: float) -> str:
         if self.workspace.lab is None:
             return ""
+        if language not in self.workspace.lab.languages:
+            raise ArgumentError(f"there are no problems in {language}", "Choose a language", parameter="language")
         return self.workspace.lab.problems[int(number) - 1].prompt(language)
 
     def _give(self, event: gr.EventData, brush: str, max_rank: float | None, *inputs: Any) -> list[Any]:
@@ -283,15 +315,17 @@ class _Page:
             painted |= dict.fromkeys(places, wanted)
         return [painted, *self._redraw(self._choice(painted, *inputs[1:]), max_rank)]
 
-    def _make(self, kind: str, max_rank: float | None, *inputs: Any) -> list[Any]:
-        """[made, problem]: a file to download, or the error."""
-        folder = Path(tempfile.mkdtemp(prefix="adapterswap-studio-"))
-        try:
-            composition = self.workspace.composition(self._choice(*inputs))
-            path = write_file(self.workspace, composition, kind, folder, max_rank=int(max_rank) if max_rank else None)
-        except AdapterswapError as error:
-            return [gr.update(visible=False), error_html(error)]
-        return [gr.update(value=str(path), visible=True), ""]
+    def _make(self, kind: str, max_rank: float | None, *inputs: Any) -> Iterator[list[Any]]:
+        """[made, problem]: a file to download, which Gradio copies, or the error."""
+        rank = int(max_rank) if max_rank else None
+        with scratch_folder("studio") as folder:
+            try:
+                composition = self.workspace.composition(self._choice(*inputs))
+                path = write_file(self.workspace, composition, kind, folder, max_rank=rank)
+            except AdapterswapError as error:
+                yield [gr.update(visible=False), error_html(error)]
+            else:
+                yield [gr.update(value=str(path), visible=True), ""]
 
     def _measure(self, *inputs: Any) -> str:
         choice = self._choice(*inputs)
@@ -318,22 +352,28 @@ class _Page:
         return [suggestion_html(found), dict(found.composition), gr.update(interactive=True)]
 
     def _judge_now(
-        self, request: gr.Request, task: str, limit: float, path: str | None, kept: Any, *inputs: Any
+        self, request: gr.Request, task: str, limit: float, content: str | None, kept: Any, *inputs: Any
     ) -> Iterator[list[Any]]:
         """Judge the composition; yields [progress, kept, table]."""
-        stopped = self.judges.begin(request.session_hash or "")
+        with self.judges.work(request.session_hash or "") as stopped:
+            yield from self._judged(stopped, task, int(limit), content, kept, *inputs)
+
+    def _judged(
+        self, stopped: threading.Event, task: str, limit: int, content: str | None, kept: Any, *inputs: Any
+    ) -> Iterator[list[Any]]:
+        """What `_judge_now` yields."""
         choice = self._choice(*inputs)
         rows = judging.as_rows(kept)
         try:
             composition = self.workspace.composition(choice)
             self.workspace.plan(composition)
-            own = judging.read_rows(path) if task == judging.OWN_FILE and path else ()
-            if task == judging.OWN_FILE and not path:
-                raise CompositionError("no file was uploaded", "Upload one above", parameter="file")
+            if task == judging.OWN_FILE and not content:
+                raise CompositionError("no file was chosen", "Choose one above", parameter="file")
+            own = judging.read_rows(str(content)) if task == judging.OWN_FILE else ()
             address = Choice(choice.task, choice.language, choice.fields, choice.painted).address()
             yield [progress_html(None), gr.skip(), gr.skip()]
             for news in judging.judge(
-                self.workspace, composition, task, int(limit), label=label_of(choice), address=address,
+                self.workspace, composition, task, limit, label=label_of(choice), address=address,
                 stopped=stopped, rows=own,
             ):  # fmt: skip
                 if isinstance(news, judging.Progress):
@@ -372,10 +412,10 @@ class _Page:
             use, [self.zones, self.max_rank, *self._inputs], [self.painted, *everything], **_FAST, **_HIDDEN
         ).success(**self._again)
         self.task.input(
-            lambda task: gr.update(visible=task == judging.OWN_FILE), self.task, self.rows_file, **_FAST, **_HIDDEN
+            lambda task: gr.update(visible=task == judging.OWN_FILE), self.task, self.rows, **_FAST, **_HIDDEN
         )
         self.judge.click(
-            self._judge_now, [self.task, self.limit, self.rows_file, self.kept, *self._inputs],
+            self._judge_now, [self.task, self.limit, self.rows, self.kept, *self._inputs],
             [self.progress, self.kept, self.table], show_progress="hidden", concurrency_limit=None, **_HIDDEN,
         )  # fmt: skip
 
@@ -391,10 +431,11 @@ class _Page:
         self.kept.change(table, self.kept, self.table, **_FAST, **_HIDDEN)  # also when the browser restores it
         self.forget.click(lambda: [[], judging.table_html([])], None, [self.kept, self.table], **_FAST, **_HIDDEN)
 
-        def export(kept: Any) -> Any:
-            path = Path(tempfile.mkdtemp(prefix="adapterswap-studio-")) / "judged.csv"
-            path.write_text(judging.as_csv(judging.as_rows(kept)), encoding="utf-8")
-            return gr.update(value=str(path), visible=True)
+        def export(kept: Any) -> Iterator[Any]:
+            with scratch_folder("studio") as folder:
+                path = folder / "judged.csv"
+                path.write_text(judging.as_csv(judging.as_rows(kept)), encoding="utf-8")
+                yield gr.update(value=str(path), visible=True)
 
         self.export.click(export, self.kept, self.exported, **_HIDDEN)
 
@@ -475,9 +516,9 @@ class _Page:
             )  # fmt: skip
 
 
-def _with_kind(make: Callable[..., list[Any]], kind: str) -> Callable[..., list[Any]]:
-    def call(*inputs: Any) -> list[Any]:
-        return make(kind, *inputs)
+def _with_kind(make: Callable[..., Iterator[list[Any]]], kind: str) -> Callable[..., Iterator[list[Any]]]:
+    def call(*inputs: Any) -> Iterator[list[Any]]:
+        yield from make(kind, *inputs)
 
     return call
 

@@ -1,34 +1,28 @@
 """Serve the page: to this machine only, unless another host is chosen.
 
-Gradio's analytics are off, fonts are the system's, and a content security policy prevents the browser from fetching
-from or sending to other sites.
+Gradio's analytics are off and fonts are the system's. `guarding` refuses what does not come from the page itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.errors import ArgumentError, DependencyError, RunError
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.studio.workspace import Workspace
 
 __all__ = ["check_installed", "serve_page"]
 
-_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
-    "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
-)
 _Result = TypeVar("_Result")
 _FIRST_PORT = 7860
-_MOST_UPLOADED = "1mb"
 _QUIET = {
     "GRADIO_ANALYTICS_ENABLED": "False",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -76,7 +70,8 @@ def serve_page(
         raise ArgumentError(f"`port` is {port}", "Pass a number from 1 to 65535", parameter="port")
     with ExitStack() as stack:
         stack.enter_context(torch_threads(cores() - 1))  # torch's idle threads spin, and the page would wait for a core
-        page, url = _inside_a_loop(lambda: _launch(workspace, host, port, open_browser))
+        folder = stack.enter_context(scratch_folder("studio"))
+        page, url = _inside_a_loop(lambda: _launch(workspace, host, port, open_browser, folder))
         stack.callback(page.close, verbose=False)
         on_ready(url)
         if wait:
@@ -85,19 +80,17 @@ def serve_page(
         return stack.pop_all().close
 
 
-def _launch(workspace: Workspace, host: str, port: int, open_browser: bool) -> tuple[Any, str]:
-    """The page of a workspace, already served, and its address."""
+def _launch(workspace: Workspace, host: str, port: int, open_browser: bool, folder: Path) -> tuple[Any, str]:
+    """The page of a workspace, already served, and its address; Gradio's copies of files are in `folder`."""
     os.environ.update(_QUIET)  # Gradio reads these at import and at launch
     import gradio as gr
-    from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+    from adapterswap.studio.guarding import guards
     from adapterswap.studio.page import make_page, page_css
 
-    middleware = [Middleware(_Guarded)]
-    if _is_loopback(host):  # refuses other host names that resolve to this machine
-        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", host]))
     page = make_page(workspace).queue(default_concurrency_limit=None, max_size=200)
+    for block in page.blocks.values():
+        block.GRADIO_CACHE = str(folder)
     system = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
     theme = gr.themes.Base(
         primary_hue="blue",
@@ -117,8 +110,8 @@ def _launch(workspace: Workspace, host: str, port: int, open_browser: bool) -> t
         _, url, _ = page.launch(
             server_name=host, server_port=port, share=False, inbrowser=open_browser, inline=False, quiet=True,
             prevent_thread_lock=True, footer_links=[], theme=theme, css=page_css(), ssr_mode=False, pwa=False,
-            mcp_server=False, enable_monitoring=False, run_history=False, max_file_size=_MOST_UPLOADED,
-            show_error=False, app_kwargs={"middleware": middleware, "routes": page.studio_routes}, max_threads=64,
+            mcp_server=False, enable_monitoring=False, run_history=False, allowed_paths=[str(folder)],
+            show_error=False, app_kwargs={"middleware": guards(host), "routes": page.studio_routes}, max_threads=64,
         )  # fmt: skip
     except OSError:  # Gradio's message names its own settings
         raise RunError(
@@ -156,32 +149,3 @@ def _free_port(host: str) -> int:
     raise RunError(
         f"ports {_FIRST_PORT} to {_FIRST_PORT + 99} are all taken on {host}", "Pass another `port`", parameter="port"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-class _Guarded:
-    """ASGI middleware that adds security headers to every response."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        async def sent(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    (b"content-security-policy", _POLICY.encode()),
-                    (b"x-content-type-options", b"nosniff"),
-                    (b"referrer-policy", b"no-referrer"),
-                ]
-            await send(message)
-
-        await self.app(scope, receive, sent if scope["type"] == "http" else send)

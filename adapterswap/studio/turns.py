@@ -68,15 +68,21 @@ class Visitors:
         self._ends: dict[str, threading.Event] = {}
         self._guard = threading.Lock()
 
-    def begin(self, visitor: str) -> threading.Event:
-        """Stop what is running for the visitor, and return the event that stops the new work."""
-        with self._guard:
-            if (before := self._ends.pop(visitor, None)) is not None:
-                before.set()
-            self._ends[visitor] = mine = threading.Event()
-            return mine
+    @contextmanager
+    def work(self, visitor: str) -> Iterator[threading.Event]:
+        """Stop what is running for the visitor, and yield the event that stops the work inside the block."""
+        self.leave(visitor)
+        self._ends[visitor] = mine = threading.Event()
+        try:
+            yield mine
+        finally:
+            mine.set()
+            with self._guard:
+                if self._ends.get(visitor) is mine:
+                    del self._ends[visitor]
 
     def leave(self, visitor: str) -> None:
+        """Stop what is running for the visitor."""
         with self._guard:
             if (before := self._ends.pop(visitor, None)) is not None:
                 before.set()

@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from adapterswap.errors import OutputError, RunError
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
 from adapterswap.sweeps.cells import Assignment, Cell
@@ -198,7 +197,7 @@ class LocalJudge:
         relative_error = float(f"{max(errors, default=0.0):.6g}") if cell.output else None
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
-            place = Path(stack.enter_context(TemporaryDirectory()))
+            place = stack.enter_context(scratch_folder("sweep"))
             self._composer.load_expert(write_prepared(adapter, place / "composed"), name)
             try:
                 with self._composer.use(name):
@@ -215,9 +214,9 @@ class LocalJudge:
         self._model = self._composer = None
         gc.collect()  # the composer's hooks are a reference cycle, and the device has room for only one model
         base_model = None if plan.is_model else self._prepared.recipe.base_model
-        with TemporaryDirectory(ignore_cleanup_errors=True) as place:  # Windows keeps files that are still mapped
+        with scratch_folder("sweep") as place:
             try:
-                folder = write_model(prepare_model(plan, ModelForm(), base_model), Path(place) / "merged")
+                folder = write_model(prepare_model(plan, ModelForm(), base_model), place / "merged")
             except OutputError as error:
                 raise OutputError(
                     error.problems[0].message,

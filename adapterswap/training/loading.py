@@ -7,7 +7,6 @@ how rows become text.
 from __future__ import annotations
 
 import csv
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from adapterswap.errors import DataError, NotFoundError, Problems, reason_of
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import hub_remedy
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import expand
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.templates import Template
@@ -150,9 +150,9 @@ def _read(files: Sequence[Path], split: str, *, streaming: bool) -> Any:
     if streaming:
         return datasets.load_dataset(builder, data_files=names, split=split, streaming=True, **options)
     # A temporary cache, removed once the rows are in memory: the user's own cache is for downloads.
-    with tempfile.TemporaryDirectory(prefix="adapterswap-") as cache:
+    with scratch_folder("rows") as cache:
         return datasets.load_dataset(
-            builder, data_files=names, split=split, cache_dir=cache, keep_in_memory=True, **options
+            builder, data_files=names, split=split, cache_dir=str(cache), keep_in_memory=True, **options
         )
 
 

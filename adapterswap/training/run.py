@@ -6,7 +6,6 @@ Under torchrun or `accelerate launch` every process runs `train`. All of them re
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,6 +14,7 @@ from typing import Any
 
 from adapterswap.errors import ArgumentError, RunError, check_type
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import expand
 from adapterswap.progress import Progress
 from adapterswap.shipped import find_recipe
@@ -87,12 +87,11 @@ def train(
 
     checkpoints, options = Checkpoints(target), recipe.training
     device, dtype = device_and_dtype(options)
-    scratch_folder = tempfile.TemporaryDirectory(prefix="adapterswap-")
     with (
         isolated(),
         joined(device) as processes,
         Progress(shown=progress and processes.main) as bars,
-        scratch_folder as scratch,
+        scratch_folder("training") as scratch,
         checkpoints.tidied(keep=not processes.main),
     ):
         from adapterswap.training.stopping import Stopping
@@ -119,7 +118,7 @@ def train(
             recipe, base, load_trainable(base, recipe, device=device, dtype=dtype), targets, rows, parts,
             data.validation.dataset() if data.validation else None,
             steps=steps, device=device, dtype=dtype, processes=processes, bar=bar,
-            checkpoints=checkpoints.folder if options.save_every_samples else Path(scratch),
+            checkpoints=checkpoints.folder if options.save_every_samples else scratch,
         )  # fmt: skip
         if options.save_every_samples:
             trainer.add_callback(Sealing(processes))  # before the judge, which reads complete checkpoints

@@ -218,16 +218,23 @@ def test_the_interval_matches_wilson(right: int, of: int) -> None:
 def test_stored_browser_state_is_checked() -> None:
     row = {"composition": "=1+1", "address": "?task=math", "task": "lab", "right": 3, "of": 4, "low": 0.1, "high": 0.9}
     kept = [row, {**row, "of": 0}, {**row, "address": "javascript:alert(1)"}, {"right": 1}, 7, {**row, "low": "x"}]
+    kept += [{**row, "composition": ["a"]}, {**row, "right": 10**400}, {**row, "of": 10**400}, {**row, "high": 1e999}]
     assert [found.right for found in judging.as_rows(kept)] == [3]
     assert judging.as_rows("nonsense") == []
     assert "\n'=1+1,lab,3,4,0.75" in judging.as_csv(judging.as_rows(kept))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"prompt": "a"}', '{"prompt": " ", "answer": "b"}', "\xff"])
-def test_a_file_of_rows_is_read_or_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a b", "answer": 4}\n', encoding="utf-8")
-    assert judging.read_rows(path) == [("a b", "4")]
-    path.write_text(content, encoding="latin-1")
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", "1", '{"prompt": "a"}', '{"prompt": " ", "answer": "b"}', "\ufffd", "[" * 100_000,
+        " " * 1_000_001,
+        *(f'{{"prompt": "a", "answer": {answer}}}' for answer in ("null", "NaN", "[1]", "true", '"\\ud800"')),
+        '{"prompt": {"a": 1}, "answer": "b"}', '{"prompt": "a", "answer": 1}\n' * 501,
+    ],
+)  # fmt: skip
+def test_a_file_of_rows_is_read_or_refused(content: str) -> None:
+    row = '{"prompt": "a b", "answer": 4}'
+    assert judging.read_rows(f"\n{row}\r\n") == [("a b", "4")]
     with pytest.raises(DataError):
-        judging.read_rows(path)
+        judging.read_rows(content)

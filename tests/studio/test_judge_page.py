@@ -30,8 +30,9 @@ def judge_on(page: Any, task: str) -> None:
 
 
 def upload(page: Any, path: Path) -> None:
-    page.locator("#rows input[type=file]").set_input_files(path)
-    page.locator("#rows .filename", has_text=path.stem).wait_for()
+    chosen = page.locator("#rows input[type=file]")
+    chosen.set_input_files(path)
+    assert chosen.evaluate("e => e.files[0].text()") == path.read_text(encoding="utf-8")  # after the page read it
 
 
 def test_an_uploaded_file_is_judged_and_stays_visible(visit: Visit, workspace: Workspace, tmp_path: Path) -> None:
@@ -50,15 +51,11 @@ def test_an_uploaded_file_is_judged_and_stays_visible(visit: Visit, workspace: W
     page.locator("#judge").click()
     page.locator("#judging .problem", has_text="'answer'").wait_for()
     assert page.locator("#judged td").count() == 0
-    page.get_by_role("button", name="Remove the file").click()
     upload(page, good)
     page.locator("#judge").click()
     page.locator("#judged td").first.wait_for()
     assert page.locator("#judged td.number").first.inner_text() == "1 / 2"
     assert page.locator("#judging .problem").count() == 0
-    with page.expect_download() as download:
-        page.locator("#rows a[download]").click()
-    assert Path(download.value.path()).read_bytes() == good.read_bytes()
     page.locator("#judge").click()
     page.locator("#judged tbody tr").nth(1).wait_for()
     page.get_by_role("button", name="Clear the table").click()

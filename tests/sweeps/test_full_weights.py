@@ -223,12 +223,8 @@ def test_a_full_disk_names_the_temporary_folder(full: Path, tmp_path: Path, monk
     """Finished cells are kept; the remedy names the temporary folder, since the sweep's folder has space."""
     import tempfile
 
-    from adapterswap.sweeps import judging
-
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(
-        judging, "TemporaryDirectory", lambda **options: tempfile.TemporaryDirectory(dir=tmp_path, **options)
-    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("adapterswap.merging.shards.OutputShard.size", property(lambda shard: 2**62))
     with pytest.raises(OutputError, match="TMPDIR"):
         sweep(recipe_of(full, compositions=[{"method": "soup"}], baselines=["base"]), tmp_path / "run", device="cpu")

@@ -1,0 +1,69 @@
+"""What stands between the network and the page: requests of other sites, unused routes and long ones are refused.
+
+A content security policy prevents the browser from fetching from or sending to other sites.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["REFUSED", "guards"]
+
+REFUSED = "adapterswap.refused"
+"""Set in the scope of a request whose values are not valid."""
+
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
+    "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"
+}  # fmt: skip
+_MOST_BYTES = 4_000_000  # of a request: a file for Judge, as JSON
+_POSTED = {"/studio/answer", *(f"/gradio_api/{name}" for name in ("run/predict", "queue/join", "cancel", "reset"))}
+
+
+def guards(host: str) -> list[Middleware]:
+    """The middleware for a page that listens on `host`."""
+    found = [Middleware(_Guarded), Middleware(RequestBodyLimitMiddleware, max_body_size=_MOST_BYTES)]
+    if _is_loopback(host):  # refuses other host names that resolve to this machine
+        found.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", host]))
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Guarded:
+    """ASGI middleware that refuses other sites and unused routes, and adds security headers to every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+                if REFUSED in scope:  # Gradio's status is 500
+                    message["status"] = 422
+            await send(message)
+
+        app, headers = self.app, Headers(scope=scope)
+        if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
+            app = PlainTextResponse("Open the studio by its own address", 403)
+        elif scope["method"] not in ("GET", "HEAD") and scope["path"] not in _POSTED:
+            app = PlainTextResponse("The studio's page does not send this", 404)
+        await app(scope, receive, sent)
