@@ -20,7 +20,7 @@ from adapterswap.analysis.surveying import ModuleChange, survey
 from adapterswap.errors import DataError, ExpertError, UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.layers import MAX_LAYERS, has_both_stacks
+from adapterswap.experts.layers import MAX_LAYERS, check_one_list, has_both_stacks
 from adapterswap.files.smallfiles import expand
 
 __all__ = [
@@ -114,7 +114,7 @@ def measure(
 def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | None) -> None:
     """Raise `ExpertError` unless the expert changes a matrix in a layer; see also `matrices`.
 
-    Raise `UnsupportedError` if it changes layers of an encoder and of a decoder.
+    Raise `UnsupportedError` if it changes layers of an encoder and of a decoder, or of several lists.
     """
     if has_both_stacks(expert.container):
         raise UnsupportedError(
@@ -122,6 +122,7 @@ def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | Non
             "can be measured",
             "Use experts of a decoder-only model",
         )
+    check_one_list(name, expert.parts if isinstance(expert, Adapter) else expert.parameters)
     if all(matrix.layer is None for matrix in matrices(expert, base).values()):
         raise ExpertError(
             f"{name} changes no matrix in the layers, only outside them", "Use an expert that changes attention or MLPs"

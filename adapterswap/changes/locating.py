@@ -231,7 +231,7 @@ def locate(
             changes |= located
     for module in (module for module in adapter.modules.values() if module.parameter):
         with problems.collect():
-            changes |= _locate_fused(expert, module, adapter, parameters, where, orientation)
+            changes |= _locate_parameter(expert, module, adapter, parameters, where, orientation, stored_name)
     for module in (module for module in adapter.modules.values() if not module.parameter):
         key = stored_name(module.name, "weight")
         if key is None:
@@ -295,25 +295,30 @@ def locate(
     return changes
 
 
-def _locate_fused(
+def _locate_parameter(
     expert: str,
     module: LoraModule,
     adapter: Adapter,
     parameters: Mapping[str, StoredTensor],
     where: str,
     orientation: Orientation,
+    stored_name: Callable[[str, str], str | None],
 ) -> dict[str, Located]:
-    """The stored tensors of a parameter with one matrix per expert of a mixture: a single one, or one per matrix.
+    """The stored tensors of a parameter: a matrix such as a router's weight, or one matrix per expert of a mixture,
+    stored together or one by one.
 
     Raises:
         BaseModelError: the model has the parameter in another shape.
         UnsupportedError: the model has no such parameter, or stores it in an unknown way.
     """
+    holder, _, last = module.name.rpartition(".")
+    alone = stored_name(holder, last) if module.experts == 1 else None
+    if alone is not None and parameters[alone].tensor.shape == (module.out_features, module.in_features):
+        return {alone: Located(module.name, LowRank(module, adapter.file.path))}
     fused = orientation.fused(module.name, adapter.container)
     if fused is None or module.experts == 1:
         raise UnsupportedError(
-            f"{expert} has LoRA on the parameter {module.name}, but {where} has no parameter of that name with one "
-            "matrix per expert",
+            f"{expert} has LoRA on the parameter {module.name} of {module.shape}, but {where} stores no such parameter",
             "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
         )
     matrix = module.out_features, module.in_features
@@ -439,7 +444,8 @@ def _stored_names(
 def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:
     """A function from the names of a module and a parameter to the stored tensor's name, or None."""
     adapted: dict[str, LoraModule | OpaqueModule] = {**adapter.modules, **adapter.opaque}
-    layered = [module.name for module in adapted.values() if module.layer is not None]
+    of_parameters = {module.name for module in adapter.modules.values() if module.parameter}
+    layered = [name for name, module in adapted.items() if module.layer is not None and name not in of_parameters]
     prefixes = sorted({name.partition(".")[0] for name, stored in parameters.items() if stored.layer is not None})
     changes: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
     changes += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in prefixes]  # type: ignore[misc]

@@ -8,7 +8,7 @@ of adapters; knows nothing of compositions of several.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,11 +35,10 @@ from adapterswap.errors import (
     UnsupportedError,
 )
 from adapterswap.experts.adapter_keys import factor_key, parameter_key
-from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, Part, open_adapter, read_adapter
+from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, open_adapter, read_adapter
 from adapterswap.experts.base_identity import recorded_base
 from adapterswap.experts.checkpoints import WEIGHT_FILES, open_checkpoint
 from adapterswap.experts.identity import sha256_of
-from adapterswap.experts.layers import STACKS, NumLayers, has_both_stacks, stack_of
 from adapterswap.experts.naming import renamed_adapter
 from adapterswap.experts.peft_kinds import TRAINABLE_TOKENS
 from adapterswap.experts.sources import Source, at_revision, find_source
@@ -50,6 +49,7 @@ from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import exists, expand, read_json, shown, write_json
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.depth import least_depth
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
@@ -356,17 +356,9 @@ def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
     try:
         return make_plan(composition, {expert: adapter})
     except (NotFoundError, BaseModelError):
-        return make_plan(composition.model_copy(update={"num_layers": _least_depth(adapter)}), {expert: adapter})
-
-
-def _least_depth(adapter: Adapter) -> NumLayers:
-    def least(parts: Iterable[Part]) -> int:
-        return 1 + max((part.layer for part in parts if part.layer is not None), default=0)
-
-    parts = adapter.parts.values()
-    if not has_both_stacks(adapter.container):
-        return least(parts)
-    return {stack: least(part for part in parts if stack_of(part.name) == stack) for stack in STACKS}
+        return make_plan(
+            composition.model_copy(update={"num_layers": least_depth({expert: adapter})}), {expert: adapter}
+        )
 
 
 def _measured(

@@ -54,8 +54,9 @@ _REFUSED_KEYS = {
     "base_layer.bias": "a trained bias of the base, but the config says that none was trained",
 }
 
-# Copies that `save_embedding_layers=True` adds to modules trained in full, besides the weight under their own name.
-_DOUBLES = (".original_module.weight", ".modules_to_save.weight")
+# Copies that `save_embedding_layers=True` and `bias="all"` add to modules trained in full, besides the tensors under
+# their own names. PEFT leaves the adapter's name before inner modules: `classifier.modules_to_save.default.dense.bias`.
+_DOUBLE = re.compile(r"(?P<module>.+?)\.(?:original_module|modules_to_save)\.(?P<end>.+)")
 
 _FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
 
@@ -207,9 +208,12 @@ def sort_keys(
             saved.setdefault(key.removeprefix(_PREFIX).removesuffix(f".{TOKENS}"), {})[TOKENS] = tensor
             continue
         name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
-        if key.endswith(_DOUBLES) and f"{_PREFIX}{name.rpartition('.')[0]}.{parameter}" in keys:
+        double = _DOUBLE.fullmatch(key)
+        if double and not keys.isdisjoint(
+            f"{double['module']}.{end}" for end in (double["end"], double["end"].partition(".")[2])
+        ):
             continue  # PEFT loads the tensor under the module's own name; this is a copy of it, or of the base's
-        if key.startswith(_PREFIX) and not key.endswith(_DOUBLES) and (holder := _saved_module(name, saved_ends)):
+        if key.startswith(_PREFIX) and not double and (holder := _saved_module(name, saved_ends)):
             saved.setdefault(holder, {})[key.removeprefix(f"{_PREFIX}{holder}.")] = tensor
             continue
         part = next((part for part in part_names if key.endswith(f".{part}")), None)
@@ -220,7 +224,7 @@ def sort_keys(
         if kind is not None and key.removeprefix(_ROOT) in kind.shared:
             shared[key.removeprefix(_ROOT)] = tensor
             continue
-        if biases and key.startswith(_PREFIX) and parameter == "bias" and ".lora_" not in key:
+        if biases and key.startswith(_PREFIX) and parameter == "bias" and ".lora_" not in key and not double:
             saved[f"{name.removesuffix('.base_layer')}.bias"] = {"bias": tensor}
             continue
         refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
@@ -237,7 +241,7 @@ def sort_keys(
                 "Train it as a plain or rsLoRA",
                 kind=UnsupportedError,
             )
-        elif key.startswith(_PREFIX) and key.endswith(_DOUBLES):
+        elif key.startswith(_PREFIX) and double:
             _refuse_copy(key.removeprefix(_PREFIX), folder, problems)
         elif key.startswith(_PREFIX) and parameter == "weight" and name.rpartition(".")[2] in EMBEDDINGS | HEADS:
             saved[name] = {parameter: tensor}  # save_embedding_layers: PEFT replaces the base's weight with it

@@ -214,7 +214,8 @@ class Adapter:
         modules: the LoRA modules by full name, sorted by layer (modules outside the layers first), then by name.
         saved: the modules trained in full (`modules_to_save`), in the same order.
         opaque: the modules whose change is not a product of two factors (DoRA, OFT, …), in the same order.
-        container: the list of layers in the base, such as `model.layers`; None if no module has a layer.
+        container: the list of layers in the base, such as `model.layers`; None if no module has a layer, or there are
+            several lists.
         kept_layers: the layers that `adapterswap slice` kept; None for a whole expert.
         ignored: modules in the file that its own config does not target. PEFT would not load them, so they are not part
             of the expert.

@@ -15,7 +15,7 @@ from typing import Any
 
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.empty_models import empty_language_model, empty_model_as_saved, read_config
-from adapterswap.experts.layers import HEADS, Kind, before_layers, kind_of, layer_container, layer_of
+from adapterswap.experts.layers import HEADS, Kind, before_layers, check_one_list, kind_of, layer_container, layer_of
 
 __all__ = [
     "AdaptableWeight",
@@ -193,10 +193,11 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
 
     Raises:
         BaseModelError: see `build_empty`.
-        ExpertError, UnsupportedError: see `layer_container`.
+        ExpertError, UnsupportedError: see `layer_container` and `check_one_list`.
     """
     model = build_empty(checkpoint)
     parameters, adaptable = _first_names(model), adaptable_weights(model)
+    check_one_list(checkpoint.name, adaptable)
     container = layer_container(adaptable)
     weights = {
         f"{name}.weight": replace(weight, layer=layer_of(name, container))

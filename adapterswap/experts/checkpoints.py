@@ -98,7 +98,7 @@ class Checkpoint:
         config: the content of its config.json.
         shards: the headers of its safetensors files, in the order of their names.
         parameters: every stored tensor by name, in the order of the shards and of the bytes in them.
-        container: the list of layers, such as `model.layers`; None if no tensor is in a layer.
+        container: the list of layers, such as `model.layers`; None if no tensor is in a layer, or there are several.
         base_fingerprints: for an expert, the local base's weights; see `Adapter.base_fingerprints`.
     """
 
@@ -130,7 +130,7 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
         BaseModelError: a shard is missing or damaged, a tensor is stored twice, the index does not match the shards, or
             the config's number of layers or hidden size differs from the tensors'.
         ExpertError: the same, if `what` is not "base model".
-        UnsupportedError: it holds only pickled weights, or has several lists of layers.
+        UnsupportedError: it holds only pickled weights.
     """
     parameter = None if what == "base model" else "reference"
     return read_checkpoint(

@@ -26,6 +26,7 @@ __all__ = [
     "NumLayers",
     "Stack",
     "before_layers",
+    "check_one_list",
     "deepest",
     "depth_of",
     "ends_of",
@@ -119,12 +120,28 @@ def layer_container(names: Iterable[str]) -> str | None:
     `model.*.layers`.
 
     Returns:
-        The list's name; None if no name is in a list.
+        The list's name; None if no name is in a list, or if several lists remain (see `check_one_list`).
 
     Raises:
-        UnsupportedError: several lists remain, and not exactly one of them is in a `language_model` or `text_model`.
         ExpertError: a layer's number is larger than any model's.
     """
+    lists = _lists_of_layers(names)
+    return lists[0] if len(lists) == 1 else None
+
+
+def check_one_list(expert: str, names: Iterable[str]) -> None:
+    """Raise `UnsupportedError` if modules are in several lists of layers, so that a layer's number means several."""
+    lists = _lists_of_layers(names)
+    if len(lists) > 1:
+        raise UnsupportedError(
+            f"{expert} has several lists of layers: {', '.join(lists)}",
+            "Choose a composition without layers, such as a soup. Layers need a model with one list of them, with one "
+            "under `language_model`, or with an encoder and a decoder that use the same name for theirs",
+        )
+
+
+def _lists_of_layers(names: Iterable[str]) -> list[str]:
+    """The lists that may hold the language model's layers."""
     names = list(names)
     if deep := next((name for name in names if _is_too_deep(name)), None):
         raise ExpertError(
@@ -137,15 +154,9 @@ def layer_container(names: Iterable[str]) -> str | None:
         named = [name for name in inside if _LANGUAGE_PARTS.intersection(parts[name])]
         for lists in (named, inside):
             if len(lists) == len(STACKS) and len({of_any_stack(name) for name in lists}) == 1:
-                return of_any_stack(lists[0])
-        if len(named) != 1:
-            raise UnsupportedError(
-                f"The modules are in several lists of layers: {', '.join(inside)}",
-                "Use experts of a model with one list of layers, with one under `language_model`, or with an encoder "
-                "and a decoder that use the same name for their layers",
-            )
-        return named[0]
-    return inside[0] if inside else None
+                return [of_any_stack(lists[0])]
+        return named if len(named) == 1 else inside
+    return inside
 
 
 def stack_of(name: str) -> Stack | None:
@@ -244,13 +255,8 @@ def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
 
 
 def stacked_layers_in_config(config: Mapping[str, Any]) -> NumLayers | None:
-    """The number of layers of the language model that a config.json describes, or that of each of its stacks.
-
-    None if the config does not say.
-
-    Raises:
-        UnsupportedError: the model has an encoder and a decoder, but the config does not say how deep both are.
-    """
+    """The number of layers of the language model that a config.json describes, or that of each of its stacks; None if
+    the config does not say."""
     if config.get("is_encoder_decoder"):
         return _stacked(config)
     for key in _TEXT_CONFIG_KEYS:
@@ -301,7 +307,7 @@ def is_ahead(name: str, layer: int | None, num_layers: NumLayers | None) -> bool
     )
 
 
-def _stacked(config: Mapping[str, Any]) -> dict[Stack, int]:
+def _stacked(config: Mapping[str, Any]) -> dict[Stack, int] | None:
     for keys in _STACKED_KEYS:
         values = [config[key] for key in keys if _is_depth(config.get(key))]
         if len(values) == len(STACKS):
@@ -310,13 +316,9 @@ def _stacked(config: Mapping[str, Any]) -> dict[Stack, int]:
         return dict.fromkeys(STACKS, config["num_layers"])
     nested = [config.get(stack) for stack in STACKS]
     depths = [num_layers_in_config(part) if isinstance(part, Mapping) else None for part in nested]
-    if None not in depths:
-        return {stack: depth for stack, depth in zip(STACKS, depths, strict=True) if depth is not None}
-    raise UnsupportedError(
-        f"the base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder, but its config "
-        "does not say how many layers each has",
-        "Use a model whose config.json says it, such as T5, BART, M2M100 (NLLB) or Whisper",
-    )
+    if None in depths:
+        return None
+    return {stack: depth for stack, depth in zip(STACKS, depths, strict=True) if depth is not None}
 
 
 def _is_depth(value: Any) -> bool:

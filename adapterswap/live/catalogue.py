@@ -17,6 +17,7 @@ from adapterswap.live.switching import Switch, make_switch
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.depth import least_depth
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import parse_composition
@@ -113,13 +114,13 @@ class Catalogue:
         if composition is None:
             return Switch()
         num_layers = self.inventory.num_layers
-        if num_layers is None:
+        if num_layers is None and composition.names_layers:
             raise BaseModelError(
                 f"the config of {type(self._model.get_base_model()).__name__} does not say how many layers it has",
                 "Pass a plan that was made with `num_layers`",
                 parameter="model",
             )
-        if composition.num_layers not in (None, num_layers):
+        if num_layers and composition.num_layers not in (None, num_layers):
             raise CompositionError(
                 f"the composition is for {format_depth(composition.num_layers or 0)} layers, and the model has "
                 f"{format_depth(num_layers)}",
@@ -128,7 +129,8 @@ class Catalogue:
             )
         self._check_names(composition.expert_names, composition.allocation)
         experts = self.inventory.experts(composition.expert_names)
-        plan = make_plan(composition, experts, num_layers=num_layers, base_at_hand=True)
+        depth = num_layers or composition.num_layers or least_depth(experts)
+        plan = make_plan(composition, experts, num_layers=depth, base_at_hand=True)
         rules = [slot.rule for slot in plan if slot.rule is not None]
         if any(rule.weights or rule.spans for rule in rules):
             with plan_on_disk(plan, self.inventory) as resident:  # the coefficients depend on the tensors

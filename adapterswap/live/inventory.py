@@ -112,11 +112,7 @@ def is_unloaded(model: PeftModel) -> bool:
 
 
 def layers_of_base(model: Any) -> NumLayers | None:
-    """The number of layers of a transformers model, from its config; None if the config does not give it.
-
-    Raises:
-        UnsupportedError: the model has an encoder and a decoder, and its config does not give the depth of both.
-    """
+    """The number of layers of a transformers model, from its config; None if the config does not give it."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return stacked_layers_in_config(config.to_dict())

@@ -299,6 +299,13 @@ class Composition(MethodFields):
             named = [*self.task, *self.language]
         return tuple(dict.fromkeys(name for name in named if name != BASE))
 
+    @property
+    def names_layers(self) -> bool:
+        """Whether its rules distinguish layers; if not, it does not matter how the model numbers them."""
+        if self.allocation is None:
+            return self.method == "layer_swap"
+        return any(rule.layers is not None or rule.stack is not None for rule in self.allocation)
+
     def stacks(self, num_layers: NumLayers) -> tuple[Stack | None, ...]:
         """The stacks to which zones and partitions apply: `(None,)` for a model with one list of layers."""
         if isinstance(num_layers, int):

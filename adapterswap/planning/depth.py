@@ -5,13 +5,22 @@ Reads configs of bases; knows nothing of plans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule, by_layer
-from adapterswap.experts.layers import NumLayers, format_depth, layers_ahead, same_depth, stacked_layers_in_config
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
+from adapterswap.experts.layers import (
+    STACKS,
+    NumLayers,
+    format_depth,
+    has_both_stacks,
+    layers_ahead,
+    same_depth,
+    stack_of,
+    stacked_layers_in_config,
+)
 from adapterswap.experts.sources import (
     Source,
     at_revision,
@@ -23,7 +32,7 @@ from adapterswap.experts.sources import (
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.planning.compositions import Composition
 
-__all__ = ["Depth", "find_num_layers", "outside_the_layers", "settle_depth"]
+__all__ = ["Depth", "find_num_layers", "least_depth", "outside_the_layers", "settle_depth"]
 
 
 @dataclass(frozen=True)
@@ -38,21 +47,26 @@ class Depth:
 def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
     """The number of layers to use; `known` is the model's own, if a model is loaded.
 
+    A composition whose rules name no layers needs no number: if the config does not say it, the least possible one is
+    used.
+
     Raises:
         CompositionError: the composition's `num_layers` differs from the base's.
-        NotFoundError, BaseModelError, UnsupportedError: see `find_num_layers`.
+        NotFoundError, BaseModelError: see `find_num_layers`.
     """
     requested: NumLayers | None = composition.num_layers
     declared = composition.base_model
     if requested is None:
-        return Depth(known) if known else Depth(*find_num_layers(experts, declared))
-    base, actual = ("the model", known) if known else _depth_on_this_machine(experts, declared)
+        if known:
+            return Depth(known)
+        num_layers, base_source = find_num_layers(experts, declared, required=composition.names_layers)
+        return Depth(num_layers or least_depth(experts), base_source)
+    base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
     is_local = declared is not None and not known and is_folder(expand(declared))
     source = find_source(declared, [], what="base model") if declared and is_local else None
     if actual is None:
-        reason = (
-            f"The config of {public_name(base)} is not on this machine" if base else "The experts do not name a base"
-        )
+        fault = "does not say how many layers it has" if is_read else "is not on this machine"
+        reason = f"The config of {public_name(base)} {fault}" if base else "The experts do not name a base"
         return Depth(requested, source, (f"{reason}, so num_layers {format_depth(requested)} could not be checked",))
     if not same_depth(actual, requested):
         raise CompositionError(
@@ -116,11 +130,12 @@ def _cut_off(adapter: Adapter, num_layers: int) -> Adapter:
 
 def _depth_on_this_machine(
     experts: Mapping[str, Adapter], base_model: str | None
-) -> tuple[str | None, NumLayers | None]:
-    """The base and its number of layers; each is None if it cannot be known without the network."""
+) -> tuple[str | None, NumLayers | None, bool]:
+    """The base and its number of layers, each None if it cannot be known without the network, and whether the base's
+    config was read."""
     base = base_model or next((_reference(adapter) for adapter in experts.values() if adapter.config.base_model), None)
     config = cached_base_config(base) if base else None
-    return base, None if config is None else stacked_layers_in_config(config)
+    return base, None if config is None else stacked_layers_in_config(config), config is not None
 
 
 def _reference(adapter: Adapter) -> str | None:
@@ -129,13 +144,26 @@ def _reference(adapter: Adapter) -> str | None:
     return None if name is None else at_revision(name, adapter.config.revision)
 
 
-def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[NumLayers, Source]:
+def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
+    """The least number of layers that a base with the experts' modules can have."""
+    parts = [part for adapter in experts.values() for part in adapter.parts.values()]
+
+    def least(parts: Iterable[Part]) -> int:
+        return 1 + max((part.layer for part in parts if part.layer is not None), default=0)
+
+    if not any(has_both_stacks(adapter.container) for adapter in experts.values()):
+        return least(parts)
+    return {stack: least(part for part in parts if stack_of(part.name) == stack) for stack in STACKS}
+
+
+def find_num_layers(
+    experts: Mapping[str, Adapter], base_model: str | None = None, *, required: bool = True
+) -> tuple[NumLayers | None, Source]:
     """The base's number of layers, from its config.json and never from the experts' modules, and the base.
 
     Raises:
         NotFoundError: the base exists neither on this machine nor on the Hub.
-        BaseModelError: no base is named, or its config is damaged or has no number of layers.
-        UnsupportedError: the base has an encoder and a decoder, but its config lacks the depth of one of them.
+        BaseModelError: no base is named, or its config is damaged or, if it is `required`, has no number of layers.
     """
     named: dict[str, str] = {}
     for name, adapter in experts.items():
@@ -162,7 +190,7 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
             parameter="base_model",
         ) from None
     num_layers = stacked_layers_in_config(config)
-    if num_layers is None:
+    if num_layers is None and required:
         raise BaseModelError(
             f"the config of {base} does not say how many layers it has", "Pass `num_layers`", parameter="num_layers"
         )

@@ -25,6 +25,7 @@ from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part, 
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.experts.layers import (
     NumLayers,
+    check_one_list,
     extra_rows,
     format_depth,
     has_both_stacks,
@@ -94,7 +95,8 @@ def make_plan(
             rule covers a module or tensor; the zones overlap; `num_layers` is not the base's.
         ExpertError: experts differ in their base, shapes, architecture or vocabulary.
         NotFoundError, BaseModelError: the base is needed, but is unknown, damaged or a different model.
-        UnsupportedError: the composition cannot be computed from these tensors.
+        UnsupportedError: the composition cannot be computed from these tensors, or names layers of experts that have
+            several lists of them.
         AdapterswapError: several of these, reported together.
     """
     composition = as_composition(composition)
@@ -115,6 +117,10 @@ def make_plan(
     problems.raise_if_any()
     check_names(names, experts, problems, composition.allocation)
     opened = {name: experts[name] for name in names if name in experts}
+    if composition.names_layers:
+        for name, expert in opened.items():
+            with problems.collect():
+                check_one_list(name, expert.parts if isinstance(expert, Adapter) else expert.parameters)
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
     check_bases(opened, composition.base_model, problems, by_weights=not recorded)
     check_experts(adapters, composition, problems)
@@ -269,8 +275,8 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
 def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, problems: Problems) -> NumLayers:
     """The number of layers of full weights, from their config or, if that does not say, from the composition."""
     in_config = stacked_layers_in_config(skeleton.config)
-    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=-1)
-    num_layers = composition.num_layers or in_config
+    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=0)
+    num_layers = composition.num_layers or in_config or (None if composition.names_layers else stored_layers)
     if same_depth(in_config, num_layers):
         num_layers = in_config
     if isinstance(num_layers, int) and has_both_stacks(skeleton.container):

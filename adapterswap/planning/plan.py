@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.layers import NumLayers
+from adapterswap.experts.layers import NumLayers, check_one_list
 from adapterswap.experts.sources import Source, at_revision, find_source, split_revision
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.planning.allocation import Rule
@@ -191,8 +191,10 @@ class Plan:
         """The number of layers, for a feature (`what`, such as `suggest`) that supports only one list of layers.
 
         Raises:
-            UnsupportedError: the base has an encoder and a decoder.
+            UnsupportedError: the base has an encoder and a decoder, or several lists of layers.
         """
+        for name, adapter in self.adapters.items():
+            check_one_list(name, adapter.parts)
         if isinstance(self.num_layers, int):
             return self.num_layers
         raise UnsupportedError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adapterswap.errors import ArgumentError, CompositionError, check_type
 from adapterswap.experts.adapters import Adapter, open_adapter
-from adapterswap.experts.layers import NO_LAYER, KeptLayers, NumLayers, Stack, format_layers, stack_of
+from adapterswap.experts.layers import NO_LAYER, KeptLayers, NumLayers, Stack, check_one_list, format_layers, stack_of
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
@@ -44,7 +44,8 @@ def slice_layers(
     Raises:
         ArgumentError: `layers` is not a list of layers, or the adapter has none of them; `stack` is unknown.
         CompositionError: the base, or the slice, does not have these layers or this stack.
-        NotFoundError, ExpertError, UnsupportedError: see `open_adapter`.
+        NotFoundError, ExpertError: see `open_adapter`.
+        UnsupportedError: see `open_adapter`; or the adapter has several lists of layers.
         AdapterswapError: see `make_plan`.
     """
     check_type(adapter, (Adapter, str, Path), "adapter", "Pass a local folder, a Hub id or an opened adapter")
@@ -63,6 +64,7 @@ def slice_layers(
     if not kept.layers:
         raise ArgumentError(f"`layers` {layers!r} names no layer", remedy, parameter="layers")
     name = expert_name(adapter, {}, "expert")
+    check_one_list(name, adapter.parts)
     parts = [(part.name, part.layer) for part in adapter.parts.values() if part.layer is not None]
     if not any(kept.holds(*part) for part in parts):
         adapted = format_layers(layer for part, layer in parts if stack is None or stack_of(part) == stack)

@@ -11,7 +11,14 @@ from typing import Any
 
 from adapterswap.errors import BaseModelError, FieldError, Problems
 from adapterswap.experts.anatomy import adaptable_weights
-from adapterswap.experts.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
+from adapterswap.experts.layers import (
+    check_one_list,
+    kind_of,
+    layer_container,
+    layer_of,
+    num_layers_in_config,
+    parse_layers,
+)
 from adapterswap.planning.compositions import Partition
 from adapterswap.planning.partitions import SIDES, Side, partition_sides
 from adapterswap.training.recipe import TrainRecipe
@@ -74,6 +81,7 @@ class _Targeted:
         self.model, self.config, self.options = model, config, recipe.adapter
         self.adaptable = adaptable_weights(model)
         self.matrices = [name for name, weight in self.adaptable.items() if not weight.embedding]
+        check_one_list("the model", self.matrices)
         self.container = layer_container(self.matrices)
         self.simultaneous = recipe.simultaneous
 

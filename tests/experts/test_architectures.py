@@ -11,15 +11,14 @@ import pytest
 import torch
 import transformers
 from conftest import LAYERS, load_base, logits, merged_weights
+from importing import loaded
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
-from refusals import refused
 from safetensors.torch import save_file
 from tolerances import close
 from writing.test_equivalence import algorithm_1
 
 import adapterswap
-from adapterswap.errors import UnsupportedError
 from adapterswap.experts.layers import kind_of, layer_container, layer_of
 
 ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
@@ -202,11 +201,37 @@ def test_layer_and_kind_follow_from_the_name(name: str, layer: int | None, kind:
     assert (layer_of(name, container), kind_of(name)) == (layer, kind)
 
 
-def test_several_lists_of_layers_are_refused() -> None:
-    with refused(UnsupportedError, match=r"several lists of layers: a\.block, b\.block"):
-        layer_container(["a.block.0.layer.0.q", "b.block.0.layer.0.q"])
+def test_the_language_models_layers_among_several_lists() -> None:
     names = ["vision.layers.0.x", "model.language_model.layers.0.x"]
     assert layer_container(names) == "model.language_model.layers"
+    assert layer_container(["a.block.0.layer.0.q", "b.block.0.layer.0.q"]) is None
+
+
+EXACT = dict.fromkeys(("soup", "swap", "merge"), "exact")
+
+PICO = {
+    "routers as parameters with two axes": ("CAUSAL_LM", "afmoe", "lora", EXACT),
+    "a head trained in full, and biases": ("SEQ_CLS", "bert", "bias", EXACT),
+    "a head of several modules, and biases": ("SEQ_CLS", "roberta", "bias", EXACT),
+    "stored numbers without an axis": ("CAUSAL_LM", "apertus", "lora", EXACT),
+    "three lists of layers": ("SEQ_CLS", "canine", "lora", {**EXACT, "swap": "UnsupportedError"}),
+    "an encoder and a decoder with other names": (
+        "SEQ_2_SEQ_LM", "encoder-decoder", "lora", {**EXACT, "swap": "UnsupportedError"}
+    ),
+    "an unknown number of layers": ("SEQ_CLS", "funnel", "lora", {**EXACT, "swap": "BaseModelError"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PICO)
+def test_as_in_scripts_architectures(case: str, tmp_path: Path) -> None:
+    """Whatever `make architectures` found wrong, composed and merged again and compared with PEFT's ΔW."""
+    task, model_type, kind, outcomes = PICO[case]
+    architectures = loaded(Path(__file__).parents[2] / "scripts" / "architectures.py")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = list(architectures.examine(task, model_type, kind, tmp_path))
+    results = {row["operation"]: row["reason"].partition(":")[0] or row["outcome"] for row in rows}
+    assert results == outcomes, rows
 
 
 def test_portable_adapters_are_hot_swapped_without_recompiling(

@@ -211,8 +211,8 @@ def expert_changes(base: PreTrainedModel, expert: Expert) -> tuple[Changes, set[
 def untied(base: PreTrainedModel) -> PreTrainedModel:
     """A copy whose head has a weight of its own: PEFT's LoRA on an embedding leaves the head alone, and vice versa."""
     model = copy.deepcopy(base)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is not None and head.weight is embedding.weight:
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
     return model
 
