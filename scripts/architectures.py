@@ -1,0 +1,426 @@
+"""Compose and merge LoRA on every text model of transformers that can be built at pico size, and compare with PEFT.
+
+    python scripts/architectures.py [--only REGEX] [--results FILE] [--seconds 120] [--kind lora|bias]
+
+Takes every causal, sequence-to-sequence and classification class. For each, PEFT makes two random adapters
+(`all-linear`), whose soup, swap with a transition zone, and merge are compared with PEFT's own ΔW, added up in torch.
+An operation is exact, refused, wrong (also: PEFT or transformers cannot load the result) or a crash; each reason to
+refuse is shown with what it is about: where it says that the base lacks something or that PEFT would not load
+something, base and PEFT are asked. Finished architectures are kept in FILE, and are not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import torch
+import transformers
+from matrix.reference import Changes, changes_in, load_with_peft, untied
+from peft import LoraConfig, get_peft_model
+from tolerances import tolerance
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
+
+import adapterswap
+from adapterswap.errors import AdapterswapError
+
+LAYERS, TOWER_LAYERS, WIDTH, TOKENS = 4, 2, 32, 96
+LARGEST = 8_000_000  # parameters: a model that is still larger has sizes of unknown names
+
+LINEAR = (torch.nn.Linear, Conv1D)
+
+TASKS: dict[str, Mapping[str, str | tuple[str, ...]]] = {
+    "CAUSAL_LM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "SEQ_2_SEQ_LM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
+
+# The largest value of each setting of a config, by its name; the first match counts.
+SIZES: list[tuple[str, int | None]] = [
+    (r"(task_)?type_vocab_size|num_labels|num_nextn_predict_layers|max_window_layers|n_group|topk_group", None),
+    (r"codebook_size", 64),
+    (r".*vocab_size.*|n_words|encoder_hash_byte_group_vocab|num_hash_buckets", TOKENS),
+    (r"num_hidden_layers|n_layers?|num_layers|(num_)?(encoder|decoder)_layers|(encoder|decoder)_num_hidden_layers",
+     LAYERS),
+    (r"(?:encoder_|decoder_|cross_attention_|out_|backbone_|true_|audio_)?hidden_size|d_model|n_embd|dim|embed_dim"
+     r"|embedding_(size|dim)|word_embed_proj_dim|(in|out)put_embedding_size|lru_width|entity_emb_size|d_latents"
+     r"|emb_dim|intra_bottleneck_size|projector_(in|out)put_dim|vision_output_dim|output_dim|t2u_.*_dim", WIDTH),
+    (r"(dense_|shared_)?intermediate_size(_mlp)?|((en|de)coder_)?ffn_dim|d_ff|dim_ff|dff|ffn_hidden_size|n_inner"
+     r"|hidden_dim|feed_forward_size|mlp_dim", 48),
+    (r".*moe.*intermediate_size|shared_expert_intermediate_size|expert_ffn_hidden_size", 16),
+    (r"num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups", 2),
+    (r".*num_attention_heads|n_heads?|num_heads|((en|de)coder_)?attention_heads|index_n_heads|linear_num_.*_heads"
+     r"|n_mamba_heads|mamba_num_heads|mamba_n_heads", 4),
+    (r"mamba_d_head|mamba_headdim|qk_head_dim", 16),
+    (r"head_dim|.*_head_dim|d_kv|dim_head|d_head|attention_head_size|rotary_dim|.*lora_rank|mamba_d_state|state_size"
+     r"|d_state|time_step_rank|hidden_size_per_layer_input|router_hidden_size|xpath_unit_hidden_size|adapter_rank", 8),
+    (r"sliding_window|attention_window.*|local_attention|block_size|mamba_chunk_size|chunk_size|index_topk"
+     r"|(local|lsh)_attn_chunk_length", 8),
+    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
+    (r"num_experts_per_tok|moe_topk|moe_k|moe_top_k", 2),
+    (r"n_shared_experts|num_shared_experts|first_k_dense_replace|zero_expert_num", 1),
+    (r".*max_position_embeddings.*|n_positions|n_ctx|context_length|max_(source|target)_positions", 64),
+    (r"image_size|crop_size", 16),
+    (r"patch_size", 8),
+]  # fmt: skip
+_LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "encoder", "decoder", "text_encoder")
+
+# What the names do not tell.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "dots1": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1},
+    "esm": {"vocab_size": TOKENS, "pad_token_id": 1, "mask_token_id": 2},
+    "esmc": {"num_key_value_heads": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16], "is_decoder": False},
+    "squeezebert": {"embedding_size": WIDTH},
+}
+
+
+def pico_config(model_type: str) -> Any:
+    """The config of a model type with its default structure, but at most a few layers, experts, heads and tokens."""
+    config = CONFIG_MAPPING[model_type]
+    return config.from_dict({**_smaller(config().to_dict(), LAYERS), **SPECIAL.get(model_type, {})})
+
+
+def _smaller(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    depths = {config.get(name) for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")}
+    smaller: dict[str, Any] = {}
+    token = TOKENS
+    for name, value in config.items():
+        limit = next((limit for names, limit in SIZES if re.fullmatch(names, name)), None)
+        if name in ("id2label", "label2id", "per_layer_config"):
+            continue
+        if isinstance(value, dict) and (name.endswith("_config") or name in _LANGUAGE):
+            value = _smaller(value, LAYERS if name in _LANGUAGE and layers == LAYERS else TOWER_LAYERS)
+        elif name == "head_dim" and value is None and "num_attention_heads" in config:
+            value = 8
+        elif isinstance(value, list) and len(value) in depths:
+            kinds = list(dict.fromkeys(map(json.dumps, value)))
+            value = [json.loads(kind) for kind in (kinds * layers)[:layers]]
+        elif name.endswith(("token_id", "token_index")) and isinstance(value, int) and value >= TOKENS:
+            value = token = token - 1
+        elif isinstance(value, int) and not isinstance(value, bool) and limit is not None:
+            value = layers if limit == LAYERS and "layer" in name and value else min(value, limit)
+        smaller[name] = value
+    return smaller
+
+
+def build(task: str, model_type: str, folder: Path) -> PreTrainedModel:
+    """Save the pico model, with random weights."""
+    names = TASKS[task][model_type]
+    kind = getattr(transformers, names if isinstance(names, str) else names[0])
+    config = pico_config(model_type)
+    if kind.config_class is not None and not isinstance(config, kind.config_class):
+        config = config.get_text_config()
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"still has {size:,} parameters")
+    torch.manual_seed(0)
+    model: PreTrainedModel = kind(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.float().save_pretrained(folder)
+    return model
+
+
+def random_adapter(base: PreTrainedModel, task: str, kind: str, out: Path, *, seed: int, **options: Any) -> Path:
+    """An adapter as PEFT makes and saves it, with random numbers in all that it trains."""
+    settings: dict[str, Any] = {"bias": "all"} if kind == "bias" else {}
+    config = LoraConfig(task_type=task, use_rslora=True, target_modules="all-linear", **settings, **options)
+    try:
+        model = get_peft_model(copy.deepcopy(base), config)
+    except (TypeError, ValueError) as error:
+        if not re.search("Mamba|modules_to_save cannot be applied", str(error)):
+            raise
+        # "all-linear" includes modules that state-space blocks do not call, and heads that PEFT trains in full.
+        linear = {name.rpartition(".")[2] for name, module in base.named_modules() if type(module) in LINEAR}
+        head = base.get_output_embeddings()
+        odd = {name.rpartition(".")[2] for name, module in base.named_modules() if module is head}
+        odd |= {name for name in linear if name.endswith(("classifier", "score", "qa_outputs"))}
+        config.target_modules = linear - odd - ({"out_proj", "dt_proj"} if "Mamba" in str(error) else set())
+        model = get_peft_model(copy.deepcopy(base), config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.05
+    model.save_pretrained(out)
+    return out
+
+
+def layers_of(base: PreTrainedModel) -> Callable[[str], int | None]:
+    """Which layer a parameter is in: those of the outermost list with as many modules as the pico config has layers."""
+    lists = {name: len(module) for name, module in base.named_modules() if isinstance(module, torch.nn.ModuleList)}
+
+    def layer(parameter: str) -> int | None:
+        parts = parameter.split(".")
+        stems = (".".join(parts[:end]) for end in range(1, len(parts)))
+        outermost = next((stem for stem in stems if stem in lists), None)
+        return int(parts[outermost.count(".") + 1]) if outermost and lists[outermost] == LAYERS else None
+
+    return layer
+
+
+SWAP = {"bottom": 1, "top": 1, "bottom_transition": 1, "task_weight": 1, "language_weight": 3}
+_SHARES = {None: (0.25, 0.75), 0: (0, 1), 1: (0.25, 0.75), 2: (1, 0), 3: (0, 1)}
+
+
+def added_up(task: Changes, language: Changes, layer: Callable[[str], int | None] | None) -> Changes:
+    """The expected ΔW of the soup or, with `layer`, of the swap."""
+    total: Changes = {}
+    for name in sorted(task.keys() | language.keys()):
+        shares = zip(_SHARES[layer(name) if layer else None], (task, language), strict=True)
+        total[name] = torch.stack([share * side[name] for share, side in shares if name in side]).sum(dim=0)
+    return total
+
+
+class Wrong(Exception):
+    """The library gave a result that is not the expected one."""
+
+
+def compare(actual: Changes, expected: Changes, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Compare ΔW by parameter; `weights` are the base's if they are differences of full weights, rounded as these."""
+    for name in sorted(actual.keys() | expected.keys()):
+        zero = torch.zeros_like(actual.get(name, expected.get(name)))
+        one, other = actual.get(name, zero), expected.get(name, zero)
+        if one.shape != other.shape:
+            raise Wrong(f"{name} has the shape {list(one.shape)}, expected {list(other.shape)}")
+        scale = max((tensor.abs().max().item() for tensor in (other, weights[name] if weights else other)), default=0)
+        apart = (one.double() - other.double()).abs().max().item()
+        if not apart <= max(tolerance(other, scale=2 * scale), 1e-7):
+            raise Wrong(f"{name} is off by {apart:.1e} of {scale:.1e}")
+
+
+def output_of(model: Any) -> torch.Tensor | None:
+    """The first output for a few tokens; None if the model needs other inputs."""
+    tokens = torch.arange(24).reshape(2, 12) * 7 % 60 + 3
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    if plain.config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(plain.forward).parameters:
+        inputs["decoder_input_ids"] = tokens
+    try:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            output = model(**inputs)
+    except Exception:
+        return None
+    return next((value for value in output.to_tuple() if isinstance(value, torch.Tensor) and value.dim() > 0), None)
+
+
+def loaded(out: Path, base: PreTrainedModel) -> tuple[PreTrainedModel, Changes]:
+    """Full weights as transformers loads them, and their difference to the base's."""
+    reports = []
+    for folder in (out, base.name_or_path):
+        model, info = type(base).from_pretrained(folder, output_loading_info=True)
+        reports.append((model.eval(), {what: sorted(map(str, keys)) for what, keys in info.items() if keys}))
+    (model, odd), (_, before) = reports
+    if odd != before:
+        raise Wrong(f"transformers reports {odd}")
+    weights, own = dict(untied(base).named_parameters()), dict(untied(model).named_parameters())
+    return model, {name: (own[name].double() - weights[name].double()).detach() for name in weights}
+
+
+class Subject:
+    """The operations on one pair of adapters, each of which raises `Wrong`, or whatever the library raises."""
+
+    def __init__(self, base: PreTrainedModel, experts: list[Path], folder: Path) -> None:
+        self.base, self.experts, self.folder = base, experts, folder
+        self.changes = [changes_in(load_with_peft(base, expert)[0], base) for expert in experts]
+        self.plans: dict[str, tuple[Any, Changes]] = {}
+        self.composed: Any = None
+
+    def soup(self) -> None:
+        plan = adapterswap.soup(*self.experts, task_weight=1, language_weight=3)
+        self._compose("soup", plan, added_up(*self.changes, None))
+
+    def swap(self) -> None:
+        plan = adapterswap.layer_swap(*self.experts, **SWAP)
+        self._compose("swap", plan, added_up(*self.changes, layers_of(self.base)))
+
+    def _compose(self, name: str, plan: Any, expected: Changes) -> None:
+        self.plans[name] = plan, expected
+        out = adapterswap.write_adapter(plan, self.folder / name)
+        with _failing("PEFT cannot load it"):
+            self.composed, _ = load_with_peft(self.base, out)
+            actual = changes_in(self.composed, self.base)
+        compare(actual, expected)
+
+    def merge(self) -> None:
+        """The swap as full weights, or the soup of a model without one; loaded, and run beside the adapter."""
+        plan, expected = self.plans.get("swap") or self.plans["soup"]
+        out = adapterswap.merge(plan, out_path=self.folder / "merged")
+        with _failing("transformers cannot load it"):
+            model, actual = loaded(out, self.base)
+        compare(actual, expected, dict(untied(self.base).named_parameters()))
+        one, other = output_of(model), output_of(self.composed)
+        if one is not None and other is not None and torch.isfinite(other).all():
+            apart = (one - other).abs().max().item()
+            if not apart <= tolerance(other, depth=4 * LAYERS):
+                raise Wrong(f"the output is off by {apart:.1e} of {other.abs().max().item():.1e}")
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Wrong:
+        raise
+    except Exception as error:
+        raise Wrong(f"{what}: {_short(error)}") from error
+
+
+def examine(task: str, model_type: str, kind: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """What became of each operation for one architecture."""
+    try:
+        model_class = type(build(task, model_type, folder / "base"))
+        base = model_class.from_pretrained(folder / "base").eval()
+    except Exception as error:
+        yield {"operation": "all", "outcome": "not built", "reason": _short(error)}
+        return
+    try:
+        experts = [
+            random_adapter(base, task, kind, folder / name, seed=seed, r=rank, lora_alpha=alpha)
+            for name, seed, rank, alpha in (("task", 1, 4, 6), ("language", 2, 3, 5))
+        ]
+        subject = Subject(base, experts, folder)
+        if not any(change.any() for change in subject.changes[0].values()):
+            raise ValueError("the adapter changes nothing")
+    except Exception as error:
+        yield {"operation": "all", "outcome": "PEFT cannot", "reason": _short(error)}
+        return
+    yield {"operation": "soup", **_outcome(subject.soup, base)}
+    yield {"operation": "swap", **_outcome(subject.swap, base)}
+    if subject.plans:
+        yield {"operation": "merge", **_outcome(subject.merge, base)}
+
+
+def _outcome(operation: Callable[[], None], base: PreTrainedModel) -> dict[str, Any]:
+    try:
+        operation()
+    except AdapterswapError as error:
+        reason = f"{error.problems[0].kind.__name__}: {error.problems[0].message}"
+        return {"outcome": "refused", "reason": reason, "true": is_true(str(error), base)}
+    except Wrong as error:
+        return {"outcome": "WRONG", "reason": str(error)}
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return {"outcome": "crash", "reason": f"{_short(error)} ({Path(where.filename).name}:{where.lineno})"}
+    return {"outcome": "exact", "reason": ""}
+
+
+def is_true(message: str, base: PreTrainedModel) -> str:
+    """Whether a refusal's statement about the base or PEFT holds; `-` if it makes none that can be checked."""
+    names = set(re.findall(r"[A-Za-z_]\w*(?:\.\w+)+", message))
+    stored = base.state_dict().keys()
+    if re.search("no such weight|no parameter of that name|no such tensor", message):
+        there = [name for name in names if {name, f"{name}.weight"} & stored]
+        return f"UNTRUE ({there[0]})" if there else "true"
+    if re.search("PEFT (would|does|can)( ?not| load none)", message):
+        return "UNTRUE (PEFT loads both experts)"
+    return "-"
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:300]}".replace("\n", " ")
+
+
+def in_a_process(task: str, model_type: str, kind: str, seconds: int) -> list[dict[str, Any]]:
+    """Examine an architecture in a fork of this process, which has imported everything already."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(seconds)
+            try:
+                (folder / "rows.json").write_text(json.dumps(list(examine(task, model_type, kind, folder))))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if (folder / "rows.json").exists():
+            return list(json.loads((folder / "rows.json").read_text()))
+    reason = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "see above"
+    return [{"operation": "all", "outcome": "crash", "reason": f"{reason} (SIGALRM: over {seconds} seconds)"}]
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """The tally by outcome, and by reason."""
+    print("\noutcome        operation  count")
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        counts[row["outcome"], row["operation"]] += 1
+        if row["outcome"] != "exact":
+            reason = re.sub(r"(?<!\w)[\w/-]*[./][\w./-]*\w", "…", row["reason"])
+            truth = row.get("true", "-").partition(" ")[0]
+            key = row["outcome"], re.sub(r"\d+", "N", reason)[:170], truth
+            reasons[key].append(f"{row['task']} {row['model']} {row['operation']}")
+    for (outcome, operation), count in sorted(counts.items()):
+        print(f"{outcome:14} {operation:10} {count}")
+    for (outcome, reason, truth), where in sorted(reasons.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        print(f"\n{outcome} ×{len(where)}, {truth}: {reason}\n    {', '.join(where[:8])}{', …' * (len(where) > 8)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="regex of 'TASK model_type'")
+    parser.add_argument("--results", type=Path, default=Path("architectures.jsonl"))
+    parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument("--kind", choices=["lora", "bias"], default="lora")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(50)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    rows = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    finished = {(row["task"], row["model"], row["kind"]) for row in rows}
+    pairs = [(task, model) for task, models in TASKS.items() for model in models]
+    for task, model in sorted(pairs, key=lambda pair: pair[1]):
+        if (task, model, options.kind) in finished or not re.search(options.only, f"{task} {model}"):
+            continue
+        start = time.monotonic()
+        found = [
+            {"task": task, "model": model, "kind": options.kind, **row}
+            for row in in_a_process(task, model, options.kind, options.seconds)
+        ]
+        with options.results.open("a") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in found)
+        rows += found
+        summary = ", ".join(f"{row['operation']} {row['outcome']}" for row in found)
+        print(f"{time.monotonic() - start:5.1f} s  {task:12} {model:24} {summary}", flush=True)
+    chosen = [row for row in rows if re.search(options.only, f"{row['task']} {row['model']}")]
+    rows = [row for row in chosen if row["kind"] == options.kind]
+    report(rows)
+    return int(any(row["outcome"] in ("WRONG", "crash") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
