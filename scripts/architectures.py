@@ -152,8 +152,8 @@ def build(task: str, model_type: str, folder: Path) -> PreTrainedModel:
     return model
 
 
-def random_adapter(base: PreTrainedModel, task: str, kind: str, out: Path, *, seed: int, **options: Any) -> Path:
-    """An adapter as PEFT makes and saves it, with random numbers in all that it trains."""
+def random_adapter(base: PreTrainedModel, task: str, kind: str, out: Path, *, seed: int, **options: Any) -> Changes:
+    """Save an adapter with PEFT, with random numbers in all that it trains; its ΔW as PEFT computes it."""
     settings: dict[str, Any] = {"bias": "all"} if kind == "bias" else {}
     config = LoraConfig(task_type=task, use_rslora=True, target_modules="all-linear", **settings, **options)
     try:
@@ -173,7 +173,7 @@ def random_adapter(base: PreTrainedModel, task: str, kind: str, out: Path, *, se
         if parameter.requires_grad:
             parameter.data += torch.randn(parameter.shape, generator=generator) * 0.05
     model.save_pretrained(out)
-    return out
+    return changes_in(model.eval(), base)
 
 
 def layers_of(base: PreTrainedModel) -> Callable[[str], int | None]:
@@ -251,40 +251,55 @@ def loaded(out: Path, base: PreTrainedModel) -> tuple[PreTrainedModel, Changes]:
 class Subject:
     """The operations on one pair of adapters, each of which raises `Wrong`, or whatever the library raises."""
 
-    def __init__(self, base: PreTrainedModel, experts: list[Path], folder: Path) -> None:
-        self.base, self.experts, self.folder = base, experts, folder
-        self.changes = [changes_in(load_with_peft(base, expert)[0], base) for expert in experts]
+    def __init__(self, base: PreTrainedModel, task: str, kind: str, folder: Path) -> None:
+        self.base, self.folder, self.experts = base, folder, (folder / "task", folder / "language")
+        self.changes = [
+            random_adapter(base, task, kind, out, seed=rank, r=rank, lora_alpha=rank + 2)
+            for out, rank in zip(self.experts, (4, 3), strict=True)
+        ]
+        if not any(change.any() for change in self.changes[0].values()):
+            raise ValueError("the adapter changes nothing")
+        self.loads = True
         self.plans: dict[str, tuple[Any, Changes]] = {}
         self.composed: Any = None
 
-    def soup(self) -> None:
+    def load(self) -> None:
+        """PEFT loads what it has saved."""
+        for expert, changes in zip(self.experts, self.changes, strict=True):
+            compare(changes_in(load_with_peft(self.base, expert)[0], self.base), changes)
+
+    def soup(self) -> str:
         plan = adapterswap.soup(*self.experts, task_weight=1, language_weight=3)
-        self._compose("soup", plan, added_up(*self.changes, None))
+        return self._compose("soup", plan, added_up(*self.changes, None))
 
-    def swap(self) -> None:
+    def swap(self) -> str:
         plan = adapterswap.layer_swap(*self.experts, **SWAP)
-        self._compose("swap", plan, added_up(*self.changes, layers_of(self.base)))
+        return self._compose("swap", plan, added_up(*self.changes, layers_of(self.base)))
 
-    def _compose(self, name: str, plan: Any, expected: Changes) -> None:
+    def _compose(self, name: str, plan: Any, expected: Changes) -> str:
         self.plans[name] = plan, expected
         out = adapterswap.write_adapter(plan, self.folder / name)
+        if not self.loads:
+            return "PEFT loses"
         with _failing("PEFT cannot load it"):
             self.composed, _ = load_with_peft(self.base, out)
             actual = changes_in(self.composed, self.base)
         compare(actual, expected)
+        return "exact"
 
-    def merge(self) -> None:
+    def merge(self) -> str:
         """The swap as full weights, or the soup of a model without one; loaded, and run beside the adapter."""
         plan, expected = self.plans.get("swap") or self.plans["soup"]
         out = adapterswap.merge(plan, out_path=self.folder / "merged")
         with _failing("transformers cannot load it"):
             model, actual = loaded(out, self.base)
         compare(actual, expected, dict(untied(self.base).named_parameters()))
-        one, other = output_of(model), output_of(self.composed)
+        one, other = output_of(model), output_of(self.composed) if self.composed else None
         if one is not None and other is not None and torch.isfinite(other).all():
             apart = (one - other).abs().max().item()
             if not apart <= tolerance(other, depth=4 * LAYERS):
                 raise Wrong(f"the output is off by {apart:.1e} of {other.abs().max().item():.1e}")
+        return "exact"
 
 
 @contextmanager
@@ -306,25 +321,24 @@ def examine(task: str, model_type: str, kind: str, folder: Path) -> Iterator[dic
         yield {"operation": "all", "outcome": "not built", "reason": _short(error)}
         return
     try:
-        experts = [
-            random_adapter(base, task, kind, folder / name, seed=seed, r=rank, lora_alpha=alpha)
-            for name, seed, rank, alpha in (("task", 1, 4, 6), ("language", 2, 3, 5))
-        ]
-        subject = Subject(base, experts, folder)
-        if not any(change.any() for change in subject.changes[0].values()):
-            raise ValueError("the adapter changes nothing")
+        subject = Subject(base, task, kind, folder)
     except Exception as error:
         yield {"operation": "all", "outcome": "PEFT cannot", "reason": _short(error)}
         return
+    try:
+        subject.load()
+    except Exception as error:
+        yield {"operation": "all", "outcome": "PEFT loses", "reason": _short(error)}
+        subject.loads = False
     yield {"operation": "soup", **_outcome(subject.soup, base)}
     yield {"operation": "swap", **_outcome(subject.swap, base)}
     if subject.plans:
         yield {"operation": "merge", **_outcome(subject.merge, base)}
 
 
-def _outcome(operation: Callable[[], None], base: PreTrainedModel) -> dict[str, Any]:
+def _outcome(operation: Callable[[], str], base: PreTrainedModel) -> dict[str, Any]:
     try:
-        operation()
+        return {"outcome": operation(), "reason": ""}
     except AdapterswapError as error:
         reason = f"{error.problems[0].kind.__name__}: {error.problems[0].message}"
         return {"outcome": "refused", "reason": reason, "true": is_true(str(error), base)}
@@ -333,7 +347,6 @@ def _outcome(operation: Callable[[], None], base: PreTrainedModel) -> dict[str, 
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return {"outcome": "crash", "reason": f"{_short(error)} ({Path(where.filename).name}:{where.lineno})"}
-    return {"outcome": "exact", "reason": ""}
 
 
 def is_true(message: str, base: PreTrainedModel) -> str:
