@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 
 VLLM := .venv-vllm/.installed
 
-.PHONY: demo test test-fast matrix numerics lint format docs dist bench peers vllm clean
+.PHONY: demo test test-fast matrix architectures numerics lint format docs dist bench peers vllm clean
 
 demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
@@ -28,6 +28,9 @@ test-fast: $(STAMP)  ## the quick tests while you work: under two minutes on 2 c
 
 matrix: $(STAMP)  ## every architecture × kind of adapters × operation against plain torch; `make test` runs a sample
 	MATRIX=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/matrix
+
+architectures: $(STAMP)  ## every text model of transformers at pico size: composed, merged, compared with PEFT; it resumes
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py
 
 numerics: $(STAMP)  ## the numerical tests with every set of kernels of this processor, and with 1, 2 and 4 threads
 	$(BIN)/python scripts/numerics.py -n 2 --dist loadfile

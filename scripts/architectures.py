@@ -36,6 +36,7 @@ import torch
 import transformers
 from matrix.reference import Changes, changes_in, load_with_peft, untied
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from tolerances import tolerance
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -210,7 +211,7 @@ def compare(actual: Changes, expected: Changes, weights: Mapping[str, torch.Tens
     """Compare ΔW by parameter; `weights` are the base's if they are differences of full weights, rounded as these."""
     for name in sorted(actual.keys() | expected.keys()):
         zero = torch.zeros_like(actual.get(name, expected.get(name)))
-        one, other = actual.get(name, zero), expected.get(name, zero)
+        one, other = (tensor.squeeze() for tensor in (actual.get(name, zero), expected.get(name, zero)))
         if one.shape != other.shape:
             raise Wrong(f"{name} has the shape {list(one.shape)}, expected {list(other.shape)}")
         scale = max((tensor.abs().max().item() for tensor in (other, weights[name] if weights else other)), default=0)
@@ -352,10 +353,22 @@ def _outcome(operation: Callable[[], str], base: PreTrainedModel) -> dict[str, A
 def is_true(message: str, base: PreTrainedModel) -> str:
     """Whether a refusal's statement about the base or PEFT holds; `-` if it makes none that can be checked."""
     names = set(re.findall(r"[A-Za-z_]\w*(?:\.\w+)+", message))
-    stored = base.state_dict().keys()
-    if re.search("no such weight|no parameter of that name|no such tensor", message):
-        there = [name for name in names if {name, f"{name}.weight"} & stored]
+    if re.search("no such (weight|parameter|tensor)", message):
+        there = [name for name in names if {name, f"{name}.weight"} & base.state_dict().keys()]
         return f"UNTRUE ({there[0]})" if there else "true"
+    if "this weight and others as one tensor" in message:
+        with safe_open(Path(base.name_or_path) / "model.safetensors", "pt") as file:
+            stored = set(file.keys())
+        there = [name for name in names if f"{name}.weight" in base.state_dict() and f"{name}.weight" not in stored]
+        return "true" if there else "UNTRUE"
+    if match := re.search("several lists of layers: (.*?)\\.(?= |$)", message, re.MULTILINE):
+        lists = [base.get_submodule(name) for name in match[1].split(", ")]
+        return "true" if all(isinstance(one, torch.nn.ModuleList) for one in lists) else "UNTRUE"
+    if "does not say how many layers" in message:
+        return "UNTRUE" if "num_hidden_layers" in base.config.to_dict() else "true"
+    if "matches no module that earlier rules left" in message:  # a list of layers that is shorter than the config says
+        layer = layers_of(base)
+        return "UNTRUE" if any(layer(name) is not None for name, _ in base.named_parameters()) else "true"
     if re.search("PEFT (would|does|can)( ?not| load none)", message):
         return "UNTRUE (PEFT loads both experts)"
     return "-"

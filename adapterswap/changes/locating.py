@@ -249,7 +249,14 @@ def locate(
             if shape != expected:
                 continue
         changes[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
-    if missing:
+    joined = [module for module in missing if orientation.is_joined(module, adapter.container)]
+    if joined:
+        problems.add(
+            f"{expert} adapts {and_more(joined)}, but {where} stores this weight and others as one tensor",
+            "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
+            kind=UnsupportedError,
+        )
+    elif missing:
         message = f"{expert} adapts {and_more(missing)}, but {where} stores no such weight"
         problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
     compare_shapes(
@@ -316,7 +323,7 @@ def _locate_parameter(
     if alone is not None and parameters[alone].tensor.shape == (module.out_features, module.in_features):
         return {alone: Located(module.name, LowRank(module, adapter.file.path))}
     fused = orientation.fused(module.name, adapter.container)
-    if fused is None or module.experts == 1:
+    if fused is None or (module.experts == 1 and fused.transposed):  # PEFT does not transpose the only expert's ΔW
         raise UnsupportedError(
             f"{expert} has LoRA on the parameter {module.name} of {module.shape}, but {where} stores no such parameter",
             "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FusedParameter", "StoredPart", "fused_parameters"]
+__all__ = ["FusedParameter", "StoredPart", "fused_parameters", "split_parameters"]
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -44,6 +44,15 @@ class FusedParameter:
     transposed: bool
     key: str | None
     parts: tuple[StoredPart, ...]
+
+
+def split_parameters(model: Any) -> list[str]:
+    """Regexes of the parameters that transformers splits from one stored tensor, such as the q, k and v of a `qkv`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter)]
+    return [pattern for rule in rules if len(rule.target_patterns) > 1 for pattern in rule.target_patterns]
 
 
 def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[str, FusedParameter]:

@@ -8,14 +8,16 @@ this is skipped for models without Conv1D.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+from adapterswap.errors import BaseModelError
 from adapterswap.experts.anatomy import adaptable_weights, rename_keys
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.empty_models import empty_model_as_saved
-from adapterswap.experts.fused import FusedParameter, fused_parameters
+from adapterswap.experts.fused import FusedParameter, fused_parameters, split_parameters
 from adapterswap.experts.naming import ModelNames
 
 __all__ = ["Orientation"]
@@ -98,6 +100,15 @@ class Orientation:
         """
         name = self._names.find(parameter, container)
         return None if name is None else self._fused.get(name)
+
+    def is_joined(self, module: str, container: str | None) -> bool:
+        """Whether the checkpoint stores the weight of an adapter's module in one tensor with others, which transformers
+        splits when it loads them; False if transformers cannot build the model."""
+        try:
+            name = self._names.find(module, container)
+            return name is not None and any(re.search(end, f"{name}.weight") for end in split_parameters(self._model))
+        except BaseModelError:
+            return False
 
     @cached_property
     def _fused(self) -> Mapping[str, FusedParameter]:

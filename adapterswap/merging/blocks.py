@@ -243,7 +243,7 @@ class _Reader:
     def factors(self, term: Term, matrix: int) -> tuple[Part, Part]:
         """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""
         file = self._files[term.change.path]
-        if term.lora.experts > 1:
+        if term.lora.experts > 1 or term.low_rank.within is not None:
             within = term.low_rank.within or ExpertRows(matrix, 0, term.lora.out_features)
             return self._of_expert(term.expert, term.lora, within, file)
         a, b = (

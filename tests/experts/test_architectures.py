@@ -211,6 +211,8 @@ EXACT = dict.fromkeys(("soup", "swap", "merge"), "exact")
 
 PICO = {
     "routers as parameters with two axes": ("CAUSAL_LM", "afmoe", "lora", EXACT),
+    "a mixture of one expert": ("CAUSAL_LM", "hunyuan_v1_moe", "lora", EXACT),
+    "q, k and v stored as one": ("SEQ_CLS", "nomic_bert", "lora", {**EXACT, "merge": "UnsupportedError"}),
     "a head trained in full, and biases": ("SEQ_CLS", "bert", "bias", EXACT),
     "a head of several modules, and biases": ("SEQ_CLS", "roberta", "bias", EXACT),
     "stored numbers without an axis": ("CAUSAL_LM", "apertus", "lora", EXACT),
