@@ -63,6 +63,12 @@ class _Serve(click.Command):
     help="llama.cpp: its server.  [default: llama-server on the PATH, or xllamacpp]",
 )
 @click.option("--outtype", type=click.Choice(OUTTYPES), help="llama.cpp: the experts' number format.  [default: f32]")
+@click.option(
+    "--max-request-mb",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="llama.cpp: megabytes of the largest request that is read.  [default: 1]",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE ARGS]")
@@ -74,6 +80,7 @@ def command(
     gguf: str | None,
     llama_server: str | None,
     outtype: str | None,
+    max_request_mb: int | None,
     dry_run: bool,
     as_json: bool,
     engine_args: tuple[str, ...],
@@ -91,12 +98,14 @@ def command(
         from adapterswap.cli.serve_llama import serve_with_llama
 
         serve_with_llama(
-            base_model, experts_path, cache, gguf, llama_server, outtype or "f32", engine_args,
-            dry_run=dry_run, as_json=as_json,
+            base_model, experts_path, cache, gguf, llama_server, outtype or "f32", max_request_mb or 1,
+            engine_args, dry_run=dry_run, as_json=as_json,
         )  # fmt: skip
         return
-    if gguf or llama_server or outtype:
-        raise click.UsageError("--gguf, --llama-server and --outtype can only be used with --engine llama.cpp.")
+    if gguf or llama_server or outtype or max_request_mb:
+        raise click.UsageError(
+            "--gguf, --llama-server, --outtype and --max-request-mb can only be used with --engine llama.cpp."
+        )
     import os
     import sys
 

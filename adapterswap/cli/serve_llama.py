@@ -25,6 +25,7 @@ def serve_with_llama(
     gguf: str,
     llama_server: str | None,
     outtype: str,
+    max_request_mb: int,
     arguments: Sequence[str],
     *,
     dry_run: bool,
@@ -42,7 +43,7 @@ def serve_with_llama(
 
     manifest = read_manifest(experts_path)
     composer = PieceComposer(manifest, base_model, Cache(cache or default_cache()), outtype)
-    launch = plan_llama(composer, gguf, arguments, llama_server)
+    launch = plan_llama(composer, gguf, arguments, llama_server, max_request_mb)
     for name in manifest.allow or ():
         composer.scales(name)  # an allowed name must not fail later
     if as_json:
@@ -87,7 +88,10 @@ def _print(launch: LlamaLaunch, composer: PieceComposer) -> None:
 
 
 def _curl(launch: LlamaLaunch, composer: PieceComposer) -> str:
+    from adapterswap.serving.llama_engine import KEY
+
     manifest = composer.manifest
     name = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
     body = f'{{"model": "{name}", "prompt": "Once", "max_tokens": 16}}'
-    return f"curl {launch.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = f' -H "Authorization: Bearer ${KEY}"' if launch.keys else ""
+    return f"curl {launch.url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"

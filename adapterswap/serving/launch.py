@@ -35,6 +35,7 @@ _MIDDLEWARE = "adapterswap.serving.middleware.ManifestOnly"
 _RESERVED = {
     "--model": "`base_model` names the base",
     "--no-enable-lora": "compositions are LoRA adapters",
+    "--api-key": "other users of this machine could read it. Set VLLM_API_KEY in the environment",
 }
 
 

@@ -6,21 +6,30 @@ Knows options and processes, but not names and scales.
 
 from __future__ import annotations
 
+import argparse
+import ipaddress
+import os
 import signal
+import socket
 import sys
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from adapterswap.errors import ArgumentError, BaseModelError, NotFoundError, OutputError, RunError, reason_of
+from adapterswap.errors import (
+    ArgumentError,
+    BaseModelError,
+    DependencyError,
+    NotFoundError,
+    OutputError,
+    RunError,
+    reason_of,
+)
 from adapterswap.experts.sources import find_source
-from adapterswap.files.smallfiles import expand
-from adapterswap.serving.launch import value_of
-from adapterswap.serving.llama_engine import engine_command, find_program, free_port, running
-from adapterswap.serving.llama_proxy import Proxy
+from adapterswap.files.smallfiles import expand, read_small
+from adapterswap.serving.llama_engine import KEY, Engine, engine_command, find_program, free_port, running
 from adapterswap.serving.pieces import PieceComposer
 from adapterswap.writing.gguf_architectures import load_gguf
 
@@ -31,7 +40,15 @@ _OURS = {
     "--alias": "the base is served under its own name", "--lora": "`experts` names the adapters",
     "--lora-scaled": "`experts` names the adapters",
     "--lora-init-without-apply": "a request without scales would use every adapter",
+    "--api-key": f"other users of this machine could read it. Set {KEY}, or pass --api-key-file",
+    "--api-prefix": "clients reach it only through adapterswap", "--ssl-key-file": "adapterswap speaks plain HTTP",
+    "--ssl-cert-file": "adapterswap speaks plain HTTP",
 }  # fmt: skip
+_PROXYS = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+_PROXYS.add_argument("--host", default="127.0.0.1")
+_PROXYS.add_argument("--port", default=8080, type=int)
+_PROXYS.add_argument("--api-key-file")
+_END_S = 5  # for answers to end after SIGTERM
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,8 @@ class LlamaLaunch:
         engine_port: the local port on which it listens.
         host, port: where the proxy listens.
         base_name: the name of the base itself in requests.
-        api_key: the key that llama.cpp requires of clients; None for none.
+        keys: clients must send one of them; none if everybody is answered.
+        max_bytes: of a request.
     """
 
     command: tuple[str, ...]
@@ -51,39 +69,50 @@ class LlamaLaunch:
     host: str
     port: int
     base_name: str
-    api_key: str | None
+    keys: tuple[str, ...] = field(repr=False)
+    max_bytes: int
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 def plan_llama(
-    composer: PieceComposer, gguf: str | Path, arguments: Sequence[str], llama_server: str | None = None
+    composer: PieceComposer,
+    gguf: str | Path,
+    arguments: Sequence[str],
+    llama_server: str | None = None,
+    max_request_mb: int = 1,
 ) -> LlamaLaunch:
     """The launch of llama.cpp for a composer's base and experts.
 
     Args:
         composer: with the base, the manifest and the pieces.
         gguf: the base as llama.cpp's own converter writes it, in any number format.
-        arguments: the user's own arguments for llama-server. `--host` and `--port` are those of the proxy.
+        arguments: the user's own arguments for llama-server. `--host`, `--port` and `--api-key-file` are those of the
+            proxy. The variable LLAMA_API_KEY has more keys, with commas between them.
         llama_server: the program; by default the one on the PATH, or the one in the package xllamacpp.
+        max_request_mb: the size of the largest request that is read.
 
     Raises:
         NotFoundError, BaseModelError: see `check_base_file`.
         ArgumentError: an argument conflicts with the set-up, or the port is not valid.
-        DependencyError: the program is not installed.
+        DependencyError: the program, or a package that the proxy needs, is not installed.
     """
+    if missing := [name for name in ("httpx", "starlette", "uvicorn") if find_spec(name) is None]:
+        raise DependencyError(f"{' and '.join(missing)} not installed", "Run `pip install 'adapterswap[gguf]'`")
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in _OURS:
             raise ArgumentError(
                 f"{argument} cannot be passed to llama.cpp here: {_OURS[name]}", "Leave it out", parameter="arguments"
             )
-    port = value_of("--port", arguments) or "8080"
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ArgumentError(f"--port {port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
-    host = value_of("--host", arguments) or "127.0.0.1"
+    try:
+        own, rest = _PROXYS.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ArgumentError(str(error), "Correct it", parameter="arguments") from None
+    if not 0 < own.port < 2**16:
+        raise ArgumentError(f"--port {own.port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
     path = expand(gguf)
     check_base_file(path, composer.architecture, composer.num_layers)
     base_name = find_source(composer.base_model, ["config.json"], what="base model").name
@@ -94,9 +123,21 @@ def plan_llama(
     inner = free_port()
     command = engine_command(
         find_program(llama_server), str(path), [str(piece.path) for piece in composer.pieces], base_name, inner,
-        _without(("--host", "--port"), arguments),
+        rest,
     )  # fmt: skip
-    return LlamaLaunch(tuple(command), inner, host, int(port), base_name, value_of("--api-key", arguments))
+    keys = _keys(own.api_key_file)
+    return LlamaLaunch(tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6)
+
+
+def _keys(file: str | None) -> tuple[str, ...]:
+    """The keys in the environment, and those in a file, one per line, as llama-server reads them."""
+    keys = [key for key in os.environ.get(KEY, "").split(",") if key]
+    if file is not None:
+        content = read_small(expand(file), "Write one key per line", kind=ArgumentError)
+        keys += (found := [line for line in content.decode(errors="replace").splitlines() if line])
+        if not found:
+            raise ArgumentError(f"{file} contains no key", "Write one key per line", parameter="arguments")
+    return tuple(keys)
 
 
 def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
@@ -134,49 +175,64 @@ def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
         RunError: llama.cpp cannot load or run the base with the experts, or has ended.
         OutputError: the cache cannot be written, or another program listens on the port.
     """
-    composer.write()
-    stop = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    before: dict[int, Any] = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    headers = {"Authorization": f"Bearer {launch.api_key}"} if launch.api_key else {}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with running(launch.command, launch.engine_port, headers, stop) as engine:
-            if stop.is_set():
-                return
-            try:
-                proxy = Proxy((launch.host, launch.port), composer, engine, launch.base_name)
-            except OSError as error:
-                raise OutputError(
-                    f"cannot listen on {launch.host}:{launch.port}: {reason_of(error)}",
-                    "Choose another --port",
-                    parameter="arguments",
-                ) from None
-            threading.Thread(target=proxy.serve_forever, daemon=True).start()
-            print(f"adapterswap: ready at {launch.url} (two tokens were decoded)", file=sys.stderr, flush=True)
-            while not stop.wait(0.2):
-                if (status := engine.process.poll()) is not None:
-                    raise RunError(
-                        f"llama.cpp ended with status {status}",
-                        "See its messages above for the reason, and start again",
-                    )
-            proxy.shutdown()
+        # Take the port before the base is loaded, and accept clients only afterwards.
+        with socket.socket(socket.AF_INET6 if ":" in launch.host else socket.AF_INET) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with _reported(launch):
+                listener.bind((launch.host, launch.port))
+            composer.write()
+            with running(launch.command, launch.engine_port) as engine:
+                with _reported(launch):
+                    listener.listen()
+                print(f"adapterswap: ready at {launch.url} (two tokens were decoded)", file=sys.stderr, flush=True)
+                _answer(launch, composer, engine, listener)
+    except KeyboardInterrupt:
+        pass
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _without(options: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """The arguments without these options and their values."""
-    remaining: list[str] = []
-    skip = False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument in options:
-            skip = True
-        elif argument.partition("=")[0] not in options:
-            remaining.append(argument)
-    return remaining
+def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listener: socket.socket) -> None:
+    """Answer clients until a signal or the end of llama.cpp, and then those that are waiting for a few seconds."""
+    import uvicorn
+
+    from adapterswap.serving.llama_proxy import Connection, Proxy
+
+    own = ["localhost", "127.0.0.1", "[::1]", launch.host]
+    hosts = own if ipaddress.ip_address(listener.getsockname()[0]).is_loopback else ["*"]
+    proxy = Proxy(composer, engine, launch.base_name, launch.keys, hosts, launch.max_bytes)
+    ended = False
+
+    async def watch() -> None:
+        nonlocal ended
+        if engine.process.poll() is not None and not server.should_exit:
+            ended = server.should_exit = True
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            proxy, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
+            access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=_END_S,
+            callback_notify=watch, timeout_notify=0,
+        )
+    )  # fmt: skip
+    server.run(sockets=[listener])
+    if ended:
+        raise RunError(
+            f"llama.cpp ended with status {engine.process.returncode}",
+            "See its messages above for the reason, and start again",
+        )
+
+
+@contextmanager
+def _reported(launch: LlamaLaunch) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot listen on {launch.host}:{launch.port}: {reason_of(error)}",
+            "Choose another --port",
+            parameter="arguments",
+        ) from None

@@ -8,38 +8,43 @@ from __future__ import annotations
 
 import argparse
 import csv
-import http.client
-import json
+import ctypes
 import os
+import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
+
+import httpx
 
 from adapterswap.errors import ArgumentError, DependencyError, RunError, reason_of
 
-__all__ = ["Engine", "engine_command", "find_program", "free_port", "running"]
+__all__ = ["KEY", "Engine", "engine_command", "find_program", "free_port", "running"]
 
+KEY = "LLAMA_API_KEY"  # llama-server's own variable: unlike its command line, other users cannot read it
 _START_S = 1800.0  # a large base from a slow disk
 _END_S = 10.0
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A running server, which listens on 127.0.0.1 only."""
+    """A running server, which listens on 127.0.0.1 only.
 
-    port: int
+    Attributes:
+        options: of an httpx client that reaches it, with the key that only this process knows.
+        process: the server.
+    """
+
+    options: dict[str, Any]
     process: subprocess.Popen[bytes]
-
-    def connect(self) -> http.client.HTTPConnection:
-        """A connection to it."""
-        return http.client.HTTPConnection("127.0.0.1", self.port)
 
 
 def find_program(llama_server: str | None) -> tuple[str, ...]:
@@ -95,80 +100,86 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: Sequence[str], port: int, headers: dict[str, str], stop: threading.Event) -> Iterator[Engine]:
-    """Start a server, wait until it has decoded a token, and stop it at the end of the block.
-
-    If `stop` is set, the block begins at once.
+def running(command: Sequence[str], port: int) -> Iterator[Engine]:
+    """Start a server, wait until it has decoded two tokens, and stop it at the end of the block.
 
     Raises:
         RunError: the server ended, or cannot decode.
     """
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    engine = Engine(port, process)
+    key = secrets.token_urlsafe()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        env={**os.environ, KEY: key},
+        preexec_fn=_end_with_parent(),
+    )
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
+    # With `trust_env`, HTTP_PROXY would apply.
+    options = {"base_url": f"http://127.0.0.1:{port}", "headers": headers, "trust_env": False}
     try:
-        _wait(engine, headers, stop)
-        yield engine
+        _wait(process, options)
+        yield Engine(options, process)
     finally:
         process.terminate()
         try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+        finally:
             process.kill()
             process.wait()
 
 
-def _wait(engine: Engine, headers: dict[str, str], stop: threading.Event) -> None:
+def _end_with_parent() -> Callable[[], object] | None:
+    """What a child of this process calls so that it ends when this process is killed; only Linux has it."""
+    if sys.platform != "linux":
+        return None
+    prctl, set_signal_of_parents_death = ctypes.CDLL(None).prctl, 1
+    return lambda: prctl(set_signal_of_parents_death, signal.SIGTERM)
+
+
+def _wait(process: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
+    """Return when the server has decoded two tokens."""
     end = time.monotonic() + _START_S
-    while time.monotonic() < end:
-        if engine.process.poll() is not None:
-            raise RunError(
-                f"llama.cpp could not load the base or an expert: it ended with status {engine.process.returncode}",
-                "See its messages above for the reason",
-            )
-        if _answer(engine, "GET", "/health", None, headers)[0] == 200:
-            break
-        if stop.wait(0.05):
-            return
-    body = json.dumps({"prompt": "a", "max_tokens": 2, "temperature": 0})
-    status, answer = _answer(engine, "POST", "/v1/completions", body, {**headers, "Content-Type": "application/json"})
-    if status != 200:
+    with httpx.Client(**options, timeout=_START_S) as client:
+        while time.monotonic() < end:
+            if process.poll() is not None:
+                raise RunError(
+                    f"llama.cpp could not load the base or an expert: it ended with status {process.returncode}",
+                    "See its messages above for the reason",
+                )
+            with suppress(httpx.HTTPError):
+                if client.get("/health").is_success:
+                    break
+            time.sleep(0.05)
+        try:
+            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "temperature": 0})
+            reason = None if answer.is_success else f"{answer.status_code}: {answer.text}"
+        except httpx.HTTPError as error:
+            reason = reason_of(error)
+    if reason is not None:
         raise RunError(
-            f"llama.cpp loaded the base, but answered a request for two tokens with {status or 'nothing'}: {answer}",
+            f"llama.cpp loaded the base, but did not answer a request for two tokens: {reason}",
             "Check the base's GGUF file and the options after `--`",
         )
 
 
-def _answer(
-    engine: Engine, method: str, path: str, body: str | None, headers: dict[str, str]
-) -> tuple[int | None, str]:
-    """The status of an answer and its text; the status is None if there is no answer."""
-    connection = engine.connect()
-    try:
-        connection.request(method, path, body, headers)
-        response = connection.getresponse()
-        return response.status, response.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        return None, reason_of(error)
-    finally:
-        connection.close()
-
-
+_PLAIN = {
+    "port": ["--port"], "n_ctx": ["-c", "--ctx-size"], "n_parallel": ["-np", "--parallel"],
+    "n_gpu_layers": ["-ngl", "--n-gpu-layers"], "cache_ram_mib": ["-cram", "--cache-ram"],
+}  # fmt: skip
 _OPTIONS = argparse.ArgumentParser(prog="xllamacpp's llama-server", allow_abbrev=False)
 _OPTIONS.add_argument("-m", "--model", required=True)
 _OPTIONS.add_argument("--lora-scaled", default="")
 _OPTIONS.add_argument("-a", "--alias", default="")
 _OPTIONS.add_argument("--host", default="127.0.0.1")
-_OPTIONS.add_argument("--port", type=int, default=8080)
-_OPTIONS.add_argument("-c", "--ctx-size", type=int)
-_OPTIONS.add_argument("-np", "--parallel", type=int)
+for _name, _flags in _PLAIN.items():
+    _OPTIONS.add_argument(*_flags, dest=_name, type=int)
 _OPTIONS.add_argument("-t", "--threads", type=int)
-_OPTIONS.add_argument("-cram", "--cache-ram", type=int)
-_OPTIONS.add_argument("-ngl", "--n-gpu-layers", type=int)
 _OPTIONS.add_argument("-ctk", "--cache-type-k", choices=["f16", "f32"], default="f16")
 _OPTIONS.add_argument("-ctv", "--cache-type-v", choices=["f16", "f32"], default="f16")
 _OPTIONS.add_argument("-fa", "--flash-attn", choices=["on", "off", "auto"], default="auto")
 _OPTIONS.add_argument("--chat-template")
-_OPTIONS.add_argument("--api-key")
 
 
 def _serve(arguments: Sequence[str]) -> None:
@@ -178,7 +189,7 @@ def _serve(arguments: Sequence[str]) -> None:
 
     params = xllamacpp.CommonParams()
     params.model.path = options.model
-    params.hostnames, params.port = [options.host], options.port
+    params.hostnames = [options.host]
     params.warmup, params.verbosity = False, 1
     params.fit_params = False
     types = {"f16": xllamacpp.ggml_type.GGML_TYPE_F16, "f32": xllamacpp.ggml_type.GGML_TYPE_F32}
@@ -187,19 +198,12 @@ def _serve(arguments: Sequence[str]) -> None:
     params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
     if options.alias:
         params.model_alias = {options.alias}
-    if options.api_key:
-        params.api_keys = [options.api_key]
+    params.api_keys = [key for key in [os.environ.get(KEY)] if key]
     if options.chat_template:
         params.chat_template = options.chat_template
-    numbers = {
-        "n_ctx": options.ctx_size,
-        "n_parallel": options.parallel,
-        "n_gpu_layers": options.n_gpu_layers,
-        "cache_ram_mib": options.cache_ram,
-    }
-    for name, value in numbers.items():
-        if value is not None:
-            setattr(params, name, value)
+    for name in _PLAIN:
+        if (number := getattr(options, name)) is not None:
+            setattr(params, name, number)
     if options.threads is not None:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
     loaded = []
@@ -215,5 +219,4 @@ def _serve(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    threading.current_thread().name = "llama-server"
     _serve(sys.argv[1:])

@@ -1,193 +1,215 @@
 """An OpenAI-compatible server in front of llama.cpp's, which turns the name of a model into the scales of a request.
 
 Forwards only `/v1/completions` and `/v1/chat/completions`, streamed or not: llama.cpp's other paths change scales for
-everybody (`/lora-adapters`) or expose files. Uses only the standard library, with a thread for each request.
+everybody (`/lora-adapters`) or expose files. Starlette and uvicorn speak HTTP with clients, httpx with llama.cpp.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
-from http.client import HTTPException, HTTPResponse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
 
-from adapterswap.errors import AdapterswapError
+import httpx
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from adapterswap.errors import AdapterswapError, FieldError
+from adapterswap.files.smallfiles import parse_json
 from adapterswap.serving.llama_engine import Engine
 from adapterswap.serving.names import UnknownNameError
 from adapterswap.serving.pieces import PieceComposer
+from adapterswap.serving.refusals import NO_KEY, NO_MODEL, has_key, refusal
 
-__all__ = ["Proxy"]
+__all__ = ["Connection", "Proxy"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
-_LARGEST = 64 * 2**20  # bytes of a request
-_BUFFER = 2**16
+_PATIENCE_S = 30.0  # for a request to arrive, and for a client to read
+_CLOSE = {"connection": "close"}
+_MOMENT_S = 0.1  # for a request that is on its way when its connection is made
 
 
-class _Refused(Exception):
-    """An error to send as the answer."""
-
-    def __init__(self, status: int, kind: str, message: str, parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.parameter = status, kind, parameter
-
-
-class _Request(NamedTuple):
-    model: str
-    body: bytes
-
-
-class Proxy(ThreadingHTTPServer):
-    """Listens as soon as it is created; `serve_forever` answers.
+class Proxy:
+    """The ASGI application.
 
     Args:
-        address: host and port.
         composer: turns names into scales.
         engine: the server that computes the answers.
         base_name: the name of the base itself.
-
-    Raises:
-        OSError: another program listens at the address.
+        keys: a client must send one of them; if there are none, everybody is answered.
+        hosts: the names of this server that clients may use; `*` stands for all. Web pages reach a local server by
+            names of their own.
+        max_bytes: of a request's body.
     """
 
-    daemon_threads = True
-    request_queue_size = 512  # clients waiting to be accepted
+    def __init__(
+        self, composer: PieceComposer, engine: Engine, base_name: str, keys: Collection[str] = (),
+        hosts: Collection[str] = ("*",), max_bytes: int = 10**6,
+    ) -> None:  # fmt: skip
+        self._composer, self._engine, self._base_name = composer, engine, base_name
+        self._keys, self._max_bytes = keys, max_bytes
+        # An open connection holds one of llama.cpp's few threads, even while nothing is sent.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(**engine.options, timeout=None, limits=limits)
+        self._busy = 0
+        self._app = Starlette(
+            routes=[
+                Route("/v1/models", self._models), Route("/health", self._health),
+                *(Route(path, self._answer, methods=["POST"]) for path in _PATHS),
+            ],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+            exception_handlers=dict.fromkeys(
+                [HTTPException, AdapterswapError, httpx.HTTPError, ClientDisconnect, Exception], _failed
+            ),
+        )  # fmt: skip
+        self._app.router.redirect_slashes = False
 
-    def __init__(self, address: tuple[str, int], composer: PieceComposer, engine: Engine, base_name: str) -> None:
-        self.composer, self.engine, self.base_name = composer, engine, base_name
-        super().__init__(address, _Handler)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._busy += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._busy -= 1
 
-    def models(self) -> Sequence[str]:
-        """The names that are listed: the base, and the allowed names or, if all are allowed, the experts."""
-        return [self.base_name, *self.composer.manifest.names]
+    async def _models(self, request: Request) -> Response:
+        """The base, and the allowed names or, if all are allowed, the experts."""
+        self._check_key(request)
+        common = {"object": "model", "created": 0, "owned_by": "adapterswap"}
+        names = [self._base_name, *self._composer.manifest.names]
+        return JSONResponse({"object": "list", "data": [{"id": name, **common} for name in names]})
 
-    def translated(self, raw: bytes) -> _Request:
-        """A client's request as it is sent to llama.cpp: with the scales that the model's name means.
+    async def _health(self, request: Request) -> Response:
+        alive = self._engine.process.poll() is None
+        return JSONResponse({"status": "ok" if alive else "llama.cpp has ended"}, 200 if alive else 503)
+
+    async def _answer(self, request: Request) -> Response:
+        self._check_key(request)
+        if self._busy > _most_at_once():
+            raise HTTPException(503, "Too many requests at once. Try again later.", {"retry-after": "1"})
+        model, body = await run_in_threadpool(self._translated, await self._body(request))
+        asking = asyncio.create_task(self._ask(request.scope["path"], body, model))
+        leaving = asyncio.create_task(_left(request))
+        try:
+            await asyncio.wait([asking, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            raise ClientDisconnect
+        finally:
+            asking.cancel()
+            leaving.cancel()
+
+    async def _ask(self, path: str, body: bytes, model: str) -> Response:
+        response = await self._client.send(self._client.build_request("POST", path, content=body), stream=True)
+        if "text/event-stream" in response.headers.get("content-type", ""):
+            return _Events(response, model)
+        content = _with_model_name(await response.aread(), model)
+        return Response(content, response.status_code, media_type="application/json")
+
+    def _check_key(self, request: Request) -> None:
+        if self._keys and not has_key(request.headers, self._keys):
+            raise HTTPException(401, NO_KEY)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request, unless it is too long, in doubt, or does not arrive."""
+        length = request.headers.get("content-length")
+        if length is not None and "transfer-encoding" in request.headers:
+            raise HTTPException(400, "Send Content-Length or Transfer-Encoding, but not both.", _CLOSE)
+        body = bytearray()
+        too_long = HTTPException(413, f"A request has at most {self._max_bytes} bytes here.")
+        if int(length or 0) > self._max_bytes:
+            raise too_long
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self._max_bytes:
+                        raise too_long
+        except TimeoutError:
+            raise HTTPException(408, "The request did not arrive in time.", _CLOSE) from None
+        return bytes(body)
+
+    def _translated(self, raw: bytes) -> tuple[str, bytes]:
+        """The model that a client names, and the request as it is sent to llama.cpp: with the scales that this means.
 
         Raises:
-            _Refused: it is not a JSON object, names no model, or sets scales itself.
+            FieldError: it is not JSON, names no model, or sets scales itself.
             AdapterswapError: see `PieceComposer.scales`.
         """
-        try:
-            content = json.loads(raw)
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            raise _Refused(400, "BadRequestError", "The request is not a JSON object.")
+        content = parse_json(raw, "the request", "Correct it", kind=FieldError)
         model = content.get("model")
         if not isinstance(model, str) or not model:
-            raise _Refused(
-                400, "BadRequestError",
-                "The request names no model. Set `model` to an expert's name, to TASK+LANGUAGE, or to the base's name "
-                "as GET /v1/models lists it.",
-                "model",
-            )  # fmt: skip
+            raise FieldError(*NO_MODEL, parameter="model")
         if "lora" in content:
-            raise _Refused(400, "BadRequestError", "`lora` is set from the name of the model. Leave it out.", "lora")
-        scales = {} if model == self.base_name else self.composer.scales(model)
+            raise FieldError("`lora` is set from the name of the model", "Leave it out", parameter="lora")
+        try:
+            scales = {} if model == self._base_name else self._composer.scales(model)
+        except AdapterswapError as error:
+            raise error.recast(parameter="model") from None
         # Name all of them: llama.cpp gives the others the scale with which they were loaded.
-        lora = [{"id": place, "scale": scales.get(place, 0.0)} for place in range(len(self.composer.pieces))]
+        lora = [{"id": place, "scale": scales.get(place, 0.0)} for place in range(len(self._composer.pieces))]
         # llama.cpp reuses the keys and values of earlier prompts for requests with other scales: of 195 answers to 32
         # clients, 23 were wrong (October 2026). So nothing is cached.
-        return _Request(model, json.dumps(content | {"lora": lora, "cache_prompt": False}).encode())
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Proxy
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/v1/models":
-            common = {"object": "model", "created": 0, "owned_by": "adapterswap"}
-            self._send(200, {"object": "list", "data": [{"id": name, **common} for name in self.server.models()]})
-        elif path == "/health":
-            alive = self.server.engine.process.poll() is None
-            self._send(200 if alive else 503, {"status": "ok" if alive else "llama.cpp has ended"})
-        else:
-            self._fail(_Refused(404, "NotFoundError", f"There is no {path} here."))
-
-    def do_POST(self) -> None:
         try:
-            self._answer()
-        except _Refused as refused:
-            self._fail(refused)
-        except UnknownNameError as error:
-            self._fail(_Refused(404, "NotFoundError", str(error), "model"))
-        except AdapterswapError as error:
-            self._fail(_Refused(400, "BadRequestError", str(error), "model"))
+            return model, json.dumps(content | {"lora": lora, "cache_prompt": False}, allow_nan=False).encode()
+        except ValueError:
+            raise FieldError("the request contains NaN or infinity", "Leave them out") from None
 
-    def _answer(self) -> None:
-        path = self.path.partition("?")[0]
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _LARGEST:
-            self.close_connection = True  # its body was not read
-            raise _Refused(
-                413 if length.isdecimal() else 411, "BadRequestError",
-                f"A request needs a Content-Length of at most {_LARGEST} bytes.",
-            )  # fmt: skip
-        raw = self.rfile.read(int(length))
-        if path not in _PATHS:
-            raise _Refused(404, "NotFoundError", f"There is no {path} here. Send requests to {' or '.join(_PATHS)}.")
-        request = self.server.translated(raw)
-        headers = {"Content-Type": "application/json"}
-        if authorization := self.headers.get("Authorization"):
-            headers["Authorization"] = authorization
-        connection = self.server.engine.connect()
+
+async def _left(request: Request) -> None:
+    """Return when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        missing = f"There is no such path here. Send requests to {' or '.join(_PATHS)}."
+        message = missing if error.status_code == 404 else error.detail
+        return refusal(error.status_code, message, headers=error.headers)
+    if isinstance(error, AdapterswapError):
+        return refusal(404 if isinstance(error, UnknownNameError) else 400, str(error), error.parameter)
+    if isinstance(error, httpx.HTTPError):
+        return refusal(503, "llama.cpp does not answer.")
+    return refusal(500, "An unexpected error occurred.")
+
+
+class _Events(StreamingResponse):
+    """llama.cpp's events as they arrive. If it ends in between, the last chunk is missing, so the client sees it."""
+
+    def __init__(self, response: httpx.Response, model: str) -> None:
+        super().__init__(_lines(response, model), response.status_code, {"content-type": "text/event-stream"})
+        self._response = response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            try:
-                connection.request("POST", path, request.body, headers)
-                response = connection.getresponse()
-                streamed = "text/event-stream" in (response.headers.get("Content-Type") or "")
-                content = b"" if streamed else response.read()
-            except (OSError, HTTPException):
-                raise _Refused(503, "ServiceUnavailableError", "llama.cpp does not answer.") from None
-            with suppress(BrokenPipeError, ConnectionResetError):  # the client left
-                if streamed:
-                    self._stream(response, request.model)
-                else:
-                    self._write(response.status, _with_model_name(content, request.model))
+            with suppress(httpx.HTTPError):
+                await super().__call__(scope, receive, send)
         finally:
-            connection.close()  # llama.cpp stops generating when the client is gone
+            await self._response.aclose()  # llama.cpp stops generating when the client is gone
 
-    def _stream(self, response: HTTPResponse, model: str) -> None:
-        """Forward events as they arrive, each in a separate chunk."""
-        self.send_response(response.status)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        try:
-            for line in response:
-                start, data = line[:6], line[6:]
-                if start == b"data: " and data.startswith(b"{"):
-                    line = start + _with_model_name(data, model) + b"\n"
-                self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
-                self.wfile.flush()
-        except (OSError, HTTPException):
-            self.close_connection = True  # without the last chunk, so the client sees that it is incomplete
-            return
-        self.wfile.write(b"0\r\n\r\n")
 
-    def _fail(self, refused: _Refused) -> None:
-        error = {
-            "message": str(refused), "type": refused.kind, "param": refused.parameter, "code": refused.status,
-        }  # fmt: skip
-        self._send(refused.status, {"error": error})
-
-    def _send(self, status: int, content: Mapping[str, Any]) -> None:
-        self._write(status, json.dumps(content).encode())
-
-    def _write(self, status: int, body: bytes) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: llama.cpp writes a log."""
+async def _lines(response: httpx.Response, model: str) -> AsyncIterator[bytes]:
+    """The whole lines that have arrived, with the model's name. (httpx also breaks lines at U+2028 and others.)"""
+    rest = b""
+    async for part in response.aiter_raw():
+        *lines, rest = (rest + part).split(b"\n")
+        for place, line in enumerate(lines):
+            if line.startswith(b"data: {"):
+                lines[place] = b"data: " + _with_model_name(line[6:], model)
+        if lines:
+            yield b"\n".join([*lines, b""])
+    if rest:
+        yield rest
 
 
 def _with_model_name(raw: bytes, model: str) -> bytes:
@@ -199,3 +221,48 @@ def _with_model_name(raw: bytes, model: str) -> bytes:
     if not isinstance(content, dict) or "model" not in content:
         return raw
     return json.dumps(content | {"model": model}, ensure_ascii=False).encode()
+
+
+class Connection(H11Protocol):
+    """A client's connection. By itself, uvicorn waits for ever for requests, and for clients to read.
+
+    If there are too many connections, the one that has waited for a request the longest is closed.
+    """
+
+    waiting_since: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request(None)
+        self.loop.call_later(_MOMENT_S, self._make_room)
+
+    def _make_room(self) -> None:
+        ours = [one for one in self.connections if isinstance(one, Connection)]
+        waiting = [one for one in ours if one.cycle is None or one.cycle.response_complete]
+        if waiting and len(ours) > _most_at_once():
+            oldest = min(waiting, key=lambda one: one.waiting_since)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def on_response_complete(self) -> None:
+        cycle = self.cycle
+        super().on_response_complete()
+        self._expect_request(cycle)
+
+    def _expect_request(self, last: RequestResponseCycle | None) -> None:
+        self.waiting_since = self.loop.time()
+        self.loop.call_later(_PATIENCE_S, lambda: self.transport.abort() if self.cycle is last else None)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self.loop.call_later(_PATIENCE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stuck.cancel()
+        super().resume_writing()
+
+
+def _most_at_once() -> int:
+    """Requests and connections: half of the files that this process may open, less its own. An answer takes two."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1000 if files == resource.RLIM_INFINITY else max(1, min(1000, (files - 64) // 2))

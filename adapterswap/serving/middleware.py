@@ -7,6 +7,7 @@
 * vLLM answers as the base if a request names no model. Here every request for a model must name one, or gets a 400.
 * vLLM lists a composition under `/v1/models` only after it was requested. Here the experts are listed from the start,
   or the names in `allow`.
+* The key in VLLM_API_KEY is checked before the body is read: vLLM itself checks it after this middleware.
 * The server starts to listen only after it has decoded a token; see `readiness`.
 
 A plain ASGI application; imports vLLM only to check that it can decode.
@@ -15,50 +16,54 @@ A plain ASGI application; imports vLLM only to check that it can decode.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+import os
+from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from adapterswap.serving.refusals import NO_KEY, NO_MODEL, has_key, refusal
+
 __all__ = ["ManifestOnly"]
 
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_Application = Callable[[_Message, _Receive, _Send], Awaitable[None]]
-
 _NO_LOADING = "Loading adapters is switched off. This server composes its own experts by name: request TASK+LANGUAGE."
-_NO_MODEL = (
-    "The request names no model. Set `model` to an expert's name, to TASK+LANGUAGE, or to the base's name as "
-    "GET /v1/models lists it."
-)
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")  # paths for which vLLM 0.32 requires its key
 _INPUTS = {"prompt", "messages", "input", "token_ids", "query"}  # of endpoints that declare no request schema
 
 
 class ManifestOnly:
     """Refuses requests that load from a path or name no model, and forwards all others."""
 
-    def __init__(self, app: _Application) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._paths: tuple[dict[str, bool], Any] | None = None  # POST path -> whether its request has a `model`
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" and "app" in scope:
             await self._app(scope, receive, _checked(scope["app"], send))
         elif scope["type"] == "http" and _loads(scope["path"]):
-            await _refuse(send, 403, "PermissionDeniedError", _NO_LOADING, None)
+            await refusal(403, _NO_LOADING)(scope, receive, send)
+        elif scope["type"] == "http" and scope.get("method") != "OPTIONS" and _lacks_key(scope):
+            await refusal(401, NO_KEY)(scope, receive, send)
         elif scope["type"] == "http" and scope.get("method") == "GET" and scope["path"].endswith("/v1/models"):
             await self._app(scope, receive, _listing(send))
         elif scope["type"] == "http" and scope.get("method") == "POST":
-            messages, body = await _read_body(receive)
+            try:
+                body = await Request(scope, receive).body()
+            except ClientDisconnect:
+                return
             if _lacks_model(body, self._declares_model(scope)):
-                await _refuse(send, 400, "BadRequestError", _NO_MODEL, "model")
+                await refusal(400, f"{'. '.join(NO_MODEL)}.", "model")(scope, receive, send)
             else:
                 unloads = "unload_lora_adapter" in scope["path"].split("/")
-                await self._app(scope, _replay(messages, receive), _unloading(body, send) if unloads else send)
+                await self._app(scope, _replay(body, receive), _unloading(body, send) if unloads else send)
         else:
             await self._app(scope, receive, send)
 
-    def _declares_model(self, scope: _Message) -> bool | None:
+    def _declares_model(self, scope: Scope) -> bool | None:
         """Whether the endpoint's request has a `model`; None if the endpoint does not declare its request."""
         app = scope.get("app")
         if self._paths is None or self._paths[1] is not app:
@@ -68,11 +73,11 @@ class ManifestOnly:
         return any(declared) if declared else None
 
 
-def _checked(app: Any, send: _Send) -> _Send:
+def _checked(app: Any, send: Send) -> Send:
     """`send`, which reports a successful start only after the engine has decoded a token."""
     from adapterswap.serving import readiness
 
-    async def checked(message: _Message) -> None:
+    async def checked(message: Message) -> None:
         if message["type"] == "lifespan.startup.complete":
             failure = await readiness.check(app.state)
             if failure is not None:
@@ -89,11 +94,11 @@ def _loads(path: str) -> bool:
     return "load_lora_adapter" in parts or "adapters" in parts
 
 
-def _unloading(body: bytes, send: _Send) -> _Send:
+def _unloading(body: bytes, send: Send) -> Send:
     """`send`, which reports successful unloading to the composer."""
     from adapterswap.serving.plugin import unloaded
 
-    async def reported(message: _Message) -> None:
+    async def reported(message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200:
             with suppress(ValueError, RecursionError, TypeError, KeyError):
                 unloaded(str(json.loads(body)["lora_name"]))
@@ -102,13 +107,13 @@ def _unloading(body: bytes, send: _Send) -> _Send:
     return reported
 
 
-def _listing(send: _Send) -> _Send:
+def _listing(send: Send) -> Send:
     """`send`, which adds the served names to vLLM's list of models."""
     from adapterswap.serving.plugin import offered
 
-    messages: list[_Message] = []
+    messages: list[Message] = []
 
-    async def listed(message: _Message) -> None:
+    async def listed(message: Message) -> None:
         messages.append(message)
         if message["type"] == "http.response.start" or message.get("more_body", False):
             return
@@ -132,23 +137,12 @@ def _with_names(models: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {**models, "data": [*models["data"], *more]}
 
 
-async def _read_body(receive: _Receive) -> tuple[list[_Message], bytes]:
-    """The messages that carry a request's body, and the body."""
-    messages = []
-    while True:
-        message = await receive()
-        messages.append(message)
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return messages, b"".join(part.get("body", b"") for part in messages)
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that first returns the body that was already read."""
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
-
-def _replay(messages: list[_Message], receive: _Receive) -> _Receive:
-    """A `receive` that first returns the messages that were already read."""
-    waiting = iter(messages)
-
-    async def replayed() -> _Message:
-        message = next(waiting, None)
-        return message if message is not None else await receive()
+    async def replayed() -> Message:
+        return waiting.pop() if waiting else await receive()
 
     return replayed
 
@@ -179,9 +173,8 @@ def _paths_with_model(openapi: MutableMapping[str, Any]) -> dict[str, bool]:
     return declared
 
 
-async def _refuse(send: _Send, status: int, kind: str, message: str, parameter: str | None) -> None:
-    error = {"message": message, "type": kind, "param": parameter, "code": status}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _lacks_key(scope: Scope) -> bool:
+    """Whether vLLM would refuse this request because of its key, if the key is in the environment."""
+    key = os.environ.get("VLLM_API_KEY")
+    guarded = scope["path"].removeprefix(scope.get("root_path", "")).startswith(_GUARDED)
+    return bool(key) and guarded and not has_key(Headers(scope=scope), [str(key)])

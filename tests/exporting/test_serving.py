@@ -77,18 +77,20 @@ class Client:
 
 
 @contextmanager
-def served(base: Path, gguf: Path, experts: Path, folder: Path, *options: str) -> Iterator[tuple[Client, Any]]:
-    """A server in a separate process, once it is ready. It is always stopped."""
+def served(
+    base: Path, gguf: Path, experts: Path, folder: Path, *options: str, engine: Sequence[str] = EXACT, **settings: Any
+) -> Iterator[tuple[Client, Any]]:
+    """A server in a separate process, once it is ready. It is always stopped. `settings` are those of Popen."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         sys.executable, "-m", "adapterswap", "serve", "--engine", "llama.cpp", "--base-model", base, "--gguf", gguf,
-        "--experts", experts, "--cache", folder / "cache", *options, "--", "--port", str(port), *EXACT,
+        "--experts", experts, "--cache", folder / "cache", *options, "--", "--port", str(port), *engine,
     ]  # fmt: skip
     log = folder / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output)
+        process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output, **settings)
     try:
         for _ in range(1200):
             if b"adapterswap: ready" in log.read_bytes():

@@ -144,6 +144,8 @@ def test_a_base_of_the_hub_keeps_its_revision(
         (["--served-model-name", "math"], "'math'"),
         (["--max-lora-rank", "many"], "--max-lora-rank many"),
         (["--max-loras", "0"], "--max-loras 0"),
+        (["--api-key", "secret"], "VLLM_API_KEY"),
+        (["--api_key=secret"], "VLLM_API_KEY"),
     ],
 )
 def test_arguments_that_would_undo_the_setup_are_refused(
@@ -270,7 +272,7 @@ class Application:
         }  # fmt: skip
 
 
-def ask(path: str, *parts: bytes, status: int = 200) -> tuple[list[Any], bytes | None]:
+def ask(path: str, *parts: bytes, status: int = 200, key: bytes = b"") -> tuple[list[Any], bytes | None]:
     """The middleware's response to a POST with these parts of a body, and the body that it passed on."""
     sent: list[Any] = []
     handed_on: list[bytes] = []
@@ -294,9 +296,26 @@ def ask(path: str, *parts: bytes, status: int = 200) -> tuple[list[Any], bytes |
     async def receive() -> Any:
         return waiting.pop(0) if waiting else {"type": "http.disconnect"}
 
-    scope = {"type": "http", "method": "POST", "path": path, "app": Application()}
+    headers = [(b"authorization", b"Bearer " + key)]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "app": Application()}
     asyncio.run(ManifestOnly(application)(scope, receive, send))
     return sent, handed_on[0] if handed_on else None
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/completions", b"", 401), ("/v1/completions", b"wrong", 401), ("/v1/completions", "gehéim".encode(), 200),
+        ("/tokenize", b"", 200),
+    ],
+)  # fmt: skip
+def test_the_key_is_checked_before_the_body_is_read(
+    path: str, key: bytes, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "gehéim")
+    sent, handed_on = ask(path, b"no", b"JSON", key=key)
+    assert sent[0]["status"] == status
+    assert handed_on == (b"noJSON" if status == 200 else None)
 
 
 def test_an_unloaded_name_no_longer_counts(
