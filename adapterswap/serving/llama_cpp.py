@@ -199,7 +199,7 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
     """Answer clients until a signal or the end of llama.cpp, and then those that are waiting for a few seconds."""
     import uvicorn
 
-    from adapterswap.serving.llama_proxy import Connection, Proxy
+    from adapterswap.serving.llama_proxy import Connection, Proxy, most_at_once
 
     own = ["localhost", "127.0.0.1", "[::1]", launch.host]
     hosts = own if ipaddress.ip_address(listener.getsockname()[0]).is_loopback else ["*"]
@@ -215,7 +215,7 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
         uvicorn.Config(
             proxy, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
             access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=_END_S,
-            callback_notify=watch, timeout_notify=0,
+            callback_notify=watch, timeout_notify=0, backlog=most_at_once(),
         )
     )  # fmt: skip
     server.run(sockets=[listener])

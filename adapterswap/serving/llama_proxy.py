@@ -31,12 +31,11 @@ from adapterswap.serving.names import UnknownNameError
 from adapterswap.serving.pieces import PieceComposer
 from adapterswap.serving.refusals import NO_KEY, NO_MODEL, has_key, refusal
 
-__all__ = ["Connection", "Proxy"]
+__all__ = ["Connection", "Proxy", "most_at_once"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PATIENCE_S = 30.0  # for a request to arrive, and for a client to read
 _CLOSE = {"connection": "close"}
-_MOMENT_S = 0.1  # for a request that is on its way when its connection is made
 
 
 class Proxy:
@@ -94,7 +93,7 @@ class Proxy:
 
     async def _answer(self, request: Request) -> Response:
         self._check_key(request)
-        if self._busy > _most_at_once():
+        if self._busy > most_at_once():
             raise HTTPException(503, "Too many requests at once. Try again later.", {"retry-after": "1"})
         model, body = await run_in_threadpool(self._translated, await self._body(request))
         asking = asyncio.create_task(self._ask(request.scope["path"], body, model))
@@ -234,12 +233,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_request(None)
-        self.loop.call_later(_MOMENT_S, self._make_room)
-
-    def _make_room(self) -> None:
-        ours = [one for one in self.connections if isinstance(one, Connection)]
-        waiting = [one for one in ours if one.cycle is None or one.cycle.response_complete]
-        if waiting and len(ours) > _most_at_once():
+        if len(self.connections) > 2 * most_at_once():
+            ours = [one for one in self.connections if isinstance(one, Connection)]
+            waiting = [one for one in ours if one.cycle is None or one.cycle.response_complete]
             oldest = min(waiting, key=lambda one: one.waiting_since)
             self.connections.discard(oldest)
             oldest.transport.abort()
@@ -262,7 +258,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
 
-def _most_at_once() -> int:
-    """Requests and connections: half of the files that this process may open, less its own. An answer takes two."""
+def most_at_once() -> int:
+    """The most requests: each takes two files, and as many may have been accepted, and as many be waiting."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1000 if files == resource.RLIM_INFINITY else max(1, min(1000, (files - 64) // 2))
+    return 1000 if files == resource.RLIM_INFINITY else max(1, min(1000, (files - 64) // 4))

@@ -191,17 +191,19 @@ def test_idle_connections_lock_nobody_out(server: Server) -> None:
 
 @pytest.mark.slow
 def test_too_many_requests_at_once(server: Server) -> None:
-    """As many as there is room for are answered, and the others are told."""
-    many = FILES
+    """Some are answered, and the others are told or reset. Once the clients have left, there is room again."""
     with ExitStack() as stack:
-        clients = [stack.enter_context(server.send(request(ENDLESS))) for _ in range(many)]
+        clients = [stack.enter_context(server.send(request(ENDLESS))) for _ in range(FILES)]
         told = 0
-        while told < many - (FILES - 64) // 2:
-            for client in select(clients, [], [], 60)[0]:
-                assert answer_of(client)[0] == 503
+        while len(clients) > (FILES - 64) // 4:
+            answered = select(clients, [], [], 60)[0]
+            assert answered
+            for client in answered:
                 clients.remove(client)
-                told += 1
-        assert server.ask(request(SMALL))[0] == 503
+                with suppress(ConnectionResetError):
+                    assert answer_of(client)[0] == 503
+                    told += 1
+        assert told
     while server.ask(request(SMALL))[0] == 503:
         time.sleep(0.1)
 
