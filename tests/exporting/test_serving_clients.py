@@ -191,7 +191,7 @@ def test_idle_connections_lock_nobody_out(server: Server) -> None:
 
 @pytest.mark.slow
 def test_too_many_requests_at_once(server: Server) -> None:
-    """Some are answered, and the others are told or reset. Once the clients have left, there is room again."""
+    """Some are answered, and the others get a 503 or a reset. Once the clients have left, there is room again."""
     with ExitStack() as stack:
         clients = [stack.enter_context(server.send(request(ENDLESS))) for _ in range(FILES)]
         told = 0
