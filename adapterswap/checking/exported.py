@@ -6,6 +6,7 @@ Knows the files that `export` writes; finds and compares sources and records lik
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from adapterswap.experts.adapters import Adapter
 from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import is_folder
 from adapterswap.planning.making import make_plan
-from adapterswap.records.record import CompositionRecord
 from adapterswap.writing.gguf import write_gguf
 from adapterswap.writing.gguf_layout import prepare_gguf
 
@@ -37,11 +37,12 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
     Raises:
         ExpertError: no record, or one that is not understood; a file is damaged; see also `verify` and `export`.
     """
-    from adapterswap.checking.verifying import changed_sources, find_sources, record_differs, recorded_composition
+    from adapterswap.checking.verifying import FORMATS, find_sources, of_sources, recorded_composition
 
     opened = open_gguf(path)
     record, content = opened.record, opened.content
-    if record is None or content is None or record.output.get("format") != "gguf":
+    known = record is not None and record.format in FORMATS and record.output.get("format") == "gguf"
+    if record is None or content is None or not known:
         raise ExpertError(
             f"{opened.source} has no record that this version can read, so its sources are unknown",
             REMEDY,
@@ -69,13 +70,16 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
             if piece not in ours or piece not in theirs:
                 differing.append(f"{piece}.gguf")
                 continue
-            differing += _differing(ours[piece], theirs[piece])
+            tensors = _differing(ours[piece], theirs[piece])
+            if not tensors and not np.array_equal(ours[piece].data, theirs[piece].data):
+                tensors = [f"{ours[piece].path.name} (bytes outside its tensors)"]
+            differing += tensors
             fields = fields or _fields(ours[piece]) != _fields(theirs[piece])
-        recomputed = rewritten.content or {}
-        recomputed_record = CompositionRecord.model_validate(recomputed)
-        return Verification(
-            changed_sources(record.experts, recomputed_record.experts), tuple(differing), fields, _METADATA,
-            record_differs=record_differs(content, record, recomputed),
+        found = of_sources(content, record, rewritten.content or {}, sources, base_model)
+        records = {file.fields.get("adapterswap.record") for file in opened.files}
+        return replace(
+            found, differing=tuple(differing), config_differs=fields, config=_METADATA,
+            record_differs=(*found.record_differs, *(["adapterswap.record"] if len(records) > 1 else [])),
         )  # fmt: skip
 
 

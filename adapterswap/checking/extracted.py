@@ -15,9 +15,11 @@ from typing import Any
 from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.reading import read_factors
+from adapterswap.checking.recorded import FILES, added_files, contradicting, marked
 from adapterswap.checking.result import Verification
 from adapterswap.errors import ArgumentError, Problems
-from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.base_identity import base_fingerprints
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.identity import hashed, sha256_of
 from adapterswap.experts.sources import public_name
@@ -25,6 +27,7 @@ from adapterswap.extracting.cutting import measure
 from adapterswap.extracting.pairing import Selection, WeightMatrix, pair
 from adapterswap.files.numbers import open_files
 from adapterswap.records.record import ExtractionRecord, ExtractionRequest, shards_source
+from adapterswap.writing.folder import ADAPTER_FILES, CARD
 
 __all__ = ["verify_extracted"]
 
@@ -33,7 +36,9 @@ _FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
 
 
-_KEYS = {*ExtractionRecord.model_fields, "files"}
+_KEYS = {*ExtractionRecord.model_fields, FILES}
+_WRITTEN = _KEYS - {"slice"}  # always written, since format 3
+_REQUEST = ExtractionRequest.model_fields.keys()
 
 
 def verify_extracted(
@@ -59,15 +64,20 @@ def verify_extracted(
         BaseModelError: the fine-tune and the base are not of one architecture and shape.
     """
     opened = _open(record.extraction, source_paths, base_model)
+    unfounded = list(_sources_differ(opened, content, record))
     differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
     with hashed(list(opened.values())) as hashes:
         if len(opened) == 2:
-            differing += _other_changes(open_adapter(folder), opened[_FULL], opened[_BASE], record)
+            differing += _other_changes(open_adapter(folder), opened[_FULL], opened[_BASE], record, unfounded)
         shard_hashes = dict(zip(opened, hashes(), strict=True))
     changed = {}
     for name, source in ((_FULL, record.extraction.full), (_BASE, record.extraction.base)):
         files = shard_hashes.get(name, source.sha256)
-        if differing_files := sorted(file for file, _ in files.items() ^ source.sha256.items()):
+        differing_files = sorted(file for file, _ in files.items() ^ source.sha256.items())
+        if name == _BASE and name in opened and record.format != 1 and source.revision is None:
+            prints = base_fingerprints(opened[name].source.folder)
+            differing_files += sorted(file for file, _ in prints.items() ^ source.fingerprints.items())
+        if differing_files:
             changed[name] = differing_files[0]
     return Verification(
         changed,
@@ -75,20 +85,36 @@ def verify_extracted(
         sha256_of(folder / CONFIG) != record.sha256.get(CONFIG),
         extracted=True,
         unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
-        record_differs=(*_origins_differ(opened, record), *_record_differs(folder, content, record)),
+        record_differs=tuple(
+            dict.fromkeys(
+                [*_sources_differ(opened, content, record), *_record_differs(folder, content, record), *unfounded]
+            )
+        ),
+        notes=added_files(folder, content),
     )
 
 
-def _origins_differ(opened: Mapping[str, Checkpoint], record: ExtractionRecord) -> tuple[str, ...]:
-    """The record's key of the sources, if it disagrees with the opened ones about their origin."""
-    recorded = {_FULL: record.extraction.full, _BASE: record.extraction.base}
-    alike = all(shards_source(opened[name], {}).origin == recorded[name].origin for name in opened)
+def _sources_differ(
+    opened: Mapping[str, Checkpoint], content: Mapping[str, Any], record: ExtractionRecord
+) -> tuple[str, ...]:
+    """The record's key of the sources, if it disagrees with the opened ones, apart from their hashes."""
+    recorded = content["extraction"]
+    found = {name: shards_source(checkpoint, {}).content() for name, checkpoint in opened.items()}
+    alike = all(marked(recorded[name], record.format) == marked(found[name], record.format) for name in found)
     return () if alike or record.format == 1 else ("extraction",)
 
 
 def _record_differs(folder: Path, content: Mapping[str, Any], record: ExtractionRecord) -> tuple[str, ...]:
     """The keys of the record that contradict each other or the written adapter."""
     differing_keys = [key for key in content if key not in _KEYS]
+    if record.format != 1:
+        differing_keys += [key for key in sorted(_WRITTEN) if key not in content]
+        request = record.extraction
+        over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
+        if over or _REQUEST - content["extraction"].keys() or contradicting(request.full, request.base):
+            differing_keys.append("extraction")
+        if content.get(FILES) != sorted([*ADAPTER_FILES, CARD, PROVENANCE]):
+            differing_keys.append(FILES)
     layers = record.extraction.layers
     if content.get("slice") != (None if layers is None else {"layers": layers}):
         differing_keys.append("slice")
@@ -130,14 +156,22 @@ def _open(
     return opened
 
 
-def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record: ExtractionRecord) -> list[str]:
-    """The modules whose ‖ΔW‖ or error differs from the record, and those that only one side has."""
+def _other_changes(
+    adapter: Adapter, full: Checkpoint, base: Checkpoint, record: ExtractionRecord, unfounded: list[str]
+) -> list[str]:
+    """The modules whose ‖ΔW‖ or error differs from the record, and those that only one side has.
+
+    `unfounded` collects keys of the record that say something else than the two checkpoints.
+    """
     extraction = record.extraction
     selection = Selection(extraction.layers, tuple(extraction.modules), extraction.embeddings)
     matched = pair(full, base, selection)
     matrices = {matrix.weight.name: matrix for matrix in matched.matrices}
     heads = {head for matrix in matrices.values() for head in matrix.weight.tied}
     names = dict.fromkeys([*matrices, *record.extracted, *(adapter.modules.keys() - heads)])
+    unchanged = []
+    if record.num_layers != matched.num_layers:
+        unfounded.append("num_layers")
     with open_files([*full.shards, *base.shards, adapter.file]) as files, torch_threads(cores() - 1):
 
         def as_recorded(name: str) -> bool:
@@ -147,6 +181,7 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
             if recorded is None:  # unchanged, or not loadable by the PEFT of that time
                 left_out = record.left_out.get(f"{name}.weight")
                 norm = measure(matrix, None, files, (full.name, base.name))[0]
+                unchanged.extend([] if norm else [name])
                 return math.isclose(norm, left_out.norm if left_out else 0, rel_tol=_RELATIVE)
             if not {name, *matrix.weight.tied} <= adapter.modules.keys():
                 return False
@@ -160,7 +195,10 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
                     return False
             return True
 
-        return [name for name in names if not as_recorded(name)]
+        differing = [name for name in names if not as_recorded(name)]
+    if unchanged != record.unchanged:
+        unfounded.append("unchanged")
+    return differing
 
 
 def _factors(adapter: Adapter, matrix: WeightMatrix, files: Mapping[Path, int]) -> Iterator[Factors]:

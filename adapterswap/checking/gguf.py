@@ -62,11 +62,13 @@ class GgufFile:
         path: where it is.
         fields: its metadata, except for what describes the file itself.
         tensors: by name: the format, the shape and the bytes.
+        data: all bytes after the metadata.
     """
 
     path: Path
     fields: Mapping[str, Any]
     tensors: Mapping[str, tuple[str, tuple[int, ...], Any]]
+    data: Any
 
     @property
     def piece(self) -> str | None:
@@ -195,6 +197,6 @@ def _open(path: Path) -> GgufFile:
     lora = all(re.search(r"\.lora_[ab]$", name) and len(shape) in (2, 3) for name, (_, shape, _) in tensors.items())
     if (fields.get("general.type"), fields.get("adapter.type")) != ("adapter", "lora") or not tensors or not lora:
         raise UnsupportedError(f"{path} is a GGUF file, but does not hold LoRA", REMEDY, parameter="path")
-    file = GgufFile(path, fields, tensors)
+    file = GgufFile(path, fields, tensors, reader.data[reader.data_offset :])
     file.modules  # noqa: B018  # raises if one is damaged
     return file

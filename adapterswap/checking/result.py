@@ -27,6 +27,8 @@ class Verification:
         record_differs: the keys of adapterswap.json whose values differ from the recomputed ones.
         unchecked: sources that were not compared, because their location is not known: those of an extracted adapter,
             or `base`.
+        notes: what else was found and makes no difference to the result: files beside it, an edited model card, and a
+            revision that could not be compared because a folder was passed.
     """
 
     changed_sources: Mapping[str, str] = field(default_factory=dict)
@@ -36,6 +38,7 @@ class Verification:
     extracted: bool = False
     unchecked: tuple[str, ...] = ()
     record_differs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -50,4 +53,5 @@ class Verification:
             "config_differs": self.config_differs,
             "record_differs": list(self.record_differs),
             "unchecked": list(self.unchecked),
+            "notes": list(self.notes),
         }

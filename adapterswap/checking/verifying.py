@@ -8,19 +8,23 @@ how a composition is requested.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
+from adapterswap import __version__
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.checking.extracted import verify_extracted
 from adapterswap.checking.gguf import is_gguf
+from adapterswap.checking.recorded import FILES, added_files, contradicting, marked
 from adapterswap.checking.result import Verification
 from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
-from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, PICKLED, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.base_identity import base_fingerprints, recorded_base
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.opening import open_expert
@@ -40,10 +44,13 @@ from adapterswap.records.record import (
     ExtractionRecord,
     Record,
     SourceRecord,
+    adapter_source,
     base_source,
+    composition_record,
     parse_record,
 )
 from adapterswap.writing import prepare, write_prepared
+from adapterswap.writing.folder import CARD
 
 __all__ = ["Verification", "changed_sources", "find_sources", "record_differs", "recorded_composition", "verify"]
 
@@ -60,11 +67,9 @@ _NOT_COMPARED: dict[int, set[str]] = {
     2: {"format", "kind", "composition"},
     3: set(),
 }
-_NOT_IN_SOURCES: dict[int, set[str]] = {1: {"base_model", "base_revision", "origin"}, 2: {"origin"}, 3: set()}
-# A source may have moved: only its files are compared.
-_WHERE = {"source", "revision", "sha256", "fingerprints", "entered"}
+FORMATS = tuple(_NOT_COMPARED)
 
-_FILES = "files"  # the list that `atomic_folder` adds
+_CONVERSION = {"peft_type", "pickled", "rank", "max_error", "sha256", "modules"}  # always recorded
 _ABSENT = object()
 _RELATIVE = 1e-5  # how far a recorded number may be from the recomputed one
 
@@ -107,7 +112,7 @@ def verify(
         from adapterswap.checking.exported import verify_gguf
 
         return verify_gguf(path, experts or {}, base_model)
-    folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter or model", parameter="path").folder
+    folder = find_source(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
     content = _content(folder)
@@ -115,7 +120,7 @@ def verify(
     if isinstance(record, ExtractionRecord):
         return verify_extracted(folder, content, record, experts or {}, base_model)
     if record.conversion is not None:
-        return _verify_converted(folder, record, record.conversion, experts or {})
+        return _verify_converted(folder, content, record, record.conversion, experts or {}, base_model)
     opened = find_sources(record, experts or {})
     is_model = record.kind == "model"
     if is_model:
@@ -131,24 +136,52 @@ def verify(
 
 
 def _verify_converted(
-    folder: Path, record: CompositionRecord, conversion: ConversionRecord, source_paths: Mapping[str, str | Path]
+    folder: Path,
+    content: dict[str, Any],
+    record: CompositionRecord,
+    conversion: ConversionRecord,
+    source_paths: Mapping[str, str | Path],
+    base_model: str | None,
 ) -> Verification:
-    """Compare a converted adapter's files with their hashes, and the files of its source if it is available.
+    """Compare a converted adapter's files with their hashes, its source's too if it is available, and its record.
 
-    The last digits of a singular value decomposition depend on the machine, so nothing is converted again.
+    The last digits of a singular value decomposition depend on the machine, so nothing is converted again: the plan is
+    made of the converted adapter.
     """
-    changed, unchecked = {}, []
+    changed, unchecked, opened = {}, [], {}
+    converted = open_adapter(folder)
     for name, source in record.experts.items():
+        opened[name] = replace(converted, base_fingerprints=source.base_fingerprints)
         reference = source_paths.get(name) or source.reference
         if reference is None:
             unchecked.append(name)
             continue
-        source_folder = find_source(reference, ADAPTER_FILES, what="adapter", parameter="experts").folder
-        hashes = {file: sha256_of(source_folder / file) for file in source.sha256 if exists(source_folder / file)}
-        if changed_file := next((file for file, digest in source.sha256.items() if hashes.get(file) != digest), None):
-            changed[name] = changed_file
+        found = find_source(reference, [*ADAPTER_FILES, PICKLED], what="adapter", parameter="experts")
+        opened[name] = replace(converted, source=found, base_fingerprints=recorded_base(found.folder))
+        hashes = {
+            file: sha256_of(found.folder / file)
+            for file in (PICKLED if conversion.pickled else WEIGHTS, CONFIG)
+            if exists(found.folder / file)
+        }
+        if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
+            changed[name] = differing_files[0]
+    plan = make_plan(recorded_composition(folder, record, base_model), opened, recorded=True)
+    experts = {name: adapter_source(adapter, "") for name, adapter in opened.items()}
+    recomputed = composition_record(plan, experts, record.base, output=record.output, measured={}).content()
+    measured = {key: content[key] for key in ("conversion", "magnitudes", "kept_rows", "reduced") if key in content}
+    listed = [name for name in content.get(FILES, ()) if exists(folder / str(name))]
+    recomputed |= measured | {FILES: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
+    for name in unchecked:
+        recomputed["experts"][name] = content["experts"][name]
+    result = of_sources(content, record, recomputed, opened, base_model)
+    incomplete = record.format == FORMAT and _CONVERSION - content["conversion"].keys()
     differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
-    return Verification(changed, (WEIGHTS,) if differing else (), config, extracted=True, unchecked=tuple(unchecked))
+    return replace(
+        result, changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
+        differing=(WEIGHTS,) if differing else (), config_differs=config, extracted=True,
+        unchecked=(*unchecked, *result.unchecked), notes=(*result.notes, *added_files(folder, content)),
+        record_differs=(*result.record_differs, *(["conversion"] if incomplete else [])),
+    )  # fmt: skip
 
 
 def recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
@@ -198,34 +231,88 @@ def _compare(
 ) -> Verification:
     """Compare a result with the recomputed one in `again`; `content` is its record as raw data."""
     recomputed = read_json(again / PROVENANCE)
-    recomputed_record = CompositionRecord.model_validate(recomputed)
-    changed = changed_sources(record.experts, recomputed_record.experts)
-    differing_keys, base = record_differs(content, record, recomputed), recomputed_record.base
     if record.kind == "model":
         config, ours, theirs = MODEL_CONFIG, read_shards(folder), read_shards(again)
     else:
-        base = None if record.base is None else _find_base(record.base, opened, base_model)
         config, ours, theirs = CONFIG, (read_header(folder / WEIGHTS),), (read_header(again / WEIGHTS),)
     written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
-    if record.base is not None and base is not None:
-        changed |= changed_sources({BASE: record.base}, {BASE: base})
-        recorded = content["base"] if record.format >= 3 else content["base_model"]
-        if _without(recorded, _WHERE) != _without(base.content(), _WHERE):
-            differing_keys = (*differing_keys, "base")
     if record.format == 1:
         rewritten = {key: value for key, value in rewritten.items() if key in written or key not in _SINCE_FORMAT_2}
+    differing, notes = _differing(ours, theirs), added_files(folder, content)
+    if record.format == FORMAT:
+        apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
+        others = [name for name in recomputed[FILES] if name not in apart]
+        differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
+        if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
+            notes += (f"{CARD} is not the one that was written",)
+    sources = of_sources(content, record, recomputed, opened, base_model)
+    return replace(
+        sources, differing=differing, config_differs=written != rewritten, config=config,
+        notes=(*sources.notes, *notes),
+    )  # fmt: skip
+
+
+def of_sources(
+    content: Mapping[str, Any],
+    record: CompositionRecord,
+    recomputed: Mapping[str, Any],
+    opened: Mapping[str, Expert],
+    base_model: str | None,
+) -> Verification:
+    """Compare a record with the recomputed one, and the sources that it names with those of today.
+
+    Args:
+        content: the record as raw data.
+        record: the same, parsed.
+        recomputed: the recomputed record as raw data.
+        opened: the experts.
+        base_model: the base that the caller passed.
+    """
+    again = CompositionRecord.model_validate(recomputed)
+    changed = changed_sources(record.experts, again.experts)
+    differing_keys = list(record_differs(content, record, recomputed))
+    base = again.base if record.kind == "model" else _find_base(record.base, opened, base_model)
+    if record.base is not None and base is not None:
+        base = _as_recorded(base, record, base_model)
+        changed |= changed_sources({BASE: record.base}, {BASE: base})
+        recorded = content["base"] if record.format >= 3 else content["base_model"]
+        if marked(recorded, record.format) != marked(base.content(), record.format):
+            differing_keys.append("base")
+    notes = [
+        f"The revision of {name} ({source}) was not compared, because a folder was passed"
+        for name, source in record.experts.items()
+        if source.revision is not None and again.experts[name].revision is None
+    ]
+    if record.base is None and record.format == FORMAT and base_model is not None and record.kind == "adapter":
+        notes.append("The base was not compared: the record has none, because none was needed")
     return Verification(
-        changed,
-        _differing(ours, theirs),
-        written != rewritten,
-        config,
-        unchecked=(BASE,) if record.base is not None and base is None else (),
-        record_differs=differing_keys,
-    )
+        changed, unchecked=(BASE,) if record.base is not None and base is None else (),
+        record_differs=tuple(dict.fromkeys(differing_keys)), notes=tuple(notes),
+    )  # fmt: skip
 
 
-def _find_base(recorded: SourceRecord, opened: Mapping[str, Expert], base_model: str | None) -> SourceRecord | None:
-    """The base of an adapter, which holds none of its weights, as it is today; None if it cannot be located."""
+def _same_bytes(one: Path, other: Path) -> bool:
+    return exists(one) and exists(other) and one.read_bytes() == other.read_bytes()
+
+
+def _as_recorded(base: SourceRecord, record: CompositionRecord, base_model: str | None) -> SourceRecord:
+    """A base of today with fingerprints where its record should have them: for a local base, since format 3."""
+    assert record.base is not None
+    content = base.model_dump(exclude_unset=True) | {"fingerprints": base.fingerprints}
+    if record.base.revision is not None or record.format < FORMAT:
+        del content["fingerprints"]
+    elif not base.fingerprints and base_model is not None:  # recorded as a folder, and passed by its id on the Hub
+        folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
+        content["fingerprints"] = base_fingerprints(folder)
+    return SourceRecord.model_validate(content)
+
+
+def _find_base(
+    recorded: SourceRecord | None, opened: Mapping[str, Expert], base_model: str | None
+) -> SourceRecord | None:
+    """The base as it is today, by its config and, in a folder, its weights; None if it is not recorded or located."""
+    if recorded is None:
+        return None
     base_names = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
     local = [place for place in base_names if place is not None and public_name(place) == recorded.source]
     for place in [base_model] if base_model is not None else [recorded.reference, *local]:
@@ -244,7 +331,7 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
     try:
         record = parse_record(content)
         if isinstance(record, CompositionRecord):
-            usable = record.format in _NOT_COMPARED and {"format", "composition", "experts"} <= content.keys()
+            usable = record.format in FORMATS and {"format", "composition", "experts"} <= content.keys()
             usable = usable and (record.format != 1 or "rules" in content)
             if record.kind == "model":
                 usable = usable and record.output.keys() <= {"max_shard_size", "dtype", "dequantize"}
@@ -302,8 +389,7 @@ def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, So
     for name in found:
         ours, theirs = recorded[name], found[name]
         files = [file for file in {**theirs.sha256, **ours.sha256} if ours.sha256.get(file) != theirs.sha256.get(file)]
-        if ours.fingerprints and theirs.fingerprints:  # a base on the Hub has none
-            files += sorted(file for file, _ in ours.fingerprints.items() ^ theirs.fingerprints.items())
+        files += sorted(file for file, _ in ours.fingerprints.items() ^ theirs.fingerprints.items())
         if files:
             changed[name] = files[0]
         elif ours.entered != theirs.entered:
@@ -315,7 +401,7 @@ def record_differs(
     content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The keys of a record whose values differ from the recomputed record."""
-    ours, theirs = (_comparable(raw, record, listed=_FILES in content) for raw in (content, recomputed))
+    ours, theirs = (_comparable(raw, record, listed=FILES in content) for raw in (content, recomputed))
     differing_keys = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
     if record.format < FORMAT and record.composition.get("num_layers", record.num_layers) != record.num_layers:
         differing_keys.append("composition")
@@ -324,7 +410,17 @@ def record_differs(
         (record.base.source, record.base.revision) if record.base else (None, None)
     ):
         differing_keys.append("base_model")
-    return tuple(differing_keys)
+    if record.format == FORMAT:
+        differing_keys += [key for key in recomputed if key not in content]
+        again = recomputed["experts"]
+        moved = any(again[name]["revision"] not in (None, source.revision) for name, source in record.experts.items())
+        if moved or contradicting(*record.experts.values()):
+            differing_keys.append("experts")
+        trained_on = [expert["base_fingerprints"] for expert in again.values() if "base_fingerprints" in expert]
+        local = record.base if record.base is not None and record.base.revision is None else None
+        if contradicting(record.base) or (local and any(prints != local.fingerprints for prints in trained_on)):
+            differing_keys.append("base")
+    return tuple(dict.fromkeys(differing_keys))
 
 
 def _comparable(content: Mapping[str, Any], record: CompositionRecord, *, listed: bool) -> dict[str, Any]:
@@ -332,16 +428,11 @@ def _comparable(content: Mapping[str, Any], record: CompositionRecord, *, listed
     ignored = {"adapterswap_version", "base", *_NOT_COMPARED[record.format]}
     if record.kind == "model":  # the base is compared by its files; its folder can have another name
         ignored |= {"base_model", "base_revision"}
-    if not listed:
-        ignored.add(_FILES)  # no list before edition 0.2
+    if not listed and record.format < FORMAT:
+        ignored.add(FILES)  # no list before edition 0.2
     compared = {key: value for key, value in content.items() if key not in ignored}
-    where = _WHERE | _NOT_IN_SOURCES[record.format]
-    compared["experts"] = {name: _without(entry, where) for name, entry in compared["experts"].items()}
+    compared["experts"] = {name: marked(entry, record.format) for name, entry in compared["experts"].items()}
     return compared
-
-
-def _without(entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in keys}
 
 
 def _alike(left: Any, right: Any) -> bool:

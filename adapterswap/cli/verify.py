@@ -43,8 +43,10 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
         print_json(verification.as_json())
     else:
         _print(verification)
+    for remark in verification.notes:
+        note(remark)
     if verification.unchecked:
-        options = " and ".join(_WHERE[name] for name in verification.unchecked)
+        options = " and ".join(_WHERE.get(name, f"--expert {name}=PATH") for name in verification.unchecked)
         names = " and ".join(verification.unchecked)
         note(f"Not compared: {names} came from a folder, and its location is not recorded. Pass {options}.")
     if not verification.equal:

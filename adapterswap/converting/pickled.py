@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import ExpertError, reason_of
-from adapterswap.experts.adapters import WEIGHTS
+from adapterswap.experts.adapters import PICKLED, WEIGHTS
 
 __all__ = ["PICKLED", "as_safetensors"]
-
-PICKLED = "adapter_model.bin"
 
 
 def as_safetensors(pickled: Path, folder: Path) -> None:

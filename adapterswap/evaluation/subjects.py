@@ -134,7 +134,8 @@ def describe_subject(
 ) -> dict[str, Any]:
     """What `load_subject` loads, as plain data without local paths; adapters by their SHA-256."""
     named = {"source": base.source.name, "revision": base.source.revision}
-    subject: dict[str, Any] = {"base_model": named | {"fingerprints": identity_of(base.source)}}
+    prints = identity_of(base.source)  # another local base may have the same name
+    subject: dict[str, Any] = {"base_model": {**named, **({"fingerprints": prints} if prints else {})}}
     if adapter is not None:
         subject["adapter"] = _describe(adapter)
         if isinstance(record := read_record(adapter.folder), CompositionRecord):

@@ -38,6 +38,7 @@ __all__ = ["Adapter", "FullModule", "LoraModule", "OpaqueModule", "Part", "by_la
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PROVENANCE = "adapterswap.json"
+PICKLED = "adapter_model.bin"  # what `convert` reads
 
 _HIRA_RANK = 32  # PEFT's default
 

@@ -326,8 +326,7 @@ def composition_record(
         if (kept_layers := sliced_layers(plan)) is not None:
             only = {"stack": kept_layers.stack} if kept_layers.stack else {}
             fields["slice"] = SliceRecord(layers=format_layers(kept_layers.layers), **only)
-    if base is not None:
-        fields["base"] = base
+    fields["base"] = base
     if rows := {slot.name: {f"{r.start}-{r.stop - 1}": r.made_of for r in slot.rows} for slot in plan if slot.rows}:
         fields["rows"] = rows
     return CompositionRecord(

@@ -173,7 +173,7 @@ def test_verify_names_the_module_that_differs(run: Callable[..., Result], compos
     assert result.exit_code == 1
     assert json.loads(result.stdout) == {
         "equal": False, "changed_sources": {}, "differing": [key], "config_differs": False,
-        "record_differs": [], "unchecked": [],
+        "record_differs": [], "unchecked": [], "notes": [],
     }  # fmt: skip
 
 

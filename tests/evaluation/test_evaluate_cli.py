@@ -67,7 +67,8 @@ def test_the_base_alone_as_json(evaluate_: Run) -> None:
     filters = [[score["filter"] for score in task["scores"]] for task in content["tasks"]]
     assert filters[0] == ["remove_whitespace", "flexible-extract", "normalized"]
     assert filters[1] == ["strict-match", "flexible-extract", "normalized"]
-    assert content["subject"]["base_model"] == {"source": "byte-base0", "revision": None}
+    named = content["subject"]["base_model"]
+    assert (named["source"], named["revision"], [*named["fingerprints"]]) == ("byte-base0", None, ["model.safetensors"])
     assert content["settings"]["max_gen_toks"] == 8
     assert (content["settings"]["dtype"], content["settings"]["device"]) == ("float32", "cpu")
     assert set(content["settings"]["versions"]) == {"lm_eval", "peft", "torch", "transformers"}

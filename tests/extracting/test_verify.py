@@ -79,7 +79,7 @@ def test_files_alone(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -
         content = json.loads(run("verify", out, *options, "--json").stdout)
         assert content == {
             "equal": True, "changed_sources": {}, "differing": [], "config_differs": False,
-                "record_differs": [], "unchecked": missing,
+                "record_differs": [], "unchecked": missing, "notes": [],
         }  # fmt: skip
     edit(base / "model.safetensors", lambda tensors: tensors["model.norm.weight"].add_(1))
     assert verify(out, base_model=str(base)).changed_sources == {"base": "model.safetensors"}
