@@ -15,18 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
-from adapterswap.errors import (
-    ArgumentError,
-    BaseModelError,
-    DependencyError,
-    NotFoundError,
-    OutputError,
-    RunError,
-    reason_of,
-)
+from adapterswap.errors import ArgumentError, BaseModelError, NotFoundError, OutputError, RunError, reason_of
 from adapterswap.experts.sources import find_source
 from adapterswap.files.smallfiles import expand, read_small
 from adapterswap.serving.llama_engine import KEY, Engine, engine_command, find_program, free_port, running
@@ -78,12 +69,9 @@ class LlamaLaunch:
 
 
 def plan_llama(
-    composer: PieceComposer,
-    gguf: str | Path,
-    arguments: Sequence[str],
-    llama_server: str | None = None,
+    composer: PieceComposer, gguf: str | Path, arguments: Sequence[str], llama_server: str | None = None,
     max_request_mb: int = 1,
-) -> LlamaLaunch:
+) -> LlamaLaunch:  # fmt: skip
     """The launch of llama.cpp for a composer's base and experts.
 
     Args:
@@ -97,10 +85,8 @@ def plan_llama(
     Raises:
         NotFoundError, BaseModelError: see `check_base_file`.
         ArgumentError: an argument conflicts with the set-up, or the port is not valid.
-        DependencyError: the program, or a package that the proxy needs, is not installed.
+        DependencyError: see `find_program`.
     """
-    if missing := [name for name in ("httpx", "starlette", "uvicorn") if find_spec(name) is None]:
-        raise DependencyError(f"{' and '.join(missing)} not installed", "Run `pip install 'adapterswap[gguf]'`")
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in _OURS:

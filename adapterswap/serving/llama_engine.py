@@ -51,8 +51,10 @@ def find_program(llama_server: str | None) -> tuple[str, ...]:
     """How to call llama.cpp's server: `llama_server` if it is passed, the one on the PATH, or xllamacpp's.
 
     Raises:
-        DependencyError: none of them is installed.
+        DependencyError: none of them is installed, or a package is missing that answers clients.
     """
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise DependencyError(f"{' and '.join(missing)} not installed", "Run `pip install 'adapterswap[gguf]'`")
     if llama_server is not None:
         binary = shutil.which(llama_server)
         if binary is None:
@@ -107,12 +109,9 @@ def running(command: Sequence[str], port: int) -> Iterator[Engine]:
         RunError: the server ended, or cannot decode.
     """
     key = secrets.token_urlsafe()
+    environment, no_input = {**os.environ, KEY: key}, subprocess.DEVNULL
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-        env={**os.environ, KEY: key},
-        preexec_fn=_end_with_parent(),
+        command, env=environment, stdin=no_input, stdout=sys.stderr, preexec_fn=_end_with_parent()
     )
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
     # With `trust_env`, HTTP_PROXY would apply.

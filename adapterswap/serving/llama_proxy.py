@@ -119,7 +119,9 @@ class Proxy:
             raise HTTPException(401, NO_KEY)
 
     async def _body(self, request: Request) -> bytes:
-        """The body of a request, unless it is too long, in doubt, or does not arrive."""
+        """The body of a request, unless it is too long, in doubt, from a web page elsewhere, or does not arrive."""
+        if request.headers.get("sec-fetch-site") == "cross-site":
+            raise HTTPException(403, "Pages of other sites are not answered.")
         length = request.headers.get("content-length")
         if length is not None and "transfer-encoding" in request.headers:
             raise HTTPException(400, "Send Content-Length or Transfer-Encoding, but not both.", _CLOSE)

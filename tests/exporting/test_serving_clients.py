@@ -135,6 +135,7 @@ DEEP = b'{"model": "math", "prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
         (request(SMALL, host="evil.example"), 400),
         (request(SMALL, host="evil.example/"), 400),
         (request(SMALL, "Host: evil.example"), 400),
+        (request(SMALL, "Sec-Fetch-Site: cross-site", "Content-Type: text/plain"), 403),
         (request(SMALL, key="wrong"), 401),
         (request(SMALL, key=""), 401),
         (request(SMALL, "Content-Length: 57000000", key="wrong"), 401),  # the body never comes
