@@ -7,7 +7,7 @@ head. Knows names and shapes; no coefficients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -213,7 +213,7 @@ def locate(
     without_bias = [
         part.name
         for part in adapter.opaque.values()
-        if "lora_B.bias" in part.tensors and stored_name(part.name, "bias") is None
+        if "lora_B.bias" in part.tensors and stored_name(part.name, "weight") and not stored_name(part.name, "bias")
     ]
     if without_bias:
         problems.add(
@@ -249,16 +249,8 @@ def locate(
             if shape != expected:
                 continue
         changes[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
-    joined = [module for module in missing if orientation.is_joined(module, adapter.container)]
-    if joined:
-        problems.add(
-            f"{expert} adapts {and_more(joined)}, but {where} stores this weight and others as one tensor",
-            "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
-            kind=UnsupportedError,
-        )
-    elif missing:
-        message = f"{expert} adapts {and_more(missing)}, but {where} stores no such weight"
-        problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
+    if missing:
+        _report_missing(expert, missing, adapter, where, orientation, problems)
     compare_shapes(
         ours,
         theirs,
@@ -286,6 +278,9 @@ def locate(
         for parameter, tensor in saved.tensors.items():
             holder = saved.name.removesuffix(".bias") if is_bias(saved.name) else saved.name
             key = stored_name(holder, parameter)
+            if key is None and _source_of(holder, parameter, adapter, orientation):
+                _report_missing(expert, [holder], adapter, where, orientation, problems, parameter)
+                continue
             first = 1 if resized and not is_bias(saved.name) and is_vocabulary(saved.name, saved.layer) else 0
             if key is None or parameters[key].tensor.shape[first:] != tensor.shape[first:]:
                 stored = (
@@ -300,6 +295,39 @@ def locate(
                 continue
             changes[key] = Located(saved.name, Whole.of(adapter.file.path, tensor))
     return changes
+
+
+def _report_missing(
+    expert: str,
+    modules: Sequence[str],
+    adapter: Adapter,
+    where: str,
+    orientation: Orientation,
+    problems: Problems,
+    parameter: str = "weight",
+) -> None:
+    """Report modules whose parameter the model does not store, or only as a part of other tensors."""
+    sources = {name: _source_of(name, parameter, adapter, orientation) for name in modules}
+    computed = [name for name, source in sources.items() if source]
+    if computed:
+        problems.add(
+            f"{expert} adapts {and_more(computed)}, which transformers computes from other tensors of {where}, such as "
+            f"{sources[computed[0]]}",
+            "Load the base with transformers, save it by save_pretrained(PATH, save_original_format=False), and pass "
+            "that folder as `base_model`",
+            parameter="base_model",
+            kind=UnsupportedError,
+        )
+    if absent := [name for name, source in sources.items() if not source]:
+        message = f"{expert} adapts {and_more(absent)}, but {where} stores no such weight"
+        problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
+
+
+def _source_of(module: str, parameter: str, adapter: Adapter, orientation: Orientation) -> str | None:
+    """See `Orientation.source_of`; None for a model that transformers does not know."""
+    with suppress(BaseModelError):
+        return orientation.source_of(module, parameter, adapter.container)
+    return None
 
 
 def _locate_parameter(

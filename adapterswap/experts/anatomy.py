@@ -23,6 +23,7 @@ __all__ = [
     "adaptable_weights",
     "build_empty",
     "class_of",
+    "conversions",
     "read_anatomy",
     "rename_keys",
     "shape_of",
@@ -113,8 +114,22 @@ def _first_names(model: Any) -> dict[str, str]:
 def rename_keys(model: Any) -> Callable[[str], str | None]:
     """A function from a checkpoint's key to the parameter's name in `model`, as `from_pretrained` renames it.
 
-    It returns None for a key that transformers fuses with others into one parameter (a mixture's experts).
+    It returns None for a key that is more than renamed: see `conversions`.
     """
+    convert = conversions(model)
+
+    def rename(key: str) -> str | None:
+        name, rule, _ = convert(key)
+        return None if rule else name
+
+    return rename
+
+
+def conversions(model: Any) -> Callable[[str], tuple[str, Any, str | None]]:
+    """A function from a checkpoint's key to a parameter's name, the rule that makes it of this key and others, and the
+    rule's pattern of this key: transformers may fuse tensors (a mixture's experts), split them (Nomic BERT's queries,
+    keys and values) or reorder their rows. The name is the first that the rule makes; the rule is None if the key is
+    only renamed."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -123,11 +138,11 @@ def rename_keys(model: Any) -> Callable[[str], str | None]:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     parameters = model.state_dict()
 
-    def rename(key: str) -> str | None:
-        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
-        return None if converter else name
+    def convert(key: str) -> tuple[str, Any, str | None]:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
+        return name, next((rule for rule in converters if pattern in rule.source_patterns), None), pattern
 
-    return rename
+    return convert
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FusedParameter", "StoredPart", "fused_parameters", "split_parameters"]
+from adapterswap.experts.anatomy import conversions
+
+__all__ = ["FusedParameter", "StoredPart", "fused_parameters"]
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -46,15 +48,6 @@ class FusedParameter:
     parts: tuple[StoredPart, ...]
 
 
-def split_parameters(model: Any) -> list[str]:
-    """Regexes of the parameters that transformers splits from one stored tensor, such as the q, k and v of a `qkv`."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter)]
-    return [pattern for rule in rules if len(rule.target_patterns) > 1 for pattern in rule.target_patterns]
-
-
 def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[str, FusedParameter]:
     """A model's parameters with three axes, by name.
 
@@ -62,29 +55,23 @@ def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[
         model: a transformers model, with or without weights.
         stored: the checkpoint's keys and shapes.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    parameters = model.state_dict()
+    convert = conversions(model)
     alone: dict[str, str] = {}
-    sources: dict[str, list[tuple[str, str]]] = {}
+    sources: dict[str, list[tuple[str, Any, str | None]]] = {}
     for key in stored:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
-        if pattern is None:
+        name, rule, pattern = convert(key)
+        if rule is None:
             alone[name] = key
         else:
-            sources.setdefault(name, []).append((key, pattern))
+            sources.setdefault(name, []).append((key, rule, pattern))
     modules = dict(model.named_modules())
     fused = {}
-    for name, parameter in parameters.items():
+    for name, parameter in model.state_dict().items():
         if parameter.dim() != 3:
             continue
         holder = modules.get(name.rpartition(".")[0])
         shape = tuple(parameter.shape)
-        parts = _parts(shape, sources.get(name, ()), converters, stored)
+        parts = _parts(shape, sources.get(name, ()), stored)
         transposed = bool(getattr(holder, "is_transposed", False))
         fused[name] = FusedParameter(name, shape, transposed, alone.get(name), parts)
     return fused
@@ -92,8 +79,7 @@ def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[
 
 def _parts(
     shape: tuple[int, int, int],
-    sources: Iterable[tuple[str, str]],
-    converters: Iterable[Any],
+    sources: Iterable[tuple[str, Any, str | None]],
     stored: Mapping[str, tuple[int, ...]],
 ) -> tuple[StoredPart, ...]:
     """The place of each stored matrix, if transformers only stacks matrices and concatenates their rows."""
@@ -101,8 +87,7 @@ def _parts(
 
     parts: list[StoredPart] = []
     matrices: dict[int, dict[int, str]] = {}
-    for key, pattern in sources:
-        rule = next(rule for rule in converters if pattern in rule.source_patterns)
+    for key, rule, pattern in sources:
         kinds = [type(operation) for operation in rule.operations]
         dims = [getattr(operation, "dim", None) for operation in rule.operations]
         stacked = (kinds, dims) == ([MergeModulelist], [0])

@@ -8,16 +8,14 @@ this is skipped for models without Conv1D.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from adapterswap.errors import BaseModelError
-from adapterswap.experts.anatomy import adaptable_weights, rename_keys
+from adapterswap.experts.anatomy import adaptable_weights, conversions, rename_keys
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.empty_models import empty_model_as_saved
-from adapterswap.experts.fused import FusedParameter, fused_parameters, split_parameters
+from adapterswap.experts.fused import FusedParameter, fused_parameters
 from adapterswap.experts.naming import ModelNames
 
 __all__ = ["Orientation"]
@@ -88,6 +86,26 @@ class Orientation:
         name = self._names.find(module, container)
         return None if name is None else self.stored_keys.get(f"{name}.{parameter}")
 
+    def source_of(self, module: str, parameter: str, container: str | None) -> str | None:
+        """A stored tensor from which transformers computes a parameter of an adapter's module, rather than renaming it:
+        it may hold queries, keys and values. None if there is none. The arguments are those of `stored_key`.
+
+        Raises:
+            AdapterswapError: transformers cannot build the model without remote code.
+        """
+        name = self._names.find(module, container)
+        return self._sources.get(f"{name}.{parameter}")
+
+    @cached_property
+    def _sources(self) -> Mapping[str, str]:
+        convert = conversions(self._model)
+        sources: dict[str, str] = {}
+        for key in self._shapes:
+            name, rule, _ = convert(key)
+            for target in rule.target_patterns if rule else ():
+                sources.setdefault(name.replace(rule.target_patterns[0], target, 1), key)
+        return sources
+
     def fused(self, parameter: str, container: str | None) -> FusedParameter | None:
         """The parameter with a matrix for each expert of a mixture; None if the model has none of this name.
 
@@ -100,15 +118,6 @@ class Orientation:
         """
         name = self._names.find(parameter, container)
         return None if name is None else self._fused.get(name)
-
-    def is_joined(self, module: str, container: str | None) -> bool:
-        """Whether the checkpoint stores the weight of an adapter's module in one tensor with others, which transformers
-        splits when it loads them; False if transformers cannot build the model."""
-        try:
-            name = self._names.find(module, container)
-            return name is not None and any(re.search(end, f"{name}.weight") for end in split_parameters(self._model))
-        except BaseModelError:
-            return False
 
     @cached_property
     def _fused(self) -> Mapping[str, FusedParameter]:
