@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.errors import ArgumentError, BaseModelError, reason_of
+from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, reason_of
+from adapterswap.experts.checkpoints import check_alone
 from adapterswap.experts.empty_models import empty_language_model, read_config
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.dtypes import FLOAT_NAMES
@@ -27,8 +28,8 @@ __all__ = [
     "quiet_peft",
 ]
 
-_SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
-                "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
+_SMALL_FILES = ["config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+                "*.model", "*.jinja", "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
 _WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
 _DTYPES = ("auto", *FLOAT_NAMES)
 
@@ -54,13 +55,17 @@ def open_base(reference: str) -> Base:
     """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`.
 
     Raises:
-        BaseModelError: transformers cannot read it without remote code.
+        BaseModelError: transformers cannot read it without remote code, or it holds an adapter, too.
         NotFoundError: the base does not exist.
     """
     from transformers import AutoTokenizer
 
     source = find_source(reference, _SMALL_FILES, what="base model")
     check_pointers(source.folder)
+    try:
+        check_alone(source.folder)
+    except ExpertError as error:
+        raise error.recast(BaseModelError, parameter="base_model") from None
     config = read_config(source.folder, f"The base model {reference}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)

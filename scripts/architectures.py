@@ -356,7 +356,7 @@ def is_true(message: str, base: PreTrainedModel) -> str:
     if re.search("no such (weight|parameter|tensor)", message):
         there = [name for name in names if {name, f"{name}.weight"} & base.state_dict().keys()]
         return f"UNTRUE ({there[0]})" if there else "true"
-    if "this weight and others as one tensor" in message:
+    if "transformers computes from other tensors" in message:
         with safe_open(Path(base.name_or_path) / "model.safetensors", "pt") as file:
             stored = set(file.keys())
         there = [name for name in names if f"{name}.weight" in base.state_dict() and f"{name}.weight" not in stored]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.experts.adapters import CONFIG as ADAPTER_CONFIG
 from adapterswap.experts.base_identity import TRAINING_RECORD, recorded_base
 from adapterswap.experts.fitting import check_config
 from adapterswap.experts.layers import (
@@ -40,6 +41,7 @@ __all__ = [
     "WEIGHT_FILES",
     "Checkpoint",
     "StoredTensor",
+    "check_alone",
     "find_base_tensor",
     "open_checkpoint",
     "read_checkpoint",
@@ -59,7 +61,9 @@ OTHER_NAMES = (
     "save_pretrained(PATH, save_original_format=False)"
 )
 
-WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS]
+WEIGHT_FILES = [
+    MODEL_CONFIG, ADAPTER_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS,
+]  # fmt: skip
 _RECORDS = ["adapterswap.json", TRAINING_RECORD]
 
 
@@ -157,6 +161,12 @@ def _about_base() -> Iterator[None]:
 
 def _read_checkpoint(source: Source, role: str) -> Checkpoint:
     config = read_json(source.folder / MODEL_CONFIG, f"Pass the {role}'s folder, with a valid config.json")
+    check_alone(source.folder)
+    if name := config.get("transformers_weights"):
+        raise UnsupportedError(
+            f"{source.folder}: config.json names another file of weights ({name!r}, transformers_weights)",
+            f"Remove the entry, and call the file {MODEL_WEIGHTS}",
+        )
     shards = read_shards(source.folder)
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     container = layer_container(tensors)
@@ -171,6 +181,20 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
                 layer = None  # a layer after the language model's that predicts further tokens (DeepSeek, GLM)
             parameters[name] = StoredTensor(name, module, layer, kind_of(module), tensor, shard.path)
     return Checkpoint(source, config, shards, parameters, container, recorded_base(source.folder))
+
+
+def check_alone(folder: Path) -> None:
+    """Check that a folder of full weights holds no adapter, which transformers would add to them.
+
+    Raises:
+        ExpertError: it holds one.
+    """
+    if exists(folder / ADAPTER_CONFIG):
+        raise ExpertError(
+            f"{folder} holds both an adapter and full weights, and transformers would load both",
+            "Pass a folder with one of them: move the other away",
+            parameter="reference",
+        )
 
 
 def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | None = None) -> tuple[Path, Tensor]:

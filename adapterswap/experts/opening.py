@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapterswap.errors import ExpertError
 from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, Adapter, read_adapter
-from adapterswap.experts.checkpoints import MODEL_CONFIG, MODEL_WEIGHTS, Checkpoint, open_checkpoint, read_checkpoint
+from adapterswap.experts.checkpoints import (
+    MODEL_CONFIG,
+    MODEL_INDEX,
+    MODEL_WEIGHTS,
+    Checkpoint,
+    check_alone,
+    open_checkpoint,
+    read_checkpoint,
+)
 from adapterswap.experts.sources import find_source
 from adapterswap.files.smallfiles import exists
 
@@ -29,10 +36,6 @@ def open_expert(reference: str | Path) -> Adapter | Checkpoint:
         if source.revision is None:
             return read_checkpoint(source, what="expert")
         return open_checkpoint(str(source), what="expert")  # fetches the weights of the same commit
-    if exists(folder / CONFIG) and exists(folder / MODEL_WEIGHTS):
-        raise ExpertError(
-            f"{folder} holds both an adapter and full weights",
-            "Pass a folder with one of them: move the other away",
-            parameter="reference",
-        )
+    if exists(folder / MODEL_WEIGHTS) or exists(folder / MODEL_INDEX):
+        check_alone(folder)
     return read_adapter(source)  # reports what is missing

@@ -1,19 +1,23 @@
 """A fine-tune and a base whose classes differ but share a decoder: which parameters correspond.
 
 A text-only model calls its layers `model.layers`, a multimodal one with the same decoder `model.language_model.layers`.
-`experts.naming` maps the names; here a name counts only if it maps back to itself. Knows names; reads no tensor.
+`experts.naming` maps the names; here a name counts only if it maps back to itself. Knows names; of tensors it reads
+only heads and embeddings that the config ties.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from adapterswap.experts.anatomy import Anatomy, build_empty, read_anatomy
+from adapterswap.changes.copies import is_one_weight, stored_weight
+from adapterswap.experts.anatomy import AdaptableWeight, Anatomy, build_empty, read_anatomy
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import before_layers, language_config, layer_of
 from adapterswap.experts.naming import ModelNames
+from adapterswap.files.dtypes import FLOATS
+from adapterswap.files.numbers import open_files
 
-__all__ = ["Side", "counterpart", "expected_name", "have_one_decoder", "is_outside", "read_side"]
+__all__ = ["Side", "anatomy_as_stored", "counterpart", "expected_name", "have_one_decoder", "is_outside", "read_side"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,32 @@ def read_side(checkpoint: Checkpoint) -> Side:
     Raises:
         BaseModelError, ExpertError, UnsupportedError: see `read_anatomy`.
     """
-    return Side(checkpoint, read_anatomy(checkpoint), ModelNames(build_empty(checkpoint), checkpoint.name))
+    return Side(checkpoint, anatomy_as_stored(checkpoint), ModelNames(build_empty(checkpoint), checkpoint.name))
+
+
+def anatomy_as_stored(checkpoint: Checkpoint) -> Anatomy:
+    """The anatomy, without a tie that the checkpoint breaks: transformers loads a stored head that is another weight.
+
+    Raises:
+        BaseModelError, ExpertError, UnsupportedError: see `read_anatomy`.
+    """
+    anatomy = read_anatomy(checkpoint)
+    stored = {anatomy.rename(key): parameter for key, parameter in checkpoint.parameters.items()}
+    weights, parameters = dict(anatomy.weights), dict(anatomy.parameters)
+    for name, weight in anatomy.weights.items():
+        for head in weight.tied:
+            both = [stored[key] for key in (name, f"{head}.weight") if key in stored]
+            if len(both) < 2 or any(one.tensor.dtype not in FLOATS for one in both):
+                continue
+            with open_files(checkpoint.shards) as files:
+                if is_one_weight(*(stored_weight(one.tensor, files[one.path]) for one in both)):
+                    continue
+            weights[name] = replace(weight, tied=())
+            weights[f"{head}.weight"] = AdaptableWeight(
+                head, weight.in_features, weight.out_features, embedding=False, transposed=False
+            )
+            parameters[f"{head}.weight"] = f"{head}.weight"
+    return replace(anatomy, weights=weights, parameters=parameters)
 
 
 def counterpart(name: str, ours: Side, theirs: Side) -> str | None:

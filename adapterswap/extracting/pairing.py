@@ -12,12 +12,13 @@ from typing import Literal, TypeVar
 
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.anatomy import AdaptableWeight, Anatomy, read_anatomy
+from adapterswap.experts.anatomy import AdaptableWeight, Anatomy
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
 from adapterswap.experts.shapes import compare_shapes
 from adapterswap.extracting.counterparts import (
     Side,
+    anatomy_as_stored,
     counterpart,
     expected_name,
     have_one_decoder,
@@ -207,7 +208,7 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> tuple[Anatomy, tuple[
     problems.raise_if_any()
     sides: tuple[Side, Side] | None = None
     if kinds[0] == kinds[1]:
-        anatomies = _of_full(read_anatomy, full), read_anatomy(base)
+        anatomies = _of_full(anatomy_as_stored, full), anatomy_as_stored(base)
     else:
         sides = _of_full(read_side, full), read_side(base)
         anatomies = sides[0].anatomy, sides[1].anatomy

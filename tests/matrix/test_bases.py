@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import PeftModel
 from refusals import refused
+from safetensors.torch import save_file
 from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import adapterswap
-from adapterswap.errors import UnsupportedError
+from adapterswap.bases import open_base
+from adapterswap.errors import BaseModelError, ExpertError, UnsupportedError
 from matrix.adapters import Pair, save_expert
 from matrix.architectures import ARCHITECTURES
 from matrix.bases import FORMS, write_base
 from matrix.operations import OPERATIONS, SWAP, Subject
-from matrix.reference import SHARES, Changes, expected, expert_changes, recorded_warnings, untied
+from matrix.reference import SHARES, Changes, expected, expert_changes, logits, recorded_warnings, untied
 from matrix.test_matrix import Prepared, differences
 
 LLAMA = ARCHITECTURES["llama"]
@@ -118,3 +123,58 @@ def test_full_checkpoints(form: str, tmp_path: Path) -> None:
         mean = shares[0] * task[name].double() + shares[1] * language[name].double()
         short = (form.endswith("bfloat16") and name == "lm_head.weight") or (form == "mixed dtypes" and ".1." in name)
         close(tensor, mean.float(), dtype=torch.bfloat16 if short else None, name=name)
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("form", [form for form in FORMS if "head" in form or form in ("sharded", "no embedding")])
+def test_extract(form: str, tmp_path: Path) -> None:
+    """A head of its own is extracted apart from the embedding, and a tied one with it."""
+    base, full = write_base(form, tmp_path / "base"), write_base(form, tmp_path / "full", seed=1)
+    adapterswap.extract(full, base, out_path=tmp_path / "adapter", rank=32, embeddings=True)
+    models = [untied(AutoModelForCausalLM.from_pretrained(folder)) for folder in (base, full)]
+    tuned = dict(models[1].named_parameters())
+    for name, tensor in (
+        PeftModel.from_pretrained(models[0], tmp_path / "adapter").merge_and_unload().named_parameters()
+    ):
+        if "norm" not in name:  # which an adapter does not hold
+            close(tensor, tuned[name], dtype=torch.bfloat16 if "bfloat16" in form else None, name=name)
+
+
+def test_extract_from_a_head_of_its_own_and_a_tied_base(tmp_path: Path) -> None:
+    base, own, equal = (
+        write_base(form, tmp_path / form, seed=seed) for seed, form in enumerate(("no head", "own head", "equal head"))
+    )
+    with refused(BaseModelError, "base_model", match="does not tie its head"):
+        adapterswap.extract(own, base, out_path=tmp_path / "adapter", rank=32)
+    adapterswap.extract(equal, base, out_path=tmp_path / "adapter", rank=32)
+
+
+def test_an_adapter_in_the_folder(tmp_path: Path) -> None:
+    """transformers would add it to the base, or to the expert, without a word."""
+    base = write_base("sharded", tmp_path / "base")
+    before = AutoModelForCausalLM.from_pretrained(base).eval()
+    adapter, inside = (
+        save_expert(before, tmp_path / name, seed=seed, target_modules=["q_proj"]).folder
+        for seed, name in enumerate(("adapter", "inside"))
+    )
+    for path in inside.iterdir():
+        shutil.copy(path, base)
+    assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(base)), logits(before))
+    with refused(BaseModelError, "base_model", match="holds both an adapter and full weights"):
+        adapterswap.merge(adapter, base, out_path=tmp_path / "out")
+    with refused(BaseModelError, "base_model", match="holds both an adapter and full weights"):
+        open_base(str(base))
+    with refused(ExpertError, "reference", match="holds both an adapter and full weights"):
+        adapterswap.open_expert(base)
+
+
+def test_another_file_named_by_the_config(tmp_path: Path) -> None:
+    base = write_base("single", tmp_path / "base")
+    before = AutoModelForCausalLM.from_pretrained(base).eval()
+    other = {name: tensor + 0.05 for name, tensor in before.state_dict().items()}
+    save_file(other, base / "other.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(base)), logits(before))
+    with refused(UnsupportedError, None, match="transformers_weights"):
+        adapterswap.open_checkpoint(base)
