@@ -52,6 +52,11 @@ def lost_shard(folder: Path) -> None:
     sorted(folder.glob("*.safetensors"))[1].unlink()
 
 
+def tied(folder: Path) -> None:
+    edit_config(folder, tie_word_embeddings=True)
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+
+
 def truncated(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -75,7 +80,7 @@ MISFITS: dict[str, tuple[Callable[[Path], None], type[AdapterswapError], str, st
         "full",
         "full",
     ),
-    "untied": (lambda f: edit_config(f, tie_word_embeddings=True), BaseModelError, "base_model", "full ties its head"),
+    "tied": (tied, BaseModelError, "base_model", "full ties its head"),
     "unknown type": (lambda f: edit_config(f, model_type=7), BaseModelError, "base_model", "7"),
 }
 
