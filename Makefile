@@ -4,8 +4,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 VLLM := .venv-vllm/.installed
+REV ?= HEAD
 
-.PHONY: demo test test-fast matrix architectures numerics lint format docs dist bench peers vllm clean
+.PHONY: demo test test-fast matrix golden architectures numerics lint format docs dist bench peers vllm clean
 
 demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
@@ -31,6 +32,9 @@ matrix: $(STAMP)  ## every architecture × kind of adapters × operation against
 
 architectures: $(STAMP)  ## every text model of transformers at pico size: composed, merged, compared with PEFT; it resumes
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py
+
+golden: $(STAMP)  ## does the code still do what it did at REV? a sample; `scripts/golden` says how to run the rest
+	$(BIN)/python scripts/golden run $(REV) --sample
 
 numerics: $(STAMP)  ## the numerical tests with every set of kernels of this processor, and with 1, 2 and 4 threads
 	$(BIN)/python scripts/numerics.py -n 2 --dist loadfile
