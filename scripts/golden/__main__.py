@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import fcntl
 import fnmatch
 import hashlib
 import json
@@ -124,7 +125,7 @@ class Side:
         assert process.stdout is not None
         imported = process.stdout.readline().strip()
         if imported != str(self.tree):
-            raise SystemExit(f"adapterswap was imported from {imported}, not {self.tree}: see {log.name}")
+            raise RuntimeError(f"adapterswap was imported from {imported}, not {self.tree}: see {log.name}")
         while True:
             try:
                 job = jobs.get_nowait()
@@ -134,7 +135,7 @@ class Side:
             self.path(job["group"]).unlink(missing_ok=True)
             process.stdin.write(json.dumps({**job, "steps": steps}) + "\n")
             if not process.stdout.readline():
-                raise SystemExit(f"the process for {self.tree} died: see {log.name}")
+                raise RuntimeError(f"the process for {self.tree} died: see {log.name}")
             self.path(job["group"]).write_text(json.dumps(before | self.found(job["group"])))
         process.stdin.close()
         process.wait()
@@ -220,8 +221,9 @@ def compare(old: Side, new: Side, jobs: list[Json], *, most: int, messages: bool
                 print(f"{cell} | {field} | {_short(was)} | {_short(now)}")
             if len(found) > most:
                 print(f"{cell} | … and {len(found) - most} more fields")
-            if "lost" in outcome:
-                print(f"{cell} | lost | {outcome['lost']}")
+            if "lost" in outcome and not found:
+                print(f"{cell} | lost | on both sides: {outcome['lost']}")
+                counted["differences"] += 1
             said = [TIMES.sub("TIME", one[cell].get("said", "")) for one in (first, second)]
             if said[0] != said[1]:
                 worded += 1
@@ -233,6 +235,11 @@ def compare(old: Side, new: Side, jobs: list[Json], *, most: int, messages: bool
     for what, count in counted.most_common():
         print(f"{count:6,} {what}")
     return counted["differences"]
+
+
+def _stamps(folder: Path) -> set[tuple[str, int]]:
+    """Every file, with the time of its last change."""
+    return {(str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*") if not path.is_dir()}
 
 
 def _short(value: Json) -> str:
@@ -253,6 +260,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     start = time.monotonic()
+    HOME.mkdir(exist_ok=True)
+    lock = (HOME / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # another run in this checkout is waited for
     frozen = freeze(options.revision)
     if options.command == "freeze":
         return 0
@@ -262,8 +272,12 @@ def main() -> int:
     old = Side("old", frozen / "tree", frozen, frozen / f"results-{key}")
     shutil.rmtree(HOME / "run" / "results", ignore_errors=True)
     new = Side("new", options.tree.resolve(), frozen, HOME / "run" / "results")
+    before = _stamps(frozen / "inputs")
     run_both(old, new, jobs, options.processes)
     found = compare(old, new, jobs, most=options.most, messages=options.messages)
+    for path, _ in sorted(before ^ _stamps(frozen / "inputs")):
+        print(f"an input was changed: {path}")
+        found += 1
     print(f"{time.monotonic() - start:,.0f} s")
     return 1 if found else 0
 

@@ -223,10 +223,32 @@ def pages(folder: Path) -> Iterator[Job]:
             else:
                 steps.append(_step(cell, "python" if kind == "python" else "shell", step.text))
         yield {"group": f"pages/{page}", "world": str(here.parent), "page": page, "steps": steps}
+    yield from examples(lab, folder)
     world = _unwrapped("test_public_face", "world")(FACTORY)
     here = shutil.copytree(world, _new(folder / "python") / "here")
     text = test_public_face.page_as_script(str(world / "base"))
     yield {"group": "pages/docs/python.md", "world": str(here.parent), "steps": [_step("pages/python", "python", text)]}
+
+
+def examples(lab: Path, folder: Path) -> Iterator[Job]:
+    """The notebooks, and the commands of an example's page; without what reaches into the package."""
+    for name in ("compose", "live"):
+        here = _new(folder / name) / "here"
+        shutil.copytree(lab, here / "lab-run")
+        cells = json.loads((ROOT / f"examples/notebooks/{name}.ipynb").read_text())["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        sources = [re.sub(r"^if not Path.*\n +!.*\n", "", source, flags=re.MULTILINE) for source in sources]
+        steps = [_step(f"pages/examples/{name}:{number}", "python", text) for number, text in enumerate(sources)]
+        yield {"group": f"pages/examples/{name}", "world": str(here.parent), "steps": steps}
+    from pages.blocks import steps_of
+
+    page = "examples/which_layers/README.md"
+    here = _new(folder / "which_layers") / "here"
+    shutil.copytree(lab, here / "lab-run")
+    shutil.copytree(ROOT / "examples" / "which_layers", here / "examples" / "which_layers")
+    lines = [step for step in steps_of(page) if step.text.split()[1] in ("analyze", "suggest", "compose")]
+    steps = [_step(f"pages/{page}:{step.line}", "shell", step.text) for step in lines]
+    yield {"group": f"pages/{page}", "world": str(here.parent), "steps": steps}
 
 
 def _unwrapped(module: str, fixture: str) -> Any:
@@ -349,7 +371,7 @@ def _options(world: str) -> Iterator[Job]:
             for value in values:
                 words = [parameter.opts[-1]] if parameter.is_flag else [parameter.opts[-1], value]
                 cell = f"refusals/{line} {' '.join(map(repr, words))}"
-                sample = _few(cell, 6) and name not in ("evaluate", "train", "sweep")
+                sample = name == "compose" or (_few(cell, 6) and name not in ("evaluate", "train", "sweep"))
                 steps.append(_step(cell, "command", "", words=[*line.split(), *words], sample=sample))
         for missing in range(1, len(line.split())):  # each word left out
             words = line.split()
