@@ -23,7 +23,16 @@ from adapterswap.checking.gguf import is_gguf
 from adapterswap.checking.recorded import FILES, added_files, contradicting, marked
 from adapterswap.checking.result import Verification
 from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
-from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, PICKLED, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.adapters import (
+    ADAPTER_FILES,
+    CONFIG,
+    PICKLED,
+    PROVENANCE,
+    WEIGHTS,
+    Adapter,
+    open_adapter,
+    recorded_layers,
+)
 from adapterswap.experts.base_identity import base_fingerprints, recorded_base
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.identity import sha256_of
@@ -157,7 +166,10 @@ def _verify_converted(
             unchecked.append(name)
             continue
         found = find_source(reference, [*ADAPTER_FILES, PICKLED], what="adapter", parameter="experts")
-        opened[name] = replace(converted, source=found, base_fingerprints=recorded_base(found.folder))
+        opened[name] = replace(
+            converted, source=found, base_fingerprints=recorded_base(found.folder),
+            kept_layers=recorded_layers(found.folder),
+        )  # fmt: skip
         hashes = {
             file: sha256_of(found.folder / file)
             for file in (PICKLED if conversion.pickled else WEIGHTS, CONFIG)

@@ -35,7 +35,15 @@ from adapterswap.errors import (
     UnsupportedError,
 )
 from adapterswap.experts.adapter_keys import factor_key, parameter_key
-from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, open_adapter, read_adapter
+from adapterswap.experts.adapters import (
+    ADAPTER_FILES,
+    CONFIG,
+    WEIGHTS,
+    Adapter,
+    open_adapter,
+    read_adapter,
+    recorded_layers,
+)
 from adapterswap.experts.base_identity import recorded_base
 from adapterswap.experts.checkpoints import WEIGHT_FILES, open_checkpoint
 from adapterswap.experts.identity import sha256_of
@@ -177,7 +185,10 @@ def convert(
                 opened, base, lowered, rank=min(saved_rank, rank or saved_rank), error=max_error, dtype=stored
             )
             opened = read_adapter(replace(source, folder=lowered))
-        opened = replace(opened, base_fingerprints=recorded_base(source.folder))
+        opened = replace(
+            opened, source=source, base_fingerprints=recorded_base(source.folder),
+            kept_layers=recorded_layers(source.folder),
+        )  # fmt: skip
         expert = expert_name(adapter, {}, "expert")
         prepared = prepare(_plan_of(opened, expert, base_model), form)
         target = place / "written"

@@ -33,7 +33,17 @@ from adapterswap.experts.tokenizers import TOKENIZER_FILES
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
-__all__ = ["Adapter", "FullModule", "LoraModule", "OpaqueModule", "Part", "by_layer", "open_adapter", "read_adapter"]
+__all__ = [
+    "Adapter",
+    "FullModule",
+    "LoraModule",
+    "OpaqueModule",
+    "Part",
+    "by_layer",
+    "open_adapter",
+    "read_adapter",
+    "recorded_layers",
+]
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -392,7 +402,7 @@ def read_adapter(source: Source) -> Adapter:
         by_layer(modules),
         by_layer(full),
         container,
-        _kept_layers(folder),
+        recorded_layers(folder),
         ignored,
         renamed=renamed,
         opaque=by_layer(opaque),
@@ -512,7 +522,7 @@ def _with_parameters(
     return renamed, parameters
 
 
-def _kept_layers(folder: Path) -> KeptLayers | None:
+def recorded_layers(folder: Path) -> KeptLayers | None:
     """The layers of a slice, from its adapterswap.json; None if the adapter is not a slice."""
     try:
         recorded = read_json(folder / PROVENANCE, "")["slice"]

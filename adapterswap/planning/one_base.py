@@ -77,7 +77,7 @@ def check_base_weights(recorded: Mapping[str, Mapping[str, str]], base: Source |
         file = differing_weights(fingerprints, identity_of(base)) if base is not None and fingerprints else None
         if base is not None and file is not None:
             raise BaseModelError(
-                f"{name} was trained on another base than {base.folder}: {file} differs",
+                f"{name} was trained on a base with other weights than {base}: {file} differs",
                 f"Pass the base that it was trained on as `base_model`. {_RESAVED.format(name)}",
                 parameter="base_model",
             )

@@ -87,8 +87,11 @@ def slice_layers(
 
 
 def sliced_layers(plan: Plan) -> KeptLayers | None:
-    """The layers that a slice keeps; None for a plan that is not a slice."""
+    """The layers that a slice, or a copy of one, keeps; None for a plan that is neither."""
     rules = plan.rules
+    copied = next(iter(plan.adapters.values())) if len(plan.experts) == len(plan.adapters) == len(rules) == 1 else None
+    if copied is not None and rules[0] == Rule(expert=next(iter(plan.adapters))):
+        return copied.kept_layers
     if len(plan.experts) != 1 or len(rules) != 3 or plan.composition.allocation is None:
         return None
     kept, outside, rest = rules

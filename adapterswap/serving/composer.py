@@ -28,6 +28,7 @@ from adapterswap.experts.sources import base_config
 from adapterswap.files.smallfiles import shown
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
+from adapterswap.planning.one_base import check_base_weights
 from adapterswap.planning.plan import Plan
 from adapterswap.records.record import FORMAT
 from adapterswap.serving.base_shapes import base_shapes, check_fits
@@ -65,7 +66,7 @@ class NamedComposer:
         self.base_model = base_model
         self.cache = cache
         self.max_lora_rank = max_lora_rank
-        _, config = base_config(base_model)
+        self._base, config = base_config(base_model)
         num_layers = num_layers_in_config(config)
         if num_layers is None:
             raise BaseModelError(
@@ -163,11 +164,13 @@ class NamedComposer:
         Raises:
             NotFoundError: it does not exist.
             ExpertError: it is damaged, does not fit the base, or carries a copy of another base's weight.
+            BaseModelError: its record says that it was trained on another base.
             UnsupportedError: it is of a kind that cannot be composed or served.
         """
         if name in self._from_hub:
             return self._from_hub[name]
         adapter = open_adapter(self.manifest.experts[name])
+        check_base_weights({name: adapter.base_fingerprints}, self._base)
         check_fits(adapter, self._shapes, name, self.engine)
         check_copies(adapter, self.base_model, self.cache.memo, name, self.engine)
         if adapter.source.revision:

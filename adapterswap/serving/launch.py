@@ -195,9 +195,10 @@ def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -
 def other_bases(experts: Mapping[str, Adapter], base_model: str) -> list[str]:
     """A remark for each expert whose config names another base than the served one."""
     served, revision = split_revision(base_model)
+    known = is_folder(expand(base_model))
     remarks = []
     for name, adapter in experts.items():
-        own = adapter.config.base_model
+        own = None if adapter.base_fingerprints and known else adapter.config.base_model  # compared when it was opened
         other_revision = None not in (revision, adapter.config.revision) and revision != adapter.config.revision
         if own and (not same_base(own, served) or other_revision):
             own = at_revision(own, adapter.config.revision)

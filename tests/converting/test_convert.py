@@ -22,7 +22,14 @@ from tolerances import close
 import adapterswap
 from adapterswap.converting import Conversion
 from adapterswap.converting.peft_deltas import CONVERTIBLE
-from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, OutputError, UnsupportedError
+from adapterswap.errors import (
+    ArgumentError,
+    BaseModelError,
+    CompositionError,
+    ExpertError,
+    OutputError,
+    UnsupportedError,
+)
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
@@ -133,6 +140,21 @@ def test_the_bound_on_the_error(base: Callable[[str], Path], tmp_path: Path) -> 
         config = json.loads((adapter / CONFIG).read_text()) | {"base_model_name_or_path": None}
         (tmp_path / "moved" / CONFIG).write_text(json.dumps(config))
         adapterswap.convert(tmp_path / "moved", tmp_path / "none", rank=4)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_converted_slice_is_still_one(pickled: bool, math: Path, tmp_path: Path) -> None:
+    """Otherwise its missing layers would pass for the base's."""
+    part = adapterswap.slice_layers(math, "0-1,5", num_layers=6).write(tmp_path / "slice")
+    if pickled:
+        torch.save(load_file(part / "adapter_model.safetensors"), part / "adapter_model.bin")
+        (part / "adapter_model.safetensors").unlink()
+    adapterswap.convert(part, tmp_path / "out", dtype="bfloat16", allow_pickle=pickled)
+    converted = adapterswap.open_adapter(tmp_path / "out")
+    assert str(converted.kept_layers) == "layers 0-1,5"
+    with refused(CompositionError):
+        adapterswap.layer_swap(tmp_path / "out", math, num_layers=6, bottom=1, top=1)
+    assert adapterswap.verify(tmp_path / "out", {"slice": part}).equal
 
 
 def test_a_lora_in_another_dtype_and_layout(math: Path, base: Callable[[str], Path], tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ from adapterswap.evaluation.subjects import load_subject
 from adapterswap.experts.base_identity import recorded_base
 from adapterswap.experts.sources import Source
 from adapterswap.live.loading import load_expert
+from adapterswap.serving.cache import Cache
+from adapterswap.serving.composer import NamedComposer
+from adapterswap.serving.launch import other_bases
+from adapterswap.serving.manifest import Manifest
 
 CONFIG = "adapter_config.json"
 
@@ -160,6 +164,17 @@ def test_a_base_is_the_one_that_the_experts_record(command: str, world: World, t
     for folder in [*tmp_path.glob("math-*"), *tmp_path.glob("swahili-*"), *tmp_path.glob("full-*")]:
         shutil.rmtree(folder)
     COMMANDS[command](world, world.bases["a"], out)
+
+
+def test_a_server_refuses_experts_of_another_base(world: World, tmp_path: Path) -> None:
+    manifest = Manifest(experts={"math": str(world.expert("math", records="a", base="another"))})
+    for name, other in (("a", False), ("b", True)):
+        composer = NamedComposer(manifest, str(world.bases[name]), Cache(tmp_path / "cache"), None)
+        if other:
+            with refused(BaseModelError, "base_model"):
+                composer.open("math")
+        else:
+            assert other_bases({"math": composer.open("math")}, composer.base_model) == []
 
 
 def test_a_base_found_by_its_name_is_compared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
