@@ -20,7 +20,7 @@ __all__ = ["TRAINING_RECORD", "base_fingerprints", "differing_weights", "identit
 
 TRAINING_RECORD = "training.json"
 _RECORD = "adapterswap.json"
-_WEIGHTS = "model*.safetensors"
+_SINGLE, _WEIGHTS = "model.safetensors", "model*.safetensors"
 
 
 def recorded_base(folder: Path) -> dict[str, str]:
@@ -50,8 +50,12 @@ def identity_of(base: Source) -> dict[str, str]:
 
 
 def base_fingerprints(folder: Path) -> dict[str, str]:
-    """The fingerprints of a base's weights, by file; read again only if a file changes."""
-    stats = [(path, path.stat()) for path in sorted(folder.glob(_WEIGHTS)) if path.is_file()]
+    """The fingerprints of a base's weights, by file; read again only if a file changes.
+
+    Shards beside a single file are left out: transformers does not load them.
+    """
+    paths = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob(_WEIGHTS))
+    stats = [(path, path.stat()) for path in paths if path.is_file()]
     return dict(_fingerprints(tuple((path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for path, s in stats)))
 
 

@@ -87,7 +87,9 @@ FORMS: dict[str, Callable[[Path, State], None]] = {
     "stale index": _stale_index,
     "stray files": _stray_files,
     "links": _linked,
-    "scalars": lambda folder, state: _save(folder, {**state, "model.layers.0.scale": torch.tensor(2.0)}),
+    "scalars": lambda folder, state: _save(
+        folder, {**state, **dict.fromkeys(["model.layers.0.scale", "lm_head.scale"], torch.tensor(2.0))}
+    ),
     "mixed dtypes": lambda folder, state: _shards(
         folder, {name: tensor.to(torch.bfloat16) if ".1." in name else tensor for name, tensor in state.items()}
     ),

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import adapterswap
 from adapterswap.bases import open_base
 from adapterswap.errors import BaseModelError, ExpertError, UnsupportedError
+from adapterswap.experts.base_identity import base_fingerprints
 from matrix.adapters import Pair, save_expert
 from matrix.architectures import ARCHITECTURES
 from matrix.bases import FORMS, write_base
@@ -178,3 +179,8 @@ def test_another_file_named_by_the_config(tmp_path: Path) -> None:
     assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(base)), logits(before))
     with refused(UnsupportedError, None, match="transformers_weights"):
         adapterswap.open_checkpoint(base)
+
+
+def test_a_base_is_known_by_the_weights_that_are_loaded(tmp_path: Path) -> None:
+    single, both = (write_base(form, tmp_path / form) for form in ("single", "single beside shards"))
+    assert base_fingerprints(both) == base_fingerprints(single) != {}
