@@ -70,4 +70,4 @@ def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, st
 
 def model_fingerprints(folder: Path) -> dict[str, str]:
     """The fingerprints of a model's config, weights, tokenizer and chat template."""
-    return fingerprints(folder, WEIGHT_FILES)
+    return fingerprints(folder, [pattern for pattern in WEIGHT_FILES if pattern != "README.md"])
