@@ -1,6 +1,6 @@
 """Compose and merge LoRA on every text model of transformers that can be built at pico size, and compare with PEFT.
 
-    python scripts/architectures.py [--only REGEX] [--results FILE] [--seconds 120] [--kind lora|bias]
+    python scripts/architectures.py [--only REGEX] [--results FILE] [--seconds 120] [--kind lora|bias|parameters]
 
 Takes every causal, sequence-to-sequence and classification class. For each, PEFT makes two random adapters
 (`all-linear`), whose soup, swap with a transition zone, and merge are compared with PEFT's own ΔW, added up in torch.
@@ -155,8 +155,7 @@ def build(task: str, model_type: str, folder: Path) -> PreTrainedModel:
 
 def random_adapter(base: PreTrainedModel, task: str, kind: str, out: Path, *, seed: int, **options: Any) -> Changes:
     """Save an adapter with PEFT, with random numbers in all that it trains; its ΔW as PEFT computes it."""
-    settings: dict[str, Any] = {"bias": "all"} if kind == "bias" else {}
-    config = LoraConfig(task_type=task, use_rslora=True, target_modules="all-linear", **settings, **options)
+    config = LoraConfig(task_type=task, use_rslora=True, **KINDS[kind], **options)
     try:
         model = get_peft_model(copy.deepcopy(base), config)
     except (TypeError, ValueError) as error:
@@ -190,6 +189,11 @@ def layers_of(base: PreTrainedModel) -> Callable[[str], int | None]:
     return layer
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": "all-linear"},
+    "bias": {"target_modules": "all-linear", "bias": "all"},
+    "parameters": {"target_parameters": ["router.weight", "experts.gate_up_proj", "experts.down_proj"]},
+}
 SWAP = {"bottom": 1, "top": 1, "bottom_transition": 1, "task_weight": 1, "language_weight": 3}
 _SHARES = {None: (0.25, 0.75), 0: (0, 1), 1: (0.25, 0.75), 2: (1, 0), 3: (0, 1)}
 
@@ -420,7 +424,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regex of 'TASK model_type'")
     parser.add_argument("--results", type=Path, default=Path("architectures.jsonl"))
     parser.add_argument("--seconds", type=int, default=120)
-    parser.add_argument("--kind", choices=["lora", "bias"], default="lora")
+    parser.add_argument("--kind", choices=KINDS, default="lora")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(50)

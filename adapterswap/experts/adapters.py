@@ -498,15 +498,20 @@ def _with_parameters(
         UnsupportedError: the config does not say which parameter a layer belongs to.
     """
     adapted = config.targets.loaded(pairs)
+    ends = [target.rpartition(".") for target in config.target_parameters]
+
+    def within(module: str) -> list[str]:
+        return [last for start, _, last in ends if start and f".{module}".endswith(f".{start}")]
+
     chains: dict[str, list[str]] = {}
     for name in sorted(pairs, key=len, reverse=True):
         module = re.sub(r"(\.base_layer)+$", "", name)
-        if module != name or name not in adapted:
+        # Without target_modules PEFT adapts at most its default modules for the type of model.
+        if module != name or name not in adapted or (config.targets.modules is None and within(module)):
             chains.setdefault(module, []).append(name)  # the innermost first
     renamed, parameters = dict(pairs), set()
     for module, chain in chains.items():
-        ends = [target.rpartition(".") for target in config.target_parameters]
-        inside = [last for start, _, last in ends if start and f".{module}".endswith(f".{start}")]
+        inside = within(module)
         anywhere = [last for start, _, last in ends if not start]
         names = inside if len(inside) == len(chain) else [*inside, *anywhere]
         names = sorted(set(names), key=lambda name: name != _FIRST_FUSED)

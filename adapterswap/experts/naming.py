@@ -60,7 +60,9 @@ class ModelNames:
         self._shapes: dict[str, Shape | None] = {
             module: shape_of(getattr(part, "base_layer", part)) for module, part in model.named_modules() if module
         }
-        adaptable = (name for name, parameter in model.named_parameters() if parameter.dim() in (2, 3))
+        adaptable = (
+            name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.dim() in (2, 3)
+        )
         self._shapes |= dict.fromkeys(adaptable)  # PEFT adapts them by their own names (`target_parameters`)
         self.container = layer_container(adaptable_weights(model))
         self._rename = rename_keys(model)

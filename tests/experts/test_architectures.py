@@ -211,6 +211,7 @@ EXACT = dict.fromkeys(("soup", "swap", "merge"), "exact")
 
 PICO = {
     "routers as parameters with two axes": ("CAUSAL_LM", "afmoe", "lora", EXACT),
+    "parameters alone, without modules": ("CAUSAL_LM", "gpt_oss", "parameters", EXACT),
     "a mixture of one expert": ("CAUSAL_LM", "hunyuan_v1_moe", "lora", EXACT),
     "q, k and v stored as one": ("SEQ_CLS", "nomic_bert", "lora", {**EXACT, "merge": "UnsupportedError"}),
     "a head trained in full, and biases": ("SEQ_CLS", "bert", "bias", EXACT),

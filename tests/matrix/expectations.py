@@ -54,8 +54,8 @@ _FUSED = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 NONLINEAR = OPAQUE.keys() - {"lora_bias"}
 
 REFUSALS = [
-    Refusal("fused experts (target_parameters)", UnsupportedError, "LoRA on (the )?parameter", _FUSED, ["linear"],
-            ["merge", "live", *METHODS]),
+    Refusal("fused experts (target_parameters)", UnsupportedError, "is a fused parameter", _FUSED, ["linear"],
+            ["multislerp"]),
     # Experts of attention alone leave the task nothing in partition A, and some hybrids have no attention in a zone.
     Refusal("a side or a zone has no module", CompositionError, "contributes no module", operations=["partition_a"]),
     Refusal("a side or a zone has no module", CompositionError, "contributes no mod", _HYBRID, ["mixed"], ["copied"]),
