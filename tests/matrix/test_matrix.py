@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from adapterswap import AdapterswapError
 from matrix.adapters import KINDS, Pair
 from matrix.architectures import ARCHITECTURES, LAYERS, build
-from matrix.expectations import CELLS, NONLINEAR, SAMPLE, Cell, reason_of
+from matrix.expectations import CELLS, SAMPLE, Cell, reason_of
 from matrix.methods import METHODS
 from matrix.operations import OPERATIONS, Result, Subject
 from matrix.reference import Changes, expected, expert_changes, logits, rounded_otherwise, untied, with_changes
@@ -101,19 +101,20 @@ def _outcome(cell: Cell, prepared: Prepared, out: Path) -> str:
     except Exception as error:  # from PEFT or transformers, which could not load the result, or from the library
         return f"failed: {type(error).__name__}: {error}"
     changes = expected(architecture, operation.composition, prepared.task, prepared.language, prepared.base)
-    others = []
-    if cell.operation in METHODS and cell.kind in NONLINEAR:
+    wrong = differences(prepared, changes, result, [])
+    if wrong and cell.operation in METHODS:
+        others = []
         for seed in range(4):
             experts = (rounded_otherwise(prepared.base, one, seed) for one in (prepared.task, prepared.language))
             others.append(expected(architecture, operation.composition, *experts, prepared.base))
-    wrong = differences(prepared, changes, result, others)
+        wrong = differences(prepared, changes, result, others)
     return f"failed: {'; '.join(wrong)}" if wrong else "exact"
 
 
 def differences(prepared: Prepared, changes: Changes, result: Result, others: Sequence[Changes]) -> list[str]:
     """What is wrong with a result: warnings that its experts did not cause, a ΔW, the logits.
 
-    Some methods amplify rounding: they divide by 1 + cos, say, and rows of RoAd's ΔW may be opposed. `others` are
+    Some methods amplify rounding: they divide by 1 + cos or by a small singular value, say. `others` are
     results for ΔW that float32 cannot tell from the first. Twice as far as these are from it, no number is determined.
     """
     # PEFT warns that it does not find patterns for parameters, although it uses them, as ΔW shows.
