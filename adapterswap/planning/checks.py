@@ -196,7 +196,9 @@ def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
                 return
 
 
-def check_depth(experts: Mapping[str, Adapter], num_layers: NumLayers, problems: Problems) -> None:
+def check_depth(
+    experts: Mapping[str, Adapter], num_layers: NumLayers, problems: Problems, *, names_layers: bool = True
+) -> None:
     for name, adapter in experts.items():
         if isinstance(num_layers, int) and has_both_stacks(adapter.container):
             problems.add(
@@ -211,6 +213,8 @@ def check_depth(experts: Mapping[str, Adapter], num_layers: NumLayers, problems:
                 stack = stack_in(part.name, num_layers)
                 highest[stack] = max(part.layer, highest.get(stack, 0))
         if not isinstance(num_layers, int) and None in highest:
+            if not names_layers:  # then it does not matter which stack they are in
+                continue
             problems.add(
                 f"{name} adapts layers ({adapter.container}) that are neither the encoder's nor the decoder's",
                 "Pass the base that the experts adapt as `base_model`",

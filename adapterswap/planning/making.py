@@ -156,7 +156,7 @@ def _plan_of_modules(
     problems.raise_if_any()
     assert depth is not None
     adapters = outside_the_layers(adapters, depth.num_layers, base_model=composition.base_model)
-    check_depth(adapters, depth.num_layers, problems)
+    check_depth(adapters, depth.num_layers, problems, names_layers=composition.names_layers)
     problems.raise_if_any()
     rules = composition.rules(depth.num_layers)
     check_rules(rules, depth.num_layers, problems)
@@ -231,7 +231,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     num_layers = _stored_depth(composition, skeleton_name, skeleton, problems)
     adapters = outside_the_layers(adapters, num_layers, config=skeleton.config)
     experts = {**experts, **adapters}
-    check_depth(adapters, num_layers, problems)
+    check_depth(adapters, num_layers, problems, names_layers=composition.names_layers)
     rules = composition.rules(num_layers, full=True)
     check_rules(rules, num_layers, problems)
     tied = find_tied_head(skeleton, adapters)
