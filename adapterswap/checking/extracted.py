@@ -115,8 +115,9 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
             differing_keys.append("extraction")
         if content.get(FILES) != sorted([*ADAPTER_FILES, CARD, PROVENANCE]):
             differing_keys.append(FILES)
-    layers = record.extraction.layers
-    if content.get("slice") != (None if layers is None else {"layers": layers}):
+    layers, origin = record.extraction.layers, record.extraction.full.origin
+    inherited = origin.slice.content() if origin is not None and origin.slice is not None else None
+    if content.get("slice") != (inherited if layers is None else {"layers": layers}):
         differing_keys.append("slice")
     unchanged = content.get("unchanged")
     if not isinstance(unchanged, list) or any(name in record.extracted for name in map(str, unchanged)):

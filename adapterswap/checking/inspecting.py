@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.checking.gguf import GgufAdapter, GgufModule, is_gguf, open_gguf
 from adapterswap.errors import AdapterswapError, check_type
-from adapterswap.experts.adapters import PROVENANCE, Adapter, FullModule, LoraModule, OpaqueModule
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.layers import (
     Kind,
@@ -24,6 +24,7 @@ from adapterswap.experts.layers import (
     stacked_layers_in_config,
 )
 from adapterswap.experts.opening import open_expert
+from adapterswap.experts.slices import PROVENANCE
 from adapterswap.files.smallfiles import exists
 from adapterswap.files.tensorfile import Tensor
 

@@ -23,20 +23,12 @@ from adapterswap.checking.gguf import is_gguf
 from adapterswap.checking.recorded import FILES, added_files, contradicting, marked
 from adapterswap.checking.result import Verification
 from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
-from adapterswap.experts.adapters import (
-    ADAPTER_FILES,
-    CONFIG,
-    PICKLED,
-    PROVENANCE,
-    WEIGHTS,
-    Adapter,
-    open_adapter,
-    recorded_layers,
-)
+from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, PICKLED, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.base_identity import base_fingerprints, recorded_base
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.opening import open_expert
+from adapterswap.experts.slices import PROVENANCE, recorded_layers
 from adapterswap.experts.sources import at_revision, find_source, public_name
 from adapterswap.files.numbers import open_files, read_bytes, row_ranges
 from adapterswap.files.scratch import scratch_folder

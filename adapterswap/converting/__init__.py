@@ -42,25 +42,25 @@ from adapterswap.experts.adapters import (
     Adapter,
     open_adapter,
     read_adapter,
-    recorded_layers,
 )
 from adapterswap.experts.base_identity import recorded_base
 from adapterswap.experts.checkpoints import WEIGHT_FILES, open_checkpoint
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.naming import renamed_adapter
 from adapterswap.experts.peft_kinds import TRAINABLE_TOKENS
+from adapterswap.experts.slices import recorded_layers
 from adapterswap.experts.sources import Source, at_revision, find_source
 from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.folders import check_target
 from adapterswap.files.numbers import decode, finite_bytes
 from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import exists, expand, read_json, shown, write_json
-from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.depth import least_depth
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.slicing import whole_rules
 from adapterswap.records.record import CompositionRecord, ConversionRecord
 from adapterswap.writing import prepare, write_prepared
 from adapterswap.writing.folder import COMPOSED
@@ -363,7 +363,7 @@ def _base_of(base_name: object, revision: str | None, base_model: str | None) ->
 
 def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
     """The plan that gives every module to one expert. Without the base, the least possible depth is enough."""
-    composition = Composition(allocation=(Rule(expert=expert),), base_model=base_model)
+    composition = Composition(allocation=whole_rules(expert, adapter), base_model=base_model)
     try:
         return make_plan(composition, {expert: adapter})
     except (NotFoundError, BaseModelError):

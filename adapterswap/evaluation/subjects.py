@@ -16,11 +16,12 @@ from typing import Any
 
 from adapterswap.bases import Base, choose_device, load_weights, quiet_peft
 from adapterswap.errors import CompositionError, ExpertError, Problems, reason_of
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.adapters import CONFIG, WEIGHTS
 from adapterswap.experts.base_identity import TRAINING_RECORD, identity_of, recorded_base
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.patterns import is_plain
+from adapterswap.experts.slices import PROVENANCE
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import read_json

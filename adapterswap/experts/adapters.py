@@ -25,12 +25,13 @@ from adapterswap.experts.adapter_keys import (
     sort_keys,
 )
 from adapterswap.experts.base_identity import TRAINING_RECORD, recorded_base
-from adapterswap.experts.layers import HEADS, KeptLayers, Kind, is_vocabulary, kind_of, layer_container, layer_of
+from adapterswap.experts.layers import HEADS, Kind, is_vocabulary, kind_of, layer_container, layer_of
 from adapterswap.experts.peft_kinds import KINDS, LORA_PARTS, TRAINABLE_TOKENS, TRAINED_ROWS, TRAINED_TOKENS
 from adapterswap.experts.shapes import and_more
+from adapterswap.experts.slices import PROVENANCE, KeptLayers, recorded_layers
 from adapterswap.experts.sources import Source, find_source, subfolders_with
 from adapterswap.experts.tokenizers import TOKENIZER_FILES
-from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.files.smallfiles import exists
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
 __all__ = [
@@ -42,12 +43,10 @@ __all__ = [
     "by_layer",
     "open_adapter",
     "read_adapter",
-    "recorded_layers",
 ]
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-PROVENANCE = "adapterswap.json"
 PICKLED = "adapter_model.bin"  # what `convert` reads
 
 _HIRA_RANK = 32  # PEFT's default
@@ -227,7 +226,7 @@ class Adapter:
         opaque: the modules whose change is not a product of two factors (DoRA, OFT, …), in the same order.
         container: the list of layers in the base, such as `model.layers`; None if no module has a layer, or there are
             several lists.
-        kept_layers: the layers that `adapterswap slice` kept; None for a whole expert.
+        kept_layers: the layers of a slice, whose other layers were cut away; None for a whole expert.
         ignored: modules in the file that its own config does not target. PEFT would not load them, so they are not part
             of the expert.
         renamed: whether the file uses other names than `modules`, because of wrappers (`_orig_mod.`, `module.`, …), or
@@ -525,15 +524,6 @@ def _with_parameters(
             renamed[f"{module}.{parameter}"] = renamed.pop(name)
             parameters.add(f"{module}.{parameter}")
     return renamed, parameters
-
-
-def recorded_layers(folder: Path) -> KeptLayers | None:
-    """The layers of a slice, from its adapterswap.json; None if the adapter is not a slice."""
-    try:
-        recorded = read_json(folder / PROVENANCE, "")["slice"]
-        return KeptLayers.of(str(recorded["layers"]), recorded.get("stack"))
-    except (ExpertError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:

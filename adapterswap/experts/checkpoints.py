@@ -26,6 +26,7 @@ from adapterswap.experts.layers import (
     layer_of,
     stacked_layers_in_config,
 )
+from adapterswap.experts.slices import KeptLayers, recorded_layers
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.experts.tokenizers import TOKENIZER_FILES
 from adapterswap.files.dtypes import FLOATS
@@ -104,6 +105,7 @@ class Checkpoint:
         parameters: every stored tensor by name, in the order of the shards and of the bytes in them.
         container: the list of layers, such as `model.layers`; None if no tensor is in a layer, or there are several.
         base_fingerprints: for an expert, the local base's weights; see `Adapter.base_fingerprints`.
+        kept_layers: the layers of the slice that was merged into it, whose other layers were cut away; else None.
     """
 
     source: Source
@@ -112,6 +114,7 @@ class Checkpoint:
     parameters: Mapping[str, StoredTensor]
     container: str | None
     base_fingerprints: Mapping[str, str] = field(default_factory=dict)
+    kept_layers: KeptLayers | None = None
 
     def __repr__(self) -> str:
         layers = len({part.layer for part in self.parameters.values() if part.layer is not None})
@@ -180,7 +183,15 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
             if layer is not None and isinstance(depth, int) and layer >= depth:
                 layer = None  # a layer after the language model's that predicts further tokens (DeepSeek, GLM)
             parameters[name] = StoredTensor(name, module, layer, kind_of(module), tensor, shard.path)
-    return Checkpoint(source, config, shards, parameters, container, recorded_base(source.folder))
+    return Checkpoint(
+        source,
+        config,
+        shards,
+        parameters,
+        container,
+        recorded_base(source.folder),
+        recorded_layers(source.folder),
+    )
 
 
 def check_alone(folder: Path) -> None:

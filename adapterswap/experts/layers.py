@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -21,7 +20,6 @@ __all__ = [
     "MAX_LAYERS",
     "NO_LAYER",
     "STACKS",
-    "KeptLayers",
     "Kind",
     "NumLayers",
     "Stack",
@@ -400,25 +398,3 @@ def format_layers(layers: Iterable[int]) -> str:
         else:
             ranges.append([layer, layer])
     return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges) or NO_LAYER
-
-
-@dataclass(frozen=True)
-class KeptLayers:
-    """The layers that a slice keeps; with `stack`, only those of that stack."""
-
-    layers: frozenset[int]
-    stack: Stack | None = None
-
-    @classmethod
-    def of(cls, layers: str, stack: str | None = None) -> KeptLayers:
-        """Parse `0-4,30-31`; raises `ValueError` if it is not a list of layers, or the stack is unknown."""
-        if stack is not None and stack not in STACKS:
-            raise ValueError(f"{stack!r} is not one of {', '.join(STACKS)}")
-        return cls(parse_layers(layers), next((name for name in STACKS if name == stack), None))
-
-    def holds(self, name: str, layer: int) -> bool:
-        """Whether the module with this name and layer is kept."""
-        return layer in self.layers and self.stack in (None, stack_of(name))
-
-    def __str__(self) -> str:
-        return f"{f'{self.stack} ' if self.stack else ''}layers {format_layers(self.layers)}"

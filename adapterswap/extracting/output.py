@@ -13,9 +13,10 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.adapters import CONFIG, WEIGHTS
 from adapterswap.experts.anatomy import class_of
 from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.slices import PROVENANCE, KeptLayers
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import CutForm
 from adapterswap.extracting.pairing import Selection, WeightPair
@@ -86,7 +87,7 @@ def write_folder(
         left_out={
             parameter.name: LeftOut(reason=parameter.reason, norm=parameter.norm) for parameter in extraction.lost
         },
-        **({"slice": SliceRecord(layers=selection.layers)} if selection.layers is not None else {}),
+        **SliceRecord.of(pair.full.kept_layers if selection.layers is None else KeptLayers.of(selection.layers)),
     )
     write_json(folder / PROVENANCE, record.content())
     (folder / CARD).write_text(_card(pair, extraction, base, config), encoding="utf-8")

@@ -137,7 +137,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         _check_names(ours, theirs, full, base, anatomy, problems)
     else:
         ours, theirs, towers, labels = _reconciled(*sides, problems)
-    _check_selection(selection, anatomy, num_layers, problems)
+    _check_selection(selection, full, anatomy, num_layers, problems)
     problems.raise_if_any()
     matrices, left_out = list[WeightMatrix](), list[LeftOutWeight]()
     different_shapes: list[str] = []
@@ -305,7 +305,9 @@ def _check_buffer(name: str, stored: StoredTensor, has: Side, lacks: Side, probl
     )
 
 
-def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, problems: Problems) -> None:
+def _check_selection(
+    selection: Selection, full: Checkpoint, anatomy: Anatomy, num_layers: int, problems: Problems
+) -> None:
     layers: frozenset[int] = frozenset()
     if selection.layers is not None:
         try:
@@ -319,6 +321,13 @@ def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, pr
         problems.add(
             f"`layers`: there is no layer {beyond}",
             f"Layers are 0 to {num_layers - 1}",
+            parameter="layers",
+            kind=ArgumentError,
+        )
+    elif full.kept_layers is not None and (cut := [i for i in layers if not full.kept_layers.has(None, i)]):
+        problems.add(
+            f"`layers`: {full.name} is a slice with the {full.kept_layers}, without layer {format_layers(cut)}",
+            "Choose from those that it has, or pass the whole fine-tune",
             parameter="layers",
             kind=ArgumentError,
         )

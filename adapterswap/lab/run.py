@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import DependencyError
-from adapterswap.experts.adapters import PROVENANCE
+from adapterswap.experts.slices import PROVENANCE
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.smallfiles import expand
 from adapterswap.lab.bases import pretrained_seeds

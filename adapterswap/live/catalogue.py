@@ -114,7 +114,10 @@ class Catalogue:
         if composition is None:
             return Switch()
         num_layers = self.inventory.num_layers
-        if num_layers is None and composition.names_layers:
+        self._check_names(composition.expert_names, composition.allocation)
+        experts = self.inventory.experts(composition.expert_names)
+        slices = any(expert.kept_layers is not None for expert in experts.values())
+        if num_layers is None and (slices or composition.names_layers):
             raise BaseModelError(
                 f"the config of {type(self._model.get_base_model()).__name__} does not say how many layers it has",
                 "Pass a plan that was made with `num_layers`",
@@ -127,8 +130,6 @@ class Catalogue:
                 "Leave `num_layers` out",
                 parameter="num_layers",
             )
-        self._check_names(composition.expert_names, composition.allocation)
-        experts = self.inventory.experts(composition.expert_names)
         depth = num_layers or composition.num_layers or least_depth(experts)
         plan = make_plan(composition, experts, num_layers=depth, base_at_hand=True)
         rules = [slot.rule for slot in plan if slot.rule is not None]

@@ -26,10 +26,11 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.anatomy import shape_of
-from adapterswap.experts.layers import KeptLayers, NumLayers, format_layers, is_ahead
+from adapterswap.experts.layers import NumLayers, format_layers, is_ahead
 from adapterswap.experts.naming import ModelNames, under_canonical_names
 from adapterswap.experts.peft_kinds import LORA
 from adapterswap.experts.shapes import and_more, compare_shapes
+from adapterswap.experts.slices import KeptLayers
 from adapterswap.experts.sources import Source
 from adapterswap.files.scratch import scratch_folder
 from adapterswap.files.smallfiles import expand, is_folder
@@ -37,14 +38,14 @@ from adapterswap.live.copies import check_copies, folder_without_copies, without
 from adapterswap.live.in_full import find_wrappers, match_dtypes
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
 from adapterswap.live.switching import put_over_the_base
-from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.names import fits_peft
 from adapterswap.planning.one_base import check_base_weights
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import parse_composition
-from adapterswap.planning.slicing import slice_layers
+from adapterswap.planning.slicing import slice_layers, whole_rules
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -343,7 +344,7 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | Non
 
     adapter = replace(adapter, original={})  # the names are the model's own: see `as_in_model`
     if layers is None:
-        composition = Composition(allocation=(Rule(expert="expert"),))
+        composition = Composition(allocation=whole_rules("expert", adapter))
         plan = make_plan(composition, {"expert": without_copies(adapter)}, num_layers=num_layers)
     else:
         plan = slice_layers(without_copies(adapter), layers, num_layers=num_layers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import AdapterswapError
@@ -41,7 +42,11 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
     with ExitStack() as stack:
         experts = {}
         for name, file in plan.adapters.items():
-            experts[name] = file if _holds(file, name, inventory) else stack.enter_context(_saved(name, inventory))
+            if _holds(file, name, inventory):
+                experts[name] = file
+            else:
+                saved = stack.enter_context(_saved(name, inventory))
+                experts[name] = replace(saved, kept_layers=file.kept_layers)
         composition = plan.composition
         bases = {(adapter.config.base_model, adapter.config.revision): None for adapter in experts.values()}
         if len(bases) > 1 and composition.base_model is None:  # they are loaded in one model, so they have one base

@@ -15,9 +15,10 @@ from adapterswap.arithmetic.resolving import resolve
 from adapterswap.changes.copies import Carried, check_base, check_tied_rows, copy_beside
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import UnsupportedError, check_type
-from adapterswap.experts.adapters import PROVENANCE, Adapter
+from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.slices import PROVENANCE
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.merging.blocks import Entered

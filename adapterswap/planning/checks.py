@@ -5,7 +5,7 @@ Each function adds the mistakes that it finds to a `Problems`, so that all are r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
@@ -14,10 +14,12 @@ from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part
 from adapterswap.experts.checkpoints import OTHER_NAMES, Checkpoint
 from adapterswap.experts.layers import (
     NO_LAYER,
+    STACKS,
     NumLayers,
     Stack,
     depth_of,
     extra_rows,
+    format_layers,
     has_both_stacks,
     is_vocabulary,
     parse_layers,
@@ -25,6 +27,7 @@ from adapterswap.experts.layers import (
     stack_of,
 )
 from adapterswap.experts.shapes import and_more, compare_shapes
+from adapterswap.experts.slices import every_layer
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
@@ -48,6 +51,7 @@ __all__ = [
     "check_shapes",
     "check_used",
     "check_vocabulary",
+    "requested_by_layer",
     "silenced_experts",
 ]
 
@@ -266,7 +270,8 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
 def check_matches(
     rules: Sequence[Rule],
     slots: Sequence[Slot],
-    experts: Mapping[str, Adapter],
+    experts: Mapping[str, Adapter | Checkpoint],
+    num_layers: NumLayers,
     composition: Composition,
     problems: Problems,
 ) -> None:
@@ -283,26 +288,55 @@ def check_matches(
                 parameter=parameter,
                 kind=CompositionError,
             )
-    for name, adapter in experts.items():
-        if adapter.kept_layers is not None and any(rule.weights and name in rule.experts for rule in rules):
+    slices = {name: expert.kept_layers for name, expert in experts.items() if expert.kept_layers is not None}
+    requested = requested_by_layer(rules, slots, num_layers) if slices else {}
+    for name, kept in slices.items():
+        if any(rule.weights and name in rule.experts for rule in rules):
             problems.add(
                 f"{name} is a slice, but magnitude weights need the magnitude of the whole expert",
                 "Pass the whole expert, or explicit weights",
                 parameter=parameter or "weights",
                 kind=CompositionError,
             )
-    slices = any(expert.kept_layers is not None for expert in experts.values())
-    for slot in slots if slices else ():
-        for name in slot.requested:
-            layers = experts[name].kept_layers if name in experts else None
-            if layers is not None and slot.layer is not None and not layers.holds(slot.name, slot.layer):
-                stack = f"{stack_of(slot.name)} " if has_both_stacks(experts[name].container) or layers.stack else ""
-                problems.add(
-                    f"{name} is a slice with the {layers}, but the composition needs its {stack}layer {slot.layer}",
-                    "Pass the whole expert, or choose other zones",
-                    parameter=parameter,
-                    kind=CompositionError,
-                )
+        needed: dict[Stack | None, list[int]] = {}
+        for (stack, layer), names in requested.items():
+            if name in names and not kept.has(stack, layer):
+                needed.setdefault(stack, []).append(layer)
+        for stack, layers in needed.items():
+            missing = f"{stack or ''} layer{'s' * (len(layers) > 1)} {format_layers(layers)}".strip()
+            problems.add(
+                f"{name} is a slice with the {kept}, but the composition needs its {missing}",
+                "Pass the whole expert, or give these layers to another expert or to the base",
+                parameter=parameter,
+                kind=CompositionError,
+            )
+
+
+def requested_by_layer(
+    rules: Sequence[Rule], slots: Iterable[Slot], num_layers: NumLayers
+) -> dict[tuple[Stack | None, int], set[str]]:
+    """Every layer, and the experts that the rules request in it.
+
+    A slice does not say which modules it had in a layer that was cut away, so every layer counts as if it had the
+    modules of all the others.
+    """
+    inside = [slot for slot in slots if slot.layer is not None]
+    names_of = [rule.coefficients().keys() for rule in rules]
+    requested: dict[tuple[Stack | None, int], set[str]] = {}
+    for stack, layer in every_layer(num_layers):
+        modules = {(_moved(slot, stack, layer), slot.kind) for slot in inside}
+        matching = {next((i for i, r in enumerate(rules) if r.matches(m, layer, kind)), None) for m, kind in modules}
+        requested[stack, layer] = {name for i in matching if i is not None for name in names_of[i]}
+    return requested
+
+
+def _moved(slot: Slot, stack: Stack | None, layer: int) -> str:
+    """The name of the module of this kind in another layer."""
+    parts = slot.matched_name.split(".")
+    parts[parts.index(str(slot.layer))] = str(layer)
+    if stack is not None:
+        parts[next(place for place, part in enumerate(parts) if part in STACKS)] = stack
+    return ".".join(parts)
 
 
 def check_saved(

@@ -23,13 +23,14 @@ from adapterswap.experts.layers import NumLayers
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.yamlfiles import read_recipe, validate
-from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.allocation import BASE
 from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition, Outside, Stacks
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import as_composition
+from adapterswap.planning.slicing import whole_rules
 from adapterswap.shipped import find_recipe
 
 __all__ = [
@@ -259,7 +260,7 @@ def _compose(
 
 
 def adapter_plan(reference: Adapter | str | Path, base_model: str | Path | None = None) -> Plan:
-    """The plan that takes every module from one adapter.
+    """The plan that takes every module from one adapter; of a slice, those that it has.
 
     Raises:
         UnsupportedError: `reference` is a full checkpoint.
@@ -272,7 +273,7 @@ def adapter_plan(reference: Adapter | str | Path, base_model: str | Path | None 
         )
     name = expert_name(adapter, {}, "expert")
     composition = Composition(
-        allocation=(Rule(expert=name),), base_model=None if base_model is None else str(base_model)
+        allocation=whole_rules(name, adapter), base_model=None if base_model is None else str(base_model)
     )
     return make_plan(composition, {name: adapter})
 

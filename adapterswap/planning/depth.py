@@ -5,15 +5,16 @@ Reads configs of bases; knows nothing of plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule, by_layer
 from adapterswap.experts.layers import (
     STACKS,
     NumLayers,
+    Stack,
     format_depth,
     has_both_stacks,
     layers_ahead,
@@ -47,7 +48,7 @@ class Depth:
 def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
     """The number of layers to use; `known` is the model's own, if a model is loaded.
 
-    A composition whose rules name no layers needs no number: if the config does not say it, the least possible one is
+    A composition of whole experts whose rules name no layers needs no number: if the config does not say it, the least possible one is
     used.
 
     Raises:
@@ -59,7 +60,8 @@ def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known
     if requested is None:
         if known:
             return Depth(known)
-        num_layers, base_source = find_num_layers(experts, declared, required=composition.names_layers)
+        slices = any(adapter.kept_layers is not None for adapter in experts.values())
+        num_layers, base_source = find_num_layers(experts, declared, required=slices or composition.names_layers)
         return Depth(num_layers or least_depth(experts), base_source)
     base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
     is_local = declared is not None and not known and is_folder(expand(declared))
@@ -148,12 +150,16 @@ def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
     """The least number of layers that a base with the experts' modules can have."""
     parts = [part for adapter in experts.values() for part in adapter.parts.values()]
 
-    def least(parts: Iterable[Part]) -> int:
-        return 1 + max((part.layer for part in parts if part.layer is not None), default=0)
+    slices = [adapter.kept_layers for adapter in experts.values() if adapter.kept_layers is not None]
+    kept = [(stack, layer) for slice_ in slices for stack, layers in slice_.by_stack.items() for layer in layers]
+
+    def least(stack: Stack | None) -> int:
+        layers = [part.layer for part in parts if part.layer is not None and stack in (None, stack_of(part.name))]
+        return 1 + max([*layers, *(layer for key, layer in kept if key in (None, stack))], default=0)
 
     if not any(has_both_stacks(adapter.container) for adapter in experts.values()):
-        return least(parts)
-    return {stack: least(part for part in parts if stack_of(part.name) == stack) for stack in STACKS}
+        return least(None)
+    return {stack: least(stack) for stack in STACKS}
 
 
 def find_num_layers(

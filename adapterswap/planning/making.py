@@ -187,7 +187,7 @@ def _plan_of_modules(
     }
     vocabularies = settle_vocabulary(filled, ends, adapters, composition, problems)
     filled = sorted(vocabularies.slots, key=lambda slot: slot.in_full)
-    check_matches(rules, filled, adapters, composition, problems)
+    check_matches(rules, filled, adapters, depth.num_layers, composition, problems)
     check_saved(filled, composition, problems, base_at_hand=base_at_hand)
     check_opaque(filled, adapters, composition, problems)
     return Plan(
@@ -257,7 +257,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     filled = with_lent_rows(filled, stored, tied, adapters, problems)
     filled, untied = _settle_head(filled, tied, adapters, skeleton)
     _check_ends(filled, stored, skeleton, problems)
-    check_matches(rules, list(filled.values()), adapters, composition, problems)
+    check_matches(rules, list(filled.values()), experts, num_layers, composition, problems)
     check_factors(filled, problems)
     check_matrices(filled, problems)
     check_numbers(filled, problems)
@@ -330,8 +330,9 @@ def _filled(
     filled: list[Slot] = []
     uncovered: list[str] = []
     for slot in slots:
-        name = f"{slot.module}.{slot.name.rpartition('.')[2]}" if slot.is_stored else slot.name
-        place = next((i for i, rule in enumerate(rules) if rule.matches(name, slot.layer, slot.kind)), None)
+        place = next(
+            (i for i, rule in enumerate(rules) if rule.matches(slot.matched_name, slot.layer, slot.kind)), None
+        )
         if place is None:
             uncovered.append(slot.name)
             continue

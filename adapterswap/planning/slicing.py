@@ -2,6 +2,7 @@
 
 A slice is the plan that gives the chosen layers to the expert and the others to the base, so composing slices gives the
 same result as composing the whole experts. Modules outside the layers are kept, because compositions average them.
+Whatever is written from a slice lacks the layers that were cut away, unless another expert filled them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from pathlib import Path
 
 from adapterswap.errors import ArgumentError, CompositionError, check_type
 from adapterswap.experts.adapters import Adapter, open_adapter
-from adapterswap.experts.layers import NO_LAYER, KeptLayers, NumLayers, Stack, check_one_list, format_layers, stack_of
+from adapterswap.experts.layers import NO_LAYER, NumLayers, Stack, check_one_list, format_layers, parse_layers, stack_of
+from adapterswap.experts.slices import KeptLayers
 from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.checks import requested_by_layer
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 
-__all__ = ["slice_layers"]
+__all__ = ["kept_layers", "slice_layers", "sliced_layers", "whole_rules"]
 
 
 def slice_layers(
@@ -61,23 +64,19 @@ def slice_layers(
         kept = KeptLayers.of(layers, stack)
     except ValueError as error:
         raise ArgumentError(f"`stack`: {error}", "Pass encoder or decoder", parameter="stack") from None
-    if not kept.layers:
+    if not any(kept.by_stack.values()):
         raise ArgumentError(f"`layers` {layers!r} names no layer", remedy, parameter="layers")
     name = expert_name(adapter, {}, "expert")
     check_one_list(name, adapter.parts)
     parts = [(part.name, part.layer) for part in adapter.parts.values() if part.layer is not None]
-    if not any(kept.holds(*part) for part in parts):
+    if not any(kept.has(stack_of(part), layer) for part, layer in parts):
         adapted = format_layers(layer for part, layer in parts if stack is None or stack_of(part) == stack)
         raise ArgumentError(
             f"{name} adapts none of the {kept}",
             f"Choose from those that it adapts: {adapted}",
             parameter="layers",
         )
-    rules = (
-        Rule(layers=format_layers(kept.layers), stack=stack, expert=name),
-        Rule(layers=NO_LAYER, expert=name, optional=True),
-        Rule(expert=BASE, optional=True),
-    )
+    rules = _slice_rules(name, kept)
     base = None if base_model is None else str(base_model)
     composition = Composition(allocation=rules, num_layers=num_layers, base_model=base)
     try:
@@ -86,17 +85,59 @@ def slice_layers(
         raise (error.recast(parameter="layers") if error.parameter == "allocation" else error) from None
 
 
+def whole_rules(name: str, adapter: Adapter) -> tuple[Rule, ...]:
+    """The rules that take everything from one adapter: of a slice, what it has."""
+    if adapter.kept_layers is None:
+        return (Rule(expert=name),)
+    return _slice_rules(name, adapter.kept_layers, optional=True)
+
+
+def _slice_rules(name: str, kept: KeptLayers, *, optional: bool = False) -> tuple[Rule, ...]:
+    """The rules of a slice; with `optional`, the expert need not adapt the layers."""
+    return (
+        *(
+            Rule(layers=format_layers(layers), stack=stack, expert=name, optional=optional)
+            for stack, layers in kept.by_stack.items()
+        ),
+        *_rest(name),
+    )
+
+
+def _rest(name: str) -> tuple[Rule, Rule]:
+    """The last rules of a slice: modules outside the layers are the expert's, and other layers the base's."""
+    return Rule(layers=NO_LAYER, expert=name, optional=True), Rule(expert=BASE, optional=True)
+
+
 def sliced_layers(plan: Plan) -> KeptLayers | None:
-    """The layers that a slice, or a copy of one, keeps; None for a plan that is neither."""
-    rules = plan.rules
-    copied = next(iter(plan.adapters.values())) if len(plan.experts) == len(plan.adapters) == len(rules) == 1 else None
-    if copied is not None and rules[0] == Rule(expert=next(iter(plan.adapters))):
-        return copied.kept_layers
-    if len(plan.experts) != 1 or len(rules) != 3 or plan.composition.allocation is None:
-        return None
-    kept, outside, rest = rules
+    """The layers that a slice keeps; None for a plan that is not a slice."""
+    *kept, outside, rest = plan.rules if len(plan.rules) > 2 else (None, None)
     name = next(iter(plan.experts))
-    is_slice = kept.expert == outside.expert == name and rest == Rule(expert=BASE, optional=True)
-    if not is_slice or kept.layers is None or kept.modules is not None or outside.layers != NO_LAYER:
+    if len(plan.experts) != 1 or plan.composition.allocation is None or (outside, rest) != _rest(name):
         return None
-    return KeptLayers.of(kept.layers, kept.stack)
+    by_stack = {}
+    for rule in kept:
+        if rule != Rule(layers=rule.layers, stack=rule.stack, expert=name, optional=rule.optional) or not rule.layers:
+            return None
+        by_stack[rule.stack] = parse_layers(rule.layers)
+    return KeptLayers(by_stack)
+
+
+def kept_layers(plan: Plan) -> KeptLayers | None:
+    """The layers that the result has, if it is a slice, or if slices gave it no more; None if it has all.
+
+    A layer that was cut away from an expert, and that the plan leaves to the base, is still missing.
+    """
+    if (sliced := sliced_layers(plan)) is not None:
+        return sliced
+    slices = [expert.kept_layers for expert in plan.experts.values() if expert.kept_layers is not None]
+    if not slices:
+        return None
+    requested = requested_by_layer(plan.rules, plan, plan.num_layers)
+    by_stack: dict[Stack | None, set[int]] = {}
+    for (stack, layer), names in requested.items():
+        by_stack.setdefault(stack, set())
+        if names or all(kept.has(stack, layer) for kept in slices):
+            by_stack[stack].add(layer)
+    if sum(map(len, by_stack.values())) == len(requested):
+        return None
+    return KeptLayers({stack: frozenset(layers) for stack, layers in by_stack.items()})

@@ -141,6 +141,11 @@ class Slot:
         return bool(self.shape) and is_vocabulary(self.module, self.layer)
 
     @property
+    def matched_name(self) -> str:
+        """The name that rules look at: the module's, as adapters write it, with the parameter of a stored tensor."""
+        return f"{self.module}.{self.name.rpartition('.')[2]}" if self.is_stored else self.name
+
+    @property
     def is_linear(self) -> bool:
         """Whether the result is a weighted sum of changes.
 

@@ -18,16 +18,17 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from adapterswap import __version__
 from adapterswap.errors import ExpertError
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter
+from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
 from adapterswap.experts.base_identity import base_fingerprints, identity_of
 from adapterswap.experts.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.experts.identity import sha256_of
-from adapterswap.experts.layers import MAX_LAYERS, KeptLayers, Stack, format_layers
+from adapterswap.experts.layers import MAX_LAYERS, Stack, format_layers
+from adapterswap.experts.slices import PROVENANCE, KeptLayers
 from adapterswap.experts.sources import Source, parse_hub_id, public_name
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.slicing import sliced_layers
+from adapterswap.planning.slicing import kept_layers
 
 __all__ = [
     "FORMAT",
@@ -107,10 +108,24 @@ class Origin(BaseModel):
 
 
 class SliceRecord(_Written):
-    """The layers that a slice keeps, such as `0-4,30-31`; with `stack`, only those of that stack."""
+    """The layers of a slice, such as `0-4,30-31`, or of each of its stacks; with `stack`, only those of that stack.
 
-    layers: str
+    The others were cut away, by this command or from an expert.
+    """
+
+    layers: str | dict[Stack, str]
     stack: Stack | None = None
+
+    @classmethod
+    def of(cls, kept: KeptLayers | None) -> dict[str, SliceRecord]:
+        """The field of a record, if the result is a slice."""
+        if kept is None:
+            return {}
+        texts = {stack: format_layers(layers) for stack, layers in kept.by_stack.items()}
+        if len(texts) > 1:
+            return {"slice": cls(layers={stack: text for stack, text in texts.items() if stack is not None})}
+        [(stack, text)] = texts.items()
+        return {"slice": cls(layers=text, stack=stack) if stack else cls(layers=text)}
 
     def __str__(self) -> str:
         try:
@@ -323,9 +338,7 @@ def composition_record(
         fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
     else:
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
-        if (kept_layers := sliced_layers(plan)) is not None:
-            only = {"stack": kept_layers.stack} if kept_layers.stack else {}
-            fields["slice"] = SliceRecord(layers=format_layers(kept_layers.layers), **only)
+    fields |= SliceRecord.of(kept_layers(plan))
     fields["base"] = base
     if rows := {slot.name: {f"{r.start}-{r.stop - 1}": r.made_of for r in slot.rows} for slot in plan if slot.rows}:
         fields["rows"] = rows

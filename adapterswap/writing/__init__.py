@@ -18,8 +18,9 @@ from adapterswap.arithmetic.resolving import Resolved, resolve
 from adapterswap.changes.copies import check_one_base, check_tied_rows
 from adapterswap.errors import CompositionError, check_type
 from adapterswap.experts.adapter_config import check_written
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.adapters import CONFIG, WEIGHTS
 from adapterswap.experts.peft_kinds import LORA
+from adapterswap.experts.slices import PROVENANCE
 from adapterswap.experts.tokenizers import write_united
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.adapters import CONFIG, WEIGHTS
 from adapterswap.experts.checkpoints import MODEL_CONFIG, MODEL_INDEX, MODEL_WEIGHTS
+from adapterswap.experts.slices import PROVENANCE
 from adapterswap.files.folders import OutputKind
 
 __all__ = ["ADAPTER_FILES", "CARD", "COMPOSED", "MODEL_FILES"]
