@@ -13,6 +13,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
+from adapterswap.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
@@ -62,14 +64,14 @@ class ProgressRow:
             done: how many were finished earlier; they do not count towards the rate.
             amount: the current value of another quantity that grows, such as tokens; see `rate_of`.
         """
-        self.name, self.total, self.done, self.note = name, total, done, ""
+        self.name, self.total, self.done, self.note = printable(name), total, done, ""
         self._first, self._amount, self._since = done, amount, time.monotonic()
         self._owner._changed(self)
 
     def update(self, done: int, total: int | None = None, *, name: str | None = None, note: str | None = None) -> None:
         """Set how many are done; `note` is shown after the numbers."""
         self.done, self.total = done, self.total if total is None else total
-        self.name = self.name if name is None else name
+        self.name = self.name if name is None else printable(name)
         self.note = self.note if note is None else note
         self._owner._changed(self)
 
@@ -123,8 +125,9 @@ class Progress:
         if (self._stream.isatty() or _TERMINALS & os.environ.keys()) and (console := _console()).is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            self._bars = Progress(*columns, TextColumn("{task.fields[pace]}"), console=console, transient=True)
+            name, pace = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[pace]}"))
+            columns = (SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), pace)
+            self._bars = Progress(*columns, console=console, transient=True)
             self._bars.start()
         else:
             self._thread = threading.Thread(target=self._write_lines, name="progress", daemon=True)

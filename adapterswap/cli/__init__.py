@@ -21,7 +21,7 @@ import click
 
 from adapterswap import __version__
 from adapterswap.cli.flags import with_flags
-from adapterswap.errors import AdapterswapError, Problem
+from adapterswap.errors import AdapterswapError, Problem, printable
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
@@ -141,6 +141,9 @@ class _Commands(click.Group):
                 import traceback
 
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        except click.ClickException as error:
+            error.message = printable(error.message)  # it quotes arguments
+            raise
         except MemoryError:
             problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)
         except OSError as error:

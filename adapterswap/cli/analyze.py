@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import EXPERT, FOLDER, PATH
-from adapterswap.cli.printing import note, note_dry_run, note_output, print_json, print_table, progress_bar
+from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,7 +124,7 @@ def _print_count(count: dict[str, int], *, as_json: bool) -> None:
         print_json({"dry_run": True, "matrices": count})
     else:
         for name, num_matrices in count.items():
-            click.echo(f"{name}: {num_matrices} matrices")
+            echo(f"{name}: {num_matrices} matrices")
     note_dry_run("measured")
 
 

@@ -9,7 +9,7 @@ import click
 from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options, recipe_dtype
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar, working
+from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar, working
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
     plan, layout = prepared.plan, prepared.layout
     if (zones := _zones_text(plan)) is not None:
         note(zones)
-    click.echo(strip(plan))
+    echo(*strip(plan).splitlines())
     for line in unusual(plan):
-        click.echo(line)
+        echo(line)
     for remark in plan.notes:
         note(remark)
     copied = sum(tensor.is_copied for tensor in layout.tensors)

@@ -8,7 +8,7 @@ import click
 
 from adapterswap.cli.device_options import dtype_option
 from adapterswap.cli.paths import EXPERT, FOLDER
-from adapterswap.cli.printing import count_bar, note, note_output, print_json
+from adapterswap.cli.printing import count_bar, echo, note, note_output, print_json
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _print(conversion: Conversion) -> None:
     ranks = sorted({module.rank for module in conversion.modules})
     rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     kind = f"{conversion.peft_type}{', pickled' if conversion.pickled else ''}"
-    click.echo(f"{kind}: {len(conversion.modules)} modules, {rank}")
+    echo(f"{kind}: {len(conversion.modules)} modules, {rank}")
     note(
         f"relative error of ΔW: {conversion.relative_error:.2g} over all modules, {conversion.worst.error:.2g} at most "
         f"({conversion.worst.name})"

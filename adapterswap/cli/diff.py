@@ -9,7 +9,7 @@ import click
 
 from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.paths import EXPERT
-from adapterswap.cli.printing import note, print_json, print_table, working
+from adapterswap.cli.printing import echo, note, print_json, print_table, working
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,4 +105,4 @@ def _print_saved(rows: Sequence[SavedDifference]) -> None:
     print_table(table)
     for row in rows:
         if row.remark:
-            click.echo(f"{row.name}: {row.remark}")
+            echo(f"{row.name}: {row.remark}")

@@ -12,7 +12,7 @@ import click
 from adapterswap.cli.composition_options import composition_options, plan_from_options
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import count_bar, note, note_dry_run, note_output, print_json, print_table, working
+from adapterswap.cli.printing import count_bar, echo, note, note_dry_run, note_output, print_json, print_table, working
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
@@ -204,13 +204,13 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
     if prepared.plan is not None:
         from adapterswap.planning.describe import strip
 
-        click.echo(strip(prepared.plan))
+        echo(*strip(prepared.plan).splitlines())
     table = _table("task", "shots", "documents", "requests", "longest prompt", "room for output")
     for task in previews:
         numbers = (task.num_fewshot, task.num_docs, task.num_requests, task.longest)
         table.add_row(task.name, *map(str, numbers), "" if task.room is None else str(task.room))
     print_table(table)
-    click.echo(f"\nThe first prompt of {previews[0].name}:\n\n{previews[0].prompt}")
+    echo("", f"The first prompt of {previews[0].name}:", "", *previews[0].prompt.split("\n"))
     for task in previews:
         if task.room is not None and task.max_gen_toks is not None and task.room < task.max_gen_toks:
             note(f"{task.name}: the longest prompt leaves room for {task.room} of {task.max_gen_toks} output tokens")

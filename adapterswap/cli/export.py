@@ -8,7 +8,7 @@ import click
 
 from adapterswap.cli.composition_options import composition_options, plan_of
 from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, PATH
-from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
+from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.writing.gguf import Exported
@@ -132,9 +132,9 @@ def _print(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: b
     from adapterswap.planning.describe import error_text, strip, unusual
 
     plan = prepared.plan
-    click.echo(strip(plan))
+    echo(*strip(plan).splitlines())
     for line in unusual(plan):
-        click.echo(line)
+        echo(line)
     for remark in plan.notes:
         note(remark)
     modules = sum(file.modules for file in exported.files)
@@ -146,11 +146,11 @@ def _print(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: b
         mean, worst = error_text(sum(errors) / len(errors)), error_text(max(errors))
         note(f"{len(errors)} modules truncated: relative error of ΔW {mean} on average, {worst} at most")
     if (modelfile := exported.modelfile()) is not None:
-        click.echo(f"\nOllama Modelfile:\n\n{modelfile}")
+        echo("", "Ollama Modelfile:", "", *modelfile.removesuffix("\n").split("\n", 1), "")
     else:
-        click.echo("\nA file has no effect until a request gives its id a scale:")
-        click.echo('"lora": [{"id": 0, "scale": 1.0}, ...]\n')
-    click.echo(f"{shlex.join(exported.server_command())}\n")
+        echo("", "A file has no effect until a request gives its id a scale:")
+        echo('"lora": [{"id": 0, "scale": 1.0}, ...]', "")
+    echo(shlex.join(exported.server_command()), "")
     if exported.base_model is not None:
         note(f"base.gguf is {exported.base_model}, converted by llama.cpp's convert_hf_to_gguf.py")
     note_output(out_path, dry_run=dry_run)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar, working
+from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar, working
 
 if TYPE_CHECKING:
     from adapterswap.merging import Merged, ModelForm
@@ -90,9 +88,9 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     from adapterswap.writing.tokenizer import united_tokenizer
 
     plan = merged.plan
-    click.echo(strip(plan))
+    echo(*strip(plan).splitlines())
     for line in unusual(plan):
-        click.echo(line)
+        echo(line)
     total = human_bytes(sum(shard.size for shard in merged.shards))
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
     note(f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}")

@@ -9,8 +9,7 @@ import click
 
 from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.paths import EXPERT
-from adapterswap.cli.printing import human_bytes, print_json, print_table, working
-from adapterswap.errors import printable
+from adapterswap.cli.printing import echo, human_bytes, print_json, print_table, working
 from adapterswap.experts.layers import (
     format_depth,
     format_layers,
@@ -62,7 +61,7 @@ def _print(inspection: Inspection) -> None:
         experts = ", ".join(f"{name} from {source}" for name, source in record.experts.items())
         relation = "composed of" if record.slice is None else f"the {record.slice} of"
         for line in [f"{relation} {experts}", *record.origins, *inspection.strip]:
-            click.echo(printable(line))
+            echo(line)
 
 
 def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
@@ -71,7 +70,7 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     config = adapter.config
     form = "rank-stabilized LoRA (s = α/√r)" if config.rslora else "plain LoRA (s = α/r)"
     form = form if adapter.modules and not adapter.opaque else config.title
-    click.echo(f"{adapter.source}: {form} for {config.base_model or 'an unnamed base'}")
+    echo(f"{adapter.source}: {form} for {config.base_model or 'an unnamed base'}")
     full_parameters = inspection.num_saved_parameters
     whole = [part for part in adapter.saved.values() if not part.rows]
     trained = [f"{len(whole)} trained in full"] if whole else []
@@ -80,7 +79,7 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     )
     in_full = f", {' and '.join(trained)} with {full_parameters:,} parameters" if trained else ""
     total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
-    click.echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
+    echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
     table = Table("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype", box=None, header_style="bold")
     for cells in _rows(adapter):
         table.add_row(*cells)
@@ -93,7 +92,7 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     print_table(*tables)
     if adapter.ignored:
         names = ", ".join(adapter.ignored)
-        click.echo(f"in the file but not loaded by PEFT, because the config does not target them: {names}")
+        echo(f"in the file but not loaded by PEFT, because the config does not target them: {names}")
 
 
 def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
@@ -101,10 +100,8 @@ def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
 
     count = len(adapter.files)
     pieces = f" in {count} pieces" if count > 1 else f", the piece {name}" if (name := adapter.files[0].piece) else ""
-    click.echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
-    click.echo(
-        f"{len(adapter.modules)} modules, {inspection.num_parameters:,} parameters, {human_bytes(inspection.nbytes)}"
-    )
+    echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
+    echo(f"{len(adapter.modules)} modules, {inspection.num_parameters:,} parameters, {human_bytes(inspection.nbytes)}")
     grouped: dict[tuple[str, ...], list[int]] = {}
     for module in adapter.modules.values():
         name = module.name if module.layer is None else module.name.removeprefix(f"blk.{module.layer}.")
@@ -120,10 +117,10 @@ def _print_model(inspection: Inspection, model: Checkpoint) -> None:
     parameters = model.parameters.values()
     layers = stacked_layers_in_config(model.config)
     depth = f", {format_depth(layers)} layers" if layers is not None else ""
-    click.echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
+    echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
     size, shards = human_bytes(inspection.nbytes), len(model.shards)
     total = inspection.num_parameters
-    click.echo(f"{len(parameters)} tensors, {total:,} parameters, {size} in {shards} file{'s' * (shards > 1)}")
+    echo(f"{len(parameters)} tensors, {total:,} parameters, {size} in {shards} file{'s' * (shards > 1)}")
     print_table(_tensor_table("tensor", parameters, has_stacks=has_both_stacks(model.container)))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.paths import FOLDER
-from adapterswap.cli.printing import is_quiet, note, note_dry_run, note_output, print_json, print_table
+from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table
 from adapterswap.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def command(
         from adapterswap.lab.report import CAVEAT
 
         print_table(*tables)
-        click.echo(CAVEAT)
+        echo(CAVEAT)
     if methods is None:
         note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
         note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
@@ -150,7 +150,7 @@ def _print_plan(plan: LabPlan | ComparisonPlan) -> None:
             "controls": ", ".join(expected["controls"]),
         }
     for label, text in lines.items():
-        click.echo(f"{label:<12}{text}")
+        echo(f"{label:<12}{text}")
     note_dry_run("trained")
 
 

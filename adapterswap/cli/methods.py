@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from adapterswap.cli.printing import print_json, print_table
+from adapterswap.cli.printing import echo, print_json, print_table
 from adapterswap.methods.registry import BUILT_IN, all_methods, in_adapters
 
 
@@ -48,6 +48,6 @@ def command(as_json: bool) -> None:
         parameters = ", ".join(parameter.name for parameter in method.parameters)
         table.add_row(name, in_adapters(method), parameters or "–", method.reference)
     print_table(table)
-    click.echo()
+    echo("")
     for name, method in methods.items():
-        click.echo(f"{name}: {method.formula}")
+        echo(f"{name}: {method.formula}")

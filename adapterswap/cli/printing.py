@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.errors import printable
 from adapterswap.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "be_quiet",
     "count_bar",
+    "echo",
     "human_bytes",
     "is_quiet",
     "note",
@@ -31,6 +34,8 @@ __all__ = [
 ]
 
 _QUIET = "adapterswap.quiet"
+# What moves the cursor, changes colours or the direction of writing, or starts a line; not a tab or a joiner.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def print_json(content: Any) -> None:
@@ -49,10 +54,16 @@ def is_quiet() -> bool:
     return context is not None and bool(context.meta.get(_QUIET))
 
 
+def echo(*lines: str, err: bool = False) -> None:
+    """Print lines to stdout. They may quote paths and files, so control characters are written as their codes."""
+    for line in lines:
+        click.echo(_CONTROL.sub(lambda character: printable(character[0]), line), err=err)
+
+
 def note(text: str) -> None:
-    """Print a remark to stderr; with --quiet, only warnings and errors."""
+    """Print a remark of one line to stderr; with --quiet, only warnings and errors."""
     if text.startswith(("Warning: ", "Error: ")) or not is_quiet():
-        click.echo(text, err=True)
+        echo(text, err=True)
 
 
 def note_dry_run(undone: str = "written") -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from adapterswap.cli.paths import FOLDER, RecipePath
-from adapterswap.cli.printing import note_output, print_json
+from adapterswap.cli.printing import echo, note_output, print_json
 
 
 @click.group("recipes", context_settings={"max_content_width": 110})
@@ -40,7 +40,7 @@ def ls(kind: str | None, as_json: bool) -> None:
         return
     width = max(len(recipe.name) for recipe in recipes)
     for recipe in recipes:
-        click.echo(f"{recipe.name:<{width}}  {recipe.about}")
+        echo(f"{recipe.name:<{width}}  {recipe.about}")
 
 
 @command.command("cat")
@@ -57,13 +57,13 @@ def cat(name: str, resolved: bool, as_json: bool) -> None:
 
     path = find_recipe(name)
     if not resolved and not as_json:
-        click.echo(path.read_text(encoding="utf-8"), nl=False)
+        echo(*path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))
         return
     content, text = resolve_recipe(path)
     if as_json:
         print_json(content)
     else:
-        click.echo(text, nl=False)
+        echo(*text.removesuffix("\n").split("\n"))
 
 
 @command.command("cp")
@@ -93,7 +93,7 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
                     "files": files})  # fmt: skip
         return
     for name in files:
-        click.echo(f"{folder}/{name}")
+        echo(f"{folder}/{name}")
     note_output(folder, dry_run=dry_run)
 
 
@@ -130,5 +130,5 @@ def validate(files: tuple[str, ...], as_json: bool) -> None:
         print_json(checked)
         sys.exit(1 if problems else 0)
     for recipe in checked:
-        click.echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
+        echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
     problems.raise_if_any()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import FOLDER
-from adapterswap.cli.printing import note, note_output, print_json, print_table, working
+from adapterswap.cli.printing import echo, note, note_output, print_json, print_table, working
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,7 +128,7 @@ def _print(report: Report) -> None:
     ranks = report.ranking.ranks if report.ranking is not None else None
     if ranks is not None and ranks.p is not None:
         over = f"Friedman over {ranks.settings} settings and {len(ranks.mean_ranks)} methods"
-        click.echo(f"{over}: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}, Kendall's W = {ranks.agreement:.2f}")
+        echo(f"{over}: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}, Kendall's W = {ranks.agreement:.2f}")
         if report.ranking is not None and report.ranking.single:
             note(
                 f"{', '.join(report.ranking.single)} compose nothing and raise χ², since they are far from the others; "

@@ -8,7 +8,7 @@ import click
 
 from adapterswap.cli.export import OUTTYPES
 from adapterswap.cli.paths import EXPERT, FOLDER, PATH
-from adapterswap.cli.printing import human_bytes, note, note_dry_run, print_json, working
+from adapterswap.cli.printing import echo, human_bytes, note, note_dry_run, print_json, working
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -172,8 +172,8 @@ def _print(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapte
     note(f"served: {served}; at most {manifest.max_compositions} compositions, kept in {composer.cache.root}")
     note(f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch")
     note("The environment and the command, and a request to send once it prints ready:")
-    click.echo(" ".join(f"{name}={join([value])}" for name, value in launch.env.items()) + " " + join(launch.command))
-    click.echo(_curl(launch, _example(composer)))
+    echo(" ".join(f"{name}={join([value])}" for name, value in launch.env.items()) + " " + join(launch.command))
+    echo(_curl(launch, _example(composer)))
 
 
 def _rank(adapter: Adapter) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from shlex import join
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from adapterswap.cli.printing import human_bytes, note, note_dry_run, print_json
+from adapterswap.cli.printing import echo, human_bytes, note, note_dry_run, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,8 +81,8 @@ def _print(launch: LlamaLaunch, composer: PieceComposer) -> None:
     served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
     note(f"served: {served}; {len(composer.pieces)} files of layers, kept in {composer.cache.root}")
     note("The llama.cpp command (clients cannot reach it directly), and a request to send once it prints ready:")
-    click.echo(join(launch.command))
-    click.echo(_curl(launch, composer))
+    echo(join(launch.command))
+    echo(_curl(launch, composer))
 
 
 def _curl(launch: LlamaLaunch, composer: PieceComposer) -> str:

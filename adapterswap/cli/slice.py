@@ -8,7 +8,7 @@ import click
 
 from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.paths import EXPERT, FOLDER
-from adapterswap.cli.printing import human_bytes, note, note_output, print_json, working
+from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, working
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def command(
         print_json(summary)
         return
     of_stack, depth = f"{stack} " if stack else "", format_depth(plan.num_layers)
-    click.echo(
+    echo(
         f"{of_stack}layers {plan.rules[0].layers} of {depth}: {adapted} of {len(plan.modules)} modules, "
         f"{human_bytes(prepared.layout.nbytes)}, {share:.0%} of the whole expert"
     )

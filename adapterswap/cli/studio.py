@@ -6,7 +6,7 @@ import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import EXPERT, FOLDER, PATH
-from adapterswap.cli.printing import note, note_dry_run, working
+from adapterswap.cli.printing import echo, note, note_dry_run, working
 
 _EXPERTS = "A folder of adapter folders, or experts.yaml with names and paths."
 
@@ -77,5 +77,5 @@ def command(
 
 
 def _announce(url: str) -> None:
-    click.echo(url)
+    echo(url)
     note("the studio runs at this address; press Ctrl-C to stop it")

@@ -9,7 +9,7 @@ import click
 from adapterswap.cli.composition_options import named_experts
 from adapterswap.cli.device_options import device_option
 from adapterswap.cli.paths import EXPERT, PATH
-from adapterswap.cli.printing import note, note_dry_run, note_output, print_json, print_table, progress_bar
+from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.analysis.dominance import Dominance
@@ -164,7 +164,7 @@ def _owners(
         overwrite=overwrite, dry_run=dry_run, bars=progress_bar,
     )  # fmt: skip
     if proposal is None:
-        print_json({"dry_run": True, "experts": list(experts)}) if as_json else click.echo(" and ".join(experts))
+        print_json({"dry_run": True, "experts": list(experts)}) if as_json else echo(" and ".join(experts))
         note_dry_run("measured")
         return
     if as_json:
@@ -188,9 +188,9 @@ def _print_owners(proposal: Dominance) -> None:
         labels = [str(row["layer"]), *([row["kind"]] if "kind" in row else [])]
         table.add_row(*labels, *(f"{row[name]:.4g}" for name in proposal.sizes))
     print_table(table)
-    click.echo("sizes are ‖ΔW‖ / ‖W‖" if proposal.relative else "sizes are ‖ΔW‖")
+    echo("sizes are ‖ΔW‖ / ‖W‖" if proposal.relative else "sizes are ‖ΔW‖")
     for rule in proposal.rules:
-        click.echo(shlex.join(["--rule", rule.text]))
+        echo(shlex.join(["--rule", rule.text]))
     for name in proposal.unused:
         note(f"{name} owns no layer and is in no blend, so no rule names it")
 
@@ -200,9 +200,9 @@ def _print_count(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
     if as_json:
         print_json({"dry_run": True, "experts": list(plan.experts), "num_layers": plan.num_layers, "texts": texts})
     else:
-        click.echo(f"{' and '.join(plan.experts)}: {plan.num_layers} layers")
+        echo(f"{' and '.join(plan.experts)}: {plan.num_layers} layers")
         for side, count in texts.items():
-            click.echo(f"{side}: {count} texts")
+            echo(f"{side}: {count} texts")
     note_dry_run("measured")
 
 
@@ -218,8 +218,8 @@ def _print(suggestion: Suggestion) -> None:
         table.add_row(str(layer), f"{task:.1%}", f"{language:.1%}")
     print_table(table)
     for reason in suggestion.reasons:
-        click.echo(reason)
+        echo(reason)
     task, language = suggestion.kept
-    click.echo(f"kept: {task:.0%} of the task expert's change in the layers, {language:.0%} of the language expert's")
+    echo(f"kept: {task:.0%} of the task expert's change in the layers, {language:.0%} of the language expert's")
     if suggestion.form == "zones":
-        click.echo(" ".join(f"--{name} {count}" for name, count in suggestion.composition.items()))
+        echo(" ".join(f"--{name} {count}" for name, count in suggestion.composition.items()))

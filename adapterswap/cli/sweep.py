@@ -15,7 +15,7 @@ import click
 from adapterswap.cli.composition_options import named_experts, parsed_rules
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import is_quiet, note, note_dry_run, note_output, print_json, print_table, working
+from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table, working
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 from adapterswap.progress import Progress, ProgressRow, duration
@@ -135,7 +135,7 @@ def command(
         if is_first():
             content = register(prepared, out_path, reference=reference, methods=tested_methods, dry_run=dry_run)
             summary = {**content["comparison"], "cells": len(content["sweep"]["cells"]), "sha256": content["sha256"]}
-            print_json({"dry_run": dry_run, **summary}) if as_json else click.echo(content["sha256"])
+            print_json({"dry_run": dry_run, **summary}) if as_json else echo(content["sha256"])
             note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
         return
     if dry_run:
@@ -149,7 +149,7 @@ def command(
             else:
                 _print_estimate(expected)
                 for cell, plan in _by_rules(prepared):
-                    click.echo(f"\n{cell.short}\n{strip(plan)}")
+                    echo("", cell.short, *strip(plan).splitlines())
             note_dry_run("evaluated")
         return
     with together(device) as processes, _progress(shown=processes.main) as tell:
@@ -229,7 +229,7 @@ def _print_estimate(expected: Estimate) -> None:
     if expected.repeated:
         lines["repeated"] = f"{expected.repeated:,} compositions that occur twice in a family, evaluated once"
     for label, text in lines.items():
-        click.echo(f"{label:<12}{text}")
+        echo(f"{label:<12}{text}")
 
 
 def _time_text(seconds: float | None) -> str:
@@ -257,10 +257,10 @@ def _print(rows: list[Row], run: Run) -> None:
         table.add_row(row.family, str(row.n), *values, *best, *[_error(row.relative_error)] * reduced)
     print_table(table)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
-    click.echo(f"\nMeans over {', '.join(targets)}.")
-    click.echo("Configurations are chosen on one part of the documents and reported on the other.")
+    echo("", f"Means over {', '.join(targets)}.")
+    echo("Configurations are chosen on one part of the documents and reported on the other.")
     if reduced:
-        click.echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
+        echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
 
 
 def _error(value: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import human_bytes, is_quiet, note, note_dry_run, note_output, print_json, working
+from adapterswap.cli.printing import echo, human_bytes, is_quiet, note, note_dry_run, note_output, print_json, working
 from adapterswap.cli.pushing import Push, push_options
 from adapterswap.cli.together import one_voice
 from adapterswap.processes import is_first, leave
@@ -188,4 +188,4 @@ def _processes_text(processes: int) -> str:
 
 
 def _print_line(label: str, text: str) -> None:
-    click.echo(f"{label:<12}{text}")
+    echo(f"{label:<12}{text}")

@@ -9,7 +9,7 @@ import click
 
 from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.paths import EXPERT, name_and_path
-from adapterswap.cli.printing import note, print_json, working
+from adapterswap.cli.printing import echo, note, print_json, working
 
 if TYPE_CHECKING:
     from adapterswap.checking.verifying import Verification
@@ -56,18 +56,18 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
 
 def _print(verification: Verification) -> None:
     if verification.equal and not verification.extracted:
-        click.echo("equal: every tensor, the config and the record match the sources")
+        echo("equal: every tensor, the config and the record match the sources")
     elif verification.equal:
         more = "" if verification.unchecked else ", and every module has the recorded error of ΔW"
-        click.echo(f"equal: the files match the record{more}")
+        echo(f"equal: the files match the record{more}")
     verb = "cut" if verification.extracted else "composed"
     for name, file in verification.changed_sources.items():
-        click.echo(f"source changed: {name}'s {file} differs from what was {verb} (SHA-256)")
+        echo(f"source changed: {name}'s {file} differs from what was {verb} (SHA-256)")
     for key in verification.differing[:_SHOWN]:
-        click.echo(f"differs: {key}")
+        echo(f"differs: {key}")
     if len(verification.differing) > _SHOWN:
-        click.echo(f"differs: {len(verification.differing) - _SHOWN} more; --json lists them all")
+        echo(f"differs: {len(verification.differing) - _SHOWN} more; --json lists them all")
     if verification.config_differs:
-        click.echo(f"differs: {verification.config}")
+        echo(f"differs: {verification.config}")
     if verification.record_differs:
-        click.echo(f"differs: {', '.join(verification.record_differs)} in adapterswap.json")
+        echo(f"differs: {', '.join(verification.record_differs)} in adapterswap.json")
