@@ -1,7 +1,7 @@
 """Run the command line in a child that is killed, or next to other writers. test_kill starts it as a separate program,
 so that it can fork: the library is imported once, and each child costs a few milliseconds.
 
-Usage: crashing.py every|random|rivals|exclusive|held '{"folder": …, "arguments": […], …}'; prints JSON.
+Usage: crashing.py every|random|survives|retired|rivals|exclusive|held '{"folder": …, "arguments": […]}'; prints JSON.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ def content(folder: Path) -> dict[str, str] | None:
     """What a reader sees at `folder`; None if it does not exist."""
     if not folder.exists():
         return None
-    return {path.name: path.read_bytes().hex() for path in sorted(folder.iterdir())}
+    files = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
+    return {str(path.relative_to(folder)): path.read_bytes().hex() for path in files if path.is_file()}
 
 
 def judge(out: Path, old: Any, new: Any) -> str:
@@ -94,6 +97,75 @@ def at_random(folder: Path, first: list[str], arguments: list[str], kills: int, 
         assert states[-1] in ("absent", "old", "new", "finished")
     assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
     return {"states": states, "left": sorted({path.name for path in folder.iterdir()} - {"out"})}
+
+
+def survives(folder: Path, commands: dict[str, tuple[list[str], list[str]]], kills: int, seed: int) -> dict[str, Any]:
+    """See `survive`, for several commands."""
+    results = {}
+    for name, (first, arguments) in commands.items():
+        (folder / name).mkdir()
+        out = [str(folder / name / "out")]
+        first, arguments = [*first, *out], [*arguments, *out]
+        results[name] = survive(folder / name, first, arguments, kills, seed)
+    return results
+
+
+def survive(folder: Path, first: list[str], arguments: list[str], kills: int, seed: int) -> dict[str, Any]:
+    """Get killed at random steps, and run the command again after each: it succeeds and leaves nothing else.
+
+    Args:
+        folder: for the output.
+        first, arguments: two runs of a command with different results.
+        kills: how many.
+        seed: of the random steps.
+    """
+    chance, out, saved = random.Random(seed), folder / "out", folder.with_name(f"{folder.name} saved")
+    assert compose(first) == 0  # in this process, so that everything is imported
+    old = content(out)
+    out.rename(saved)
+    steps = [count_steps(f"{folder}/", lambda: compose(arguments))]
+    new = content(out)
+    assert old != new
+    replacing = [*arguments, "--overwrite"]
+    steps.append(count_steps(f"{folder}/", lambda: compose(replacing)))
+    states: list[str] = []
+    for number in range(kills):
+        remove(out)
+        if overwrite := chance.random() < 0.6:
+            shutil.copytree(saved, out) if saved.is_dir() else shutil.copy(saved, out)
+        options = replacing if overwrite else arguments
+        how: How = chance.choice(("itself", "held", "going on"))
+        step = chance.randint(1, steps[overwrite])
+        code = killed_at(step, f"{folder}/", lambda options=options: compose(options), how)
+        states.append(judge(out, old, new))
+        assert states[-1] in ("absent", "old", "new"), (number, code)
+        left = sorted(path.name for path in folder.iterdir())
+        assert result(forked(lambda: compose(replacing))) == 0, (number, left)
+        assert content(out) == new, (number, left)
+        assert [path.name for path in folder.iterdir()] == ["out"], (number, left)
+    return {"steps": steps, **Counter(states)}
+
+
+def retired(folder: Path, arguments: list[str]) -> dict[str, Any]:
+    """Get killed while the next run removes an earlier output that was set aside. Then remove the target, run again."""
+    out, replacing = folder / "out", [*arguments, "--overwrite"]
+    assert result(forked(lambda: compose(arguments))) == 0
+    new = content(out)
+    states = []
+    for step in range(1, 1000):
+        remove(out)
+        assert result(forked(lambda: compose(arguments))) == 0
+        aside = folder / f".out.{step:012x}.old.tmp"
+        shutil.copytree(out, aside)
+        code = killed_at(step, f"{folder}/", lambda: compose(replacing), "itself")
+        remove(out)
+        result(forked(lambda: compose(arguments)))  # it may say that the one that was set aside exists
+        states.append(judge(out, None, new))
+        for leftover in folder.glob(".*"):
+            remove(leftover)
+        if code == 0:
+            break
+    return {"states": states}
 
 
 def rivals(folder: Path, first: list[str], arguments: list[str], rounds: int, overwrite: bool) -> dict[str, Any]:
@@ -161,10 +233,7 @@ def held(folder: Path, arguments: list[str], step: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    for path in [*folder.iterdir()] if folder.exists() else []:
-        path.unlink()
-    if folder.exists():
-        folder.rmdir()
+    shutil.rmtree(folder) if folder.is_dir() else folder.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
@@ -176,7 +245,8 @@ if __name__ == "__main__":
         assert compose([*settings["arguments"], "--dry-run"]) == 0
         import filelock  # noqa: F401
     modes: dict[str, Callable[..., dict[str, Any]]] = {
-        "every": every, "random": at_random, "rivals": rivals, "exclusive": exclusive
+        "every": every, "random": at_random, "survives": survives, "retired": retired, "rivals": rivals,
+        "exclusive": exclusive,
     }  # fmt: skip
     sys.stdout = sys.__stdout__
     print(json.dumps(modes[what](**settings)), flush=True)

@@ -1,4 +1,4 @@
-"""Kill a process at a chosen step. A step is any access to a path below a folder.
+"""Kill a process at a chosen step. A step is any access to a path below a folder, or a removal within an open one.
 
 Nothing here sleeps or looks for processes by name, so a busy machine does not change the results.
 """
@@ -39,8 +39,10 @@ def on_touch(prefix: str, act: Callable[[], None]) -> None:
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal acting
-        touched = arguments[0] if event in EVENTS and arguments and not acting else None
-        if isinstance(touched, str | os.PathLike) and str(touched).startswith(prefix):
+        if event not in EVENTS or not arguments or acting:
+            return
+        touched, within = arguments[0], arguments[-1] if event in ("os.remove", "os.rmdir") else -1
+        if within != -1 or (isinstance(touched, str | os.PathLike) and str(touched).startswith(prefix)):
             acting = True
             act()
             acting = False

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from adapterswap.analysis.analyzing import Bars, no_bars
 from adapterswap.analysis.changes import Changes, measure
 from adapterswap.analysis.measuring import expert_place
+from adapterswap.analysis.suggesting import PROPOSAL
 from adapterswap.errors import ArgumentError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import open_checkpoint
@@ -95,7 +96,7 @@ def suggest_owners(
             blended in equal parts. 0.15 by default, unless `tie` is set.
         tie: τ: experts whose relative sizes are less than τ below the largest are blended in equal parts.
         out_path: a file for the proposal, as a recipe for `adapterswap compose`; nothing is written by default.
-        overwrite: replace `out_path`.
+        overwrite: replace `out_path`, if `suggest_owners` wrote it.
         dry_run: check everything, but read no tensors.
         bars: shows progress.
 
@@ -115,7 +116,7 @@ def suggest_owners(
     places = {name: expert_place(expert) for name, expert in experts.items()}
     inputs = [*places.values(), None if base_model is None else str(base_model)]
     if out_path is not None:
-        check_file(out_path, overwrite=overwrite, inputs=inputs)
+        check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
     together = Composition(
         allocation=(Rule(blend=dict.fromkeys(experts, 1.0)),),
         base_model=None if base_model is None else str(base_model),
@@ -146,8 +147,8 @@ def suggest_owners(
         content: dict[str, Any] = {"experts": {name: place for name, place in places.items() if name in used}}
         content |= {} if base_model is None else {"base_model": str(base_model)}
         content |= {} if num_layers is None else {"num_layers": num_layers}
-        text = dump_yaml(content | {"rules": [rule.text for rule in rules]})
-        with atomic_file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
+        text = PROPOSAL.start.decode() + dump_yaml(content | {"rules": [rule.text for rule in rules]})
+        with atomic_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
             file.write_text(text, encoding="utf-8")
     return proposal
 

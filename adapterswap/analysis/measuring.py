@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from adapterswap.analysis.analyzing import Bars, no_bars
 from adapterswap.analysis.changes import measure
-from adapterswap.analysis.suggesting import Importance, Suggestion, choose_layers, importance_of_weights
+from adapterswap.analysis.suggesting import PROPOSAL, Importance, Suggestion, choose_layers, importance_of_weights
 from adapterswap.errors import ArgumentError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.files.folders import atomic_file, check_file
@@ -60,7 +60,7 @@ def suggest(
         form: `zones`, or `modules` for an owner of each layer's attention and MLP.
         device: where torch runs the model on the texts: auto, cpu, cuda, cuda:N or mps.
         out_path: a file for the proposal, as a recipe for `adapterswap compose`; nothing is written by default.
-        overwrite: replace `out_path`.
+        overwrite: replace `out_path`, if `suggest` wrote it.
         bars: shows progress.
 
     Returns:
@@ -81,7 +81,7 @@ def suggest(
     inputs: list[str | None] = [expert_place(expert) for expert in (task_expert, language_expert)]
     inputs += [None if path is None else str(path) for path in (base_model, task_texts, language_texts)]
     if out_path is not None:
-        check_file(out_path, overwrite=overwrite, inputs=inputs)
+        check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
     plan, texts = read_measured(
         task_expert, language_expert, base_model=base_model, num_layers=num_layers, task_texts=task_texts,
         language_texts=language_texts, limit=limit,
@@ -92,9 +92,9 @@ def suggest(
         experts = {"task": expert_place(task_expert), "language": expert_place(language_expert)}
         content: dict[str, Any] = {"experts": experts}
         content |= {} if base_model is None else {"base_model": str(base_model)}
-        text = "".join(f"# {reason}\n" for reason in suggestion.reasons)
+        text = PROPOSAL.start.decode() + "".join(f"# {reason}\n" for reason in suggestion.reasons)
         text += dump_yaml(content | dict(suggestion.composition))
-        with atomic_file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
+        with atomic_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
             file.write_text(text, encoding="utf-8")
     return suggestion
 

@@ -15,8 +15,12 @@ from typing import Any, Literal
 from adapterswap.analysis.changes import Changes
 from adapterswap.errors import ExpertError, UnsupportedError
 from adapterswap.experts.layers import format_layers
+from adapterswap.files.folders import FileKind
 
-__all__ = ["Block", "Form", "Importance", "Suggestion", "choose_layers", "importance_of_weights"]
+__all__ = ["PROPOSAL", "Block", "Form", "Importance", "Suggestion", "choose_layers", "importance_of_weights"]
+
+PROPOSAL = FileKind(b"# Proposed by adapterswap suggest\n")
+"""The recipes that `suggest` writes, by their first line."""
 
 Form = Literal["zones", "modules"]
 Block = tuple[int, str]  # a layer and `attention` or `mlp`

@@ -39,7 +39,7 @@ _TELLING_ERROR = 0.1  # warn if truncation loses more of ΔW than this
 @click.option("--max-error", type=float, metavar="E", help="Truncate blends up to this relative error of ΔW.")
 @click.option("--names", type=click.Choice(["task", "language", "transformers4", "transformers5"]), help=_NAMES)
 @push_options
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
+@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @rare_collections()

@@ -37,7 +37,7 @@ _PICKLE = "Also read adapter_model.bin, with torch.load(weights_only=True), whic
 )
 @click.option("--allow-pickle", is_flag=True, help=_PICKLE)
 @push_options
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
+@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
 @click.option("--dry-run", is_flag=True, help="Compute and report, but write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def command(adapter: str, out_path: str, dry_run: bool, as_json: bool, **options: Any) -> None:

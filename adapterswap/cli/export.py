@@ -48,7 +48,7 @@ OUTTYPES = (
 )
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
 @click.option("--max-error", type=float, metavar="E", help="Truncate blends up to this relative error of ΔW.")
-@click.option("--overwrite", is_flag=True, help="Replace the file, or the folder if this command wrote it.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(

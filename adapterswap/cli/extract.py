@@ -38,7 +38,7 @@ _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 @dtype_option("Dtype of the factors.  [default: FULL's]")
 @device_option("cpu", more="; mps computes on the CPU")
 @push_options
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
+@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
 @click.option("--dry-run", is_flag=True, help="Compute and report, but write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def command(

@@ -25,7 +25,7 @@ from adapterswap.cli.pushing import Push, push_options
 @click.option("--dequantize", is_flag=True, help="Merge into the dequantised weights of a quantised base.")
 @device_option("cpu", more="; cuda is all GPUs")
 @push_options
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
+@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     "--base-model", type=EXPERT, metavar="PATH|ID", help="The expert's base model, if it names none or another path."
 )
 @push_options
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
+@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
 @click.option("--dry-run", is_flag=True, help="Print what would be kept and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @rare_collections()

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 )
 @device_option(more="; for texts")
 @click.option("-o", "--out-path", type=PATH, metavar="FILE", help="Write the proposal as a recipe for compose.")
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Check everything, but measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -109,6 +109,7 @@ def command(
         raise click.UsageError("--per, --margin and --tie can only be used with --expert.")
     form = form or "zones"
     from adapterswap.analysis.measuring import read_measured, suggest
+    from adapterswap.analysis.suggesting import PROPOSAL
     from adapterswap.files.folders import check_file
 
     texts = {"task_texts": task_texts, "language_texts": language_texts}
@@ -119,7 +120,7 @@ def command(
     if dry_run:
         if out_path is not None:
             inputs = [task_expert, language_expert, base_model, task_texts, language_texts]
-            check_file(out_path, overwrite=overwrite, inputs=inputs)
+            check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
         measured = read_measured(
             task_expert, language_expert, base_model=base_model, num_layers=num_layers, limit=limit, **texts
         )

@@ -28,6 +28,7 @@ from adapterswap.errors import ExpertError, OutputError
 from adapterswap.files.smallfiles import exists, expand, read_small, write_json
 
 __all__ = [
+    "FileKind",
     "OutputKind",
     "atomic_file",
     "atomic_folder",
@@ -45,7 +46,27 @@ __all__ = [
 
 _LIST = "files"  # the key of a record that lists what was written
 _MAX_RECORD = 2**30  # bytes
+_HEAD = 2**16  # bytes in which a file's mark is looked for
 _SHOWN = 3  # foreign files that a message names
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """How to recognise a file that a command wrote, so that `overwrite` replaces no other.
+
+    Attributes:
+        start: its first bytes.
+        mark: bytes that stand near its start.
+    """
+
+    start: bytes
+    mark: bytes = b""
+
+    def wrote(self, path: str | Path) -> bool:
+        """Whether the file at `path` is of this kind."""
+        with open(path, "rb") as file:
+            head = file.read(_HEAD)
+        return head.startswith(self.start) and self.mark in head
 
 
 @dataclass(frozen=True)
@@ -58,10 +79,12 @@ class OutputKind:
         names: what to expect in a folder without that list, as version 0.1 wrote it. A function from the record's
             content (empty without a record) to relative paths, in which `*` matches part of a name and a final `**`
             everything below. It returns no paths if the record is of another kind.
+        files: how to recognise each file, if there is no record.
     """
 
     record: str | None
     names: Callable[[Mapping[str, Any]], Sequence[str]]
+    files: FileKind | None = None
 
 
 @contextmanager
@@ -88,14 +111,9 @@ def atomic_folder(
     target, inputs = expand(target), tuple(inputs)
     check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)
     place = Path(os.path.realpath(target))
-    with (
-        _os_errors(target),
-        _parents(place.parent),
-        locked(_sibling(place, "lock"), f"{target} is being written by another process"),
-    ):
-        _recover(place)
+    with _os_errors(target), _parents(place.parent), _alone(place, target):
         check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: a folder may have been restored
-        building = _sibling(place, f"{uuid.uuid4().hex[:12]}.tmp")
+        building = _temporary(place)
         try:
             building.mkdir()
             yield building
@@ -156,7 +174,7 @@ def refuse_strangers(target: Path, foreign_paths: Sequence[str]) -> None:
         more = f" and {len(foreign_paths) - _SHOWN} more" if len(foreign_paths) > _SHOWN else ""
         raise OutputError(
             f"{target} contains files that this command did not write: {', '.join(foreign_paths[:_SHOWN])}{more}",
-            "Move them away or choose another path: `overwrite=True` only replaces earlier output of this command",
+            "Move them away or choose another path: `overwrite=True` only replaces earlier output of the same kind",
             parameter="out_path",
         )
 
@@ -226,6 +244,10 @@ def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = (
     expected = [tuple(name.rstrip("/").split("/")) for name in (*_known_names(folder, kind), *names)]
     foreign_paths: list[str] = []
 
+    def wrote(entry: os.DirEntry[str]) -> bool:
+        files = None if kind is None else kind.files
+        return files is None or (entry.is_file(follow_symlinks=False) and files.wrote(entry.path))
+
     def look(place: Path, within: tuple[str, ...], matching: list[tuple[str, ...]]) -> None:
         with os.scandir(place) as scan:
             entries = sorted(scan, key=lambda entry: entry.name)
@@ -240,7 +262,7 @@ def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = (
                 look(Path(entry.path), path, deeper)
             elif is_folder and fitting and not os.listdir(entry.path):
                 continue  # an empty folder that the command made
-            elif is_folder or len(deeper) == len(fitting):
+            elif is_folder or len(deeper) == len(fitting) or not wrote(entry):
                 foreign_paths.append("/".join(path) + "/" * is_folder)
 
     look(folder, (), expected)
@@ -299,20 +321,19 @@ def sync_one(path: str | Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, building: Path | None = None) -> Iterator[Path]:
+def replacing(path: Path, building: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that takes the place of `path` when the block ends without an exception.
 
-    For files in a folder of our own: nothing is checked. Both the file and its new name are synced to disk.
+    For files in a folder of our own: nothing is checked. Both the file and its new name are synced to disk. A killed
+    process leaves the temporary file, so give it a name that the next one finds.
 
     Args:
         path: the file to write, or to replace.
-        building: the temporary file, on the same disk, if you need its name to clean up; by default a hidden file next
-            to `path`.
+        building: the temporary file, on the same disk.
 
     Raises:
         OSError: the file cannot be written.
     """
-    building = building or _sibling(path, f"{uuid.uuid4().hex[:12]}.tmp")
     try:
         yield building
         sync_one(building)
@@ -324,27 +345,35 @@ def replacing(path: Path, building: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(
-    target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
+    target: str | Path, *, kind: FileKind, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
 ) -> Iterator[Path]:
     """Yield the path of a temporary file that becomes `target` when the block ends without an exception.
 
+    Args:
+        target: the file to write. A symlink stands for the file that it points to.
+        kind: what the block writes.
+        overwrite: replace `target` if it is of this kind.
+        inputs: everything that is read; see `check_inputs`.
+
     Raises:
-        OutputError: see `check_file`; the file cannot be written.
+        OutputError: see `check_file`; the target is being written by another process, or cannot be written.
     """
     target, inputs = expand(target), tuple(inputs)
-    check_file(target, overwrite=overwrite, inputs=inputs)
+    check_file(target, kind=kind, overwrite=overwrite, inputs=inputs)
     place = Path(os.path.realpath(target))
-    with _os_errors(target), replacing(place) as building:
+    with _os_errors(target), _alone(place, target), replacing(place, _temporary(place)) as building:
         yield building
-        check_file(target, overwrite=overwrite, inputs=inputs)  # again: the target may have appeared meanwhile
+        check_file(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: it may have appeared meanwhile
 
 
-def check_file(target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
+def check_file(
+    target: str | Path, *, kind: FileKind, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
+) -> None:
     """Check whether `atomic_file` may write `target`. An existing file is replaced only with `overwrite`.
 
     Raises:
-        OutputError: the target exists and `overwrite` is false; it is a folder, or not a regular file; its folder
-            does not exist; it is an input, or inside one.
+        OutputError: the target exists and `overwrite` is false; no command of this kind wrote it; it is a folder, or
+            not a regular file; its folder does not exist; it is an input, or inside one.
     """
     target = expand(target)
     with _os_errors(target):
@@ -359,6 +388,12 @@ def check_file(target: str | Path, *, overwrite: bool = False, inputs: Iterable[
                 f"{target} is a device or a pipe, not a file", "Choose another path", parameter="out_path"
             )
         check_inputs(target, inputs)
+        if target.exists() and not kind.wrote(target):
+            raise OutputError(
+                f"this command did not write {target}",
+                "Move it away or choose another path: `overwrite=True` only replaces earlier output of the same kind",
+                parameter="out_path",
+            )
         if not target.parent.is_dir():
             raise OutputError(
                 f"{target} cannot be written: the folder {target.parent} does not exist",
@@ -421,6 +456,19 @@ def locked(path: Path, message: str) -> Iterator[None]:
         lock.release()
 
 
+def _temporary(place: Path) -> Path:
+    """A new path for what is being written, or removed; `_recover` finds it."""
+    return _sibling(place, f"{uuid.uuid4().hex[:12]}.tmp")
+
+
+@contextmanager
+def _alone(place: Path, target: Path) -> Iterator[None]:
+    """Keep other writers of `place` out, after cleaning up after killed ones."""
+    with locked(_sibling(place, "lock"), f"{target} is being written by another process"):
+        _recover(place)
+        yield
+
+
 def _recover(place: Path) -> None:
     """Clean up after a killed writer: restore the folder that it had moved aside, and remove the rest."""
     temporary_name = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{12}}(?P<old>\.old)?\.tmp")
@@ -428,8 +476,13 @@ def _recover(place: Path) -> None:
         if match := temporary_name.fullmatch(leftover.name):
             if match["old"] and (not place.exists() or _is_empty(place)):
                 leftover.rename(place)
-            else:
+                continue
+            if match["old"]:  # a folder that is half removed must not look like one that was moved aside
+                leftover = leftover.rename(_temporary(place))
+            if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
 
 
 def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> None:

@@ -29,12 +29,12 @@ __all__ = ["COMPARISON", "FRESH_SEED", "ComparisonPlan", "plan_comparison", "run
 FRESH_SEED = 5
 """The first seed that was not used to design scenes and training; the bases of 0 to 4 are shipped."""
 
-_RECORD, _RESULTS, _LOCK = "comparison.json", "results.json", "lab.lock"
+_RECORD, _RESULTS, _LOCK, _BUILDING = "comparison.json", "results.json", "lab.lock", "lab.tmp"
 
 COMPARISON = OutputKind(
     _RECORD,
     lambda record: (
-        (_RECORD, _RESULTS, _LOCK, "seed-*.json", "seed-*.part", "seed-*/**")
+        (_RECORD, _RESULTS, _LOCK, _BUILDING, "seed-*.json", "seed-*.part", "seed-*/**")
         if record.get("format") == COMPARISON_FORMAT
         else ()
     ),
@@ -143,11 +143,11 @@ def run_comparison(
             _check(folder, _described(plan), overwrite=plan.overwrite)
             if plan.overwrite:
                 _clear(folder)
-            with replacing(folder / _RECORD) as building:
+            with replacing(folder / _RECORD, folder / _BUILDING) as building:
                 write_json(building, _described(plan))
             compare = partial(compare_seed, plan.scene, plan.methods, folder, plan.rebuild_base, plan.sizes)
             content = compared(_described(plan), run_seeds(compare, plan.seeds, jobs=jobs, tell=tell))
-            with replacing(folder / _RESULTS) as building:
+            with replacing(folder / _RESULTS, folder / _BUILDING) as building:
                 write_json(building, content)
     except OSError as error:
         raise OutputError(
@@ -166,7 +166,7 @@ def _described(plan: ComparisonPlan) -> dict[str, Any]:
 
 def _check(folder: Path, described: Mapping[str, Any], *, overwrite: bool) -> None:
     check_place(folder)
-    if not exists(folder) or not any(path.name != _LOCK for path in folder.iterdir()):
+    if not exists(folder) or not any(path.name not in (_LOCK, _BUILDING) for path in folder.iterdir()):
         return
     if not exists(folder / _RECORD):
         raise OutputError(

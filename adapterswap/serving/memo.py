@@ -48,7 +48,7 @@ class Memo:
             self._known[key] = value
             for oldest in list(self._known)[:-_MOST]:
                 del self._known[oldest]
-            with suppress(OSError), replacing(self._path) as building:
+            with suppress(OSError), replacing(self._path, self._path.with_name(f"{self._path.name}.tmp")) as building:
                 building.write_text(json.dumps(sealed({"known": self._known})), encoding="utf-8")
 
 

@@ -33,4 +33,4 @@ def _names(record: Mapping[str, Any]) -> Sequence[str]:
 
 
 COMPOSED = OutputKind(PROVENANCE, _names)
-"""The folders that `compose`, `slice`, `merge` and `extract` write."""
+"""The folders that `compose`, `slice`, `convert`, `merge` and `extract` write."""

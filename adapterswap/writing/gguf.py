@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import Kind
 from adapterswap.experts.sources import is_hub_id
-from adapterswap.files.folders import OutputKind, atomic_file, atomic_folder, check_file, check_target
+from adapterswap.files.folders import FileKind, OutputKind, atomic_file, atomic_folder, check_file, check_target
 from adapterswap.files.numbers import check_finite, encode, open_files, write_at
 from adapterswap.files.smallfiles import expand
 from adapterswap.planning.composing import adapter_plan
@@ -45,7 +46,12 @@ __all__ = ["OUTTYPES", "PIECES", "Exported", "ExportedFile", "check_gguf", "expo
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 """The number formats that can be written, by llama.cpp's names."""
 
-PIECES = OutputKind(None, lambda record: ("layer-*.gguf", "zone-*.gguf", "outside.gguf"))
+_VERSION = "adapterswap.version"  # the key of the metadata that says who wrote a file
+
+GGUF = FileKind(b"GGUF", struct.pack("<Q", len(_VERSION)) + _VERSION.encode())
+"""The files that `export` writes: a key follows its length."""
+
+PIECES = OutputKind(None, lambda record: ("layer-*.gguf", "zone-*.gguf", "outside.gguf"), GGUF)
 """The files that `export` with `pieces` writes."""
 
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
@@ -159,7 +165,7 @@ def export(
             zone of this composition.
         max_rank: truncate modules of a higher rank; nonlinear methods need this or `max_error`.
         max_error: truncate blends to the smallest rank with at most this relative error of ΔW (Frobenius norm).
-        overwrite: replace the file, or the folder of pieces.
+        overwrite: replace the file, or the folder of pieces, if `export` wrote it.
 
     Returns:
         The files that were written.
@@ -232,7 +238,7 @@ def check_gguf(plan: Plan, out_path: str | Path, *, pieces: Division | None, ove
     if pieces:
         check_target(out_path, kind=PIECES, overwrite=overwrite, inputs=plan.inputs)
     else:
-        check_file(out_path, overwrite=overwrite, inputs=plan.inputs)
+        check_file(out_path, kind=GGUF, overwrite=overwrite, inputs=plan.inputs)
     load_gguf()
 
 
@@ -267,7 +273,7 @@ def write_gguf(
             for file, tensors in contents:
                 _write_file(folder / file.path.name, prepared, tensors, metadata, outtype, file)
     else:
-        with atomic_file(out_path, overwrite=overwrite, inputs=inputs) as building:
+        with atomic_file(out_path, kind=GGUF, overwrite=overwrite, inputs=inputs) as building:
             _write_file(building, prepared, prepared.tensors, metadata, outtype, None)
     return exported
 
@@ -308,7 +314,7 @@ def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> 
     return {
         "general.name": "+".join(plan.experts),
         **base,
-        "adapterswap.version": __version__,
+        _VERSION: __version__,
         "adapterswap.record": json.dumps(record.content(), ensure_ascii=False, allow_nan=False),
     }
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import adapterswap
 from adapterswap.errors import OutputError
 from adapterswap.evaluation.results import EvaluationResult, write_result
-from adapterswap.files.folders import OutputKind, atomic_file, atomic_folder, strangers
+from adapterswap.files.folders import FileKind, OutputKind, atomic_file, atomic_folder, strangers
 
 Run = Callable[..., Result]
 LAYERS = ["--num-layers", "4", "--bottom", "1", "--top", "1"]
@@ -269,8 +269,11 @@ def test_a_suggested_recipe_replaces_a_file_when_asked_and_never_an_input(here: 
     (here / "recipe.yaml").write_text("mine")
     (here / "texts.txt").write_text("one two\n")
     words = ["suggest", "-t", "math", "-l", "swahili", "--num-layers", "4"]
-    assert run(*words, "-o", "recipe.yaml").exit_code == 1
-    assert (here / "recipe.yaml").read_text() == "mine"
+    for options in ([], ["--overwrite"], ["--overwrite", "--dry-run"]):
+        assert run(*words, "-o", "recipe.yaml", *options).exit_code == 1
+        assert (here / "recipe.yaml").read_text() == "mine"
+    (here / "recipe.yaml").unlink()
+    assert run(*words, "-o", "recipe.yaml").exit_code == 0
     before = snapshot(here)
     for out in ("math/adapter_config.json", "swahili/recipe.yaml", "math"):
         outcome = run(*words, "-o", out, "--overwrite")
@@ -362,7 +365,7 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     target.write_text("old")
 
     def fail() -> None:
-        with atomic_file(target, overwrite=True) as file:
+        with atomic_file(target, kind=FileKind(b"o"), overwrite=True) as file:
             file.write_text("new")
             raise RuntimeError
 
@@ -370,7 +373,7 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         fail()
     assert snapshot(tmp_path).keys() == {"recipe.yaml"}
     assert target.read_text() == "old"
-    with atomic_file(target, overwrite=True) as file:
+    with atomic_file(target, kind=FileKind(b"o"), overwrite=True) as file:
         file.write_text("new")
     assert target.read_text() == "new"
 
