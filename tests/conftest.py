@@ -152,9 +152,16 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.fixture
-def run() -> Callable[..., Result]:
-    """`run("compose", …)` runs the command line in this process and keeps stdout and stderr apart."""
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`run("compose", …)` runs the command line in this process and keeps stdout and stderr apart.
+
+    Steps that take longer than five seconds, on a busy machine, print no lines of progress.
+    """
+    from adapterswap import progress
     from adapterswap.cli import main
+
+    monkeypatch.setattr(progress, "FIRST_LINE_S", float("inf"))
+    monkeypatch.setattr(progress, "LINE_EVERY_S", float("inf"))
 
     def call(*arguments: object) -> Result:
         return CliRunner().invoke(main, [str(argument) for argument in arguments])

@@ -36,8 +36,9 @@ def refused(run: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
         assert isinstance(result.exception, SystemExit)
         assert result.stdout == ""
         assert told in result.stderr
-        assert 1 <= len(lines) <= 21
-        assert all(line.startswith("Error: ") and line.endswith(".") and line.isprintable() for line in lines)
+        assert 1 <= len(lines) <= 21, result.stderr
+        odd = [line for line in lines if not (line.startswith("Error: ") and line.endswith(".") and line.isprintable())]
+        assert not odd, result.stderr
         assert snapshot(tmp_path) == before
 
     return check
