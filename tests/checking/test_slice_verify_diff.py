@@ -103,6 +103,49 @@ def test_a_slice_is_refused_only_if_its_missing_layers_are_needed(
     assert gone.stderr == "Error: shell adapts none of the layers 2-3. Choose from those that it adapts: 0-1.\n"
 
 
+def test_a_slice_stays_one_through_every_later_step(
+    run: Callable[..., Result], math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Also in full weights, and cut out of them again; `verify` makes the same record again."""
+    core, llama = tmp_path / "core", base("llama")
+    assert run("slice", math, "--layers", "2-4", "-o", core).exit_code == 0
+    only = ("--rule", "core: 3", "--rule", "base")
+    kept = {
+        "reset": (("compose", "-t", core, "-l", "base", "--bottom", 3, "--top", 1), "2-4"),
+        "again": (("slice", core, "--layers", "3"), "3"),
+        "converted": (("convert", core, "--layout", "portable"), "2-4"),
+        "beside": (
+            ("compose", "--expert", f"core={core}", "--expert", f"s={swahili}", "--rule", "s: 0", *only),
+            "0,2-4",
+        ),
+        "exported.gguf": (("export", core), "2-4"),
+        "merged": (("merge", core), "2-4"),
+        "extracted": (("extract", tmp_path / "merged", "--base-model", llama, "--rank", 8), "2-4"),
+    }
+    for name, (arguments, layers) in kept.items():
+        written = run(*arguments, "-o", tmp_path / name)
+        assert written.exit_code == 0, (name, written.stderr)
+        if name not in ("beside", "extracted"):
+            checked = run("verify", tmp_path / name, "--expert", f"core={core}", "--base-model", llama)
+            assert checked.stdout.startswith("equal"), (name, checked.stdout, checked.stderr)
+        if name == "exported.gguf":
+            assert json.loads(run("inspect", tmp_path / name, "--json").stdout)["composed_of"]["slice"] == layers
+            continue
+        assert json.loads((tmp_path / name / "adapterswap.json").read_text())["slice"] == {"layers": layers}, name
+        for needing in (
+            ("-t", tmp_path / name, "-l", swahili, "--bottom", 1, "--top", 1),
+            ("-t", swahili, "-l", tmp_path / name, "--bottom", 0, "--top", 1),
+            ("--expert", f"it={tmp_path / name}", "--rule", "it"),
+            ("-t", tmp_path / name, "-l", "base", "--bottom", 1, "--top", 1),
+        ):
+            declined = run("merge", *needing, "--base-model", llama, "-o", tmp_path / "out")
+            assert declined.exit_code == 1, (name, needing, declined.stdout)
+            assert "is a slice with the layers" in declined.stderr, declined.stderr
+    filled = run("compose", "-t", core, "-l", swahili, "--bottom", 2, "--top", 1, "-o", tmp_path / "filled")
+    assert filled.exit_code == 0
+    assert "slice" not in json.loads((tmp_path / "filled" / "adapterswap.json").read_text())
+
+
 @pytest.mark.parametrize("layers", ["", "none", "7", "9-12", "x", "4-2"])
 def test_invalid_layers_are_refused(layers: str, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
     refused = run("slice", math, "--layers", layers, "-o", tmp_path / "out")

@@ -163,6 +163,26 @@ def test_saving_from_a_slice_and_in_other_forms(base: Bases, folders: Folders, t
             )
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_was_not_loaded_is_missing_from_what_is_saved(
+    changed: bool, base: Bases, folders: Folders, tmp_path: Path
+) -> None:
+    """Whether the numbers come from the expert's file or, if they were changed, from the model."""
+    composing = LiveComposer.from_experts(load_base(base("llama")), {"math": folders()["math"]})
+    composing.load_expert(folders()["swahili"], "swahili", layers="0-2,5")
+    if changed:
+        next(p for name, p in composing.model.named_parameters() if ".swahili." in name).data *= 2
+    with refused(CompositionError, "allocation", match=r"swahili .*layers 0-2,5.* layers 3-4"):
+        composing.set(Composition.model_validate({"allocation": [{"expert": "swahili"}]}))
+    with composing.use(
+        Composition.model_validate({"allocation": [{"layers": "0", "expert": "swahili"}, {"expert": "base"}]})
+    ):
+        saved = composing.save(tmp_path / "saved")
+    assert json.loads((saved / "adapterswap.json").read_text())["slice"] == {"layers": "0-2,5"}
+    with refused(CompositionError):
+        adapterswap.layer_swap(folders()["math"], saved, bottom=4, top=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saving_experts_loaded_by_peft(dtype: torch.dtype, base: Bases, expert: Any, tmp_path: Path) -> None:
     """Without a known file the tensors come from the model; PEFT holds bfloat16 experts in float32."""

@@ -331,6 +331,29 @@ class TestOtherCommands:
             with refused(CompositionError):
                 adapterswap.compose(Composition(**options | {"stack": "encoder"}), sliced)
 
+    def test_what_was_cut_away_is_remembered_by_stack(self, stacked: Callable[[str], Path], tmp_path: Path) -> None:
+        folder = stacked("t5")
+        one = adapterswap.slice_layers(folder / "math", "0-1", stack="encoder").write(tmp_path / "one")
+        other = adapterswap.slice_layers(folder / "swahili", "2-3", stack="decoder").write(tmp_path / "other")
+        rules = [
+            {"layers": "0-1", "stack": "encoder", "expert": "one"},
+            {"layers": "2-3", "stack": "decoder", "expert": "other"},
+            {"expert": "base", "optional": True},
+        ]
+        composition = Composition.model_validate({"allocation": rules})
+        both = adapterswap.compose(composition, {"one": one, "other": other}).write(tmp_path / "both")
+        adapterswap.convert(both, tmp_path / "converted", layout="portable")
+        for place in (both, tmp_path / "converted"):
+            record = json.loads((place / "adapterswap.json").read_text())
+            assert record["slice"] == {"layers": {"encoder": "0-1", "decoder": "2-3"}}
+            experts = {"math": folder / "math", "both": place}
+            rule = {"layers": "2", "stack": "decoder", "expert": "both"}
+            adapterswap.compose(Composition.model_validate({"allocation": [rule, {"expert": "math"}]}), experts)
+            for layers, stack in (("2", "encoder"), ("0", "decoder"), ("2-4", "decoder"), ("0", None)):
+                rule = {"layers": layers, "stack": stack, "expert": "both"}
+                with refused(CompositionError, "allocation"):
+                    adapterswap.compose(Composition.model_validate({"allocation": [rule, {"expert": "math"}]}), experts)
+
     @pytest.mark.parametrize("name", ["t5", "whisper"])
     def test_live(self, name: str, stacked: Callable[[str], Path]) -> None:
         folder = stacked(name)
