@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +39,48 @@ def test_composing_and_inspecting_import_no_torch(math: Path, swahili: Path, tmp
     compose = ["compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", "--bottom-transition", "1"]
     assert not modules_after(*compose) & {*HEAVY, "huggingface_hub"}
     assert not modules_after("inspect", tmp_path / "out") & {*HEAVY, "huggingface_hub"}
+
+
+ODD = "a\x1b[31m\x07\x9b\u202eb\nError: c"  # a colour, a bell, a direction, another line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compose", "-t", "{}", "-l", "swahili", "-o", "out"],
+        ["compose", "-t", "swahili", "-l", "swahili", "-o", "{} out"],
+        ["compose", "-t", "swahili", "-l", "swahili", "--bottom", "{}", "-o", "out"],
+        ["compose", "swahili", "swahili", "{}"],
+        ["slice", "{}", "--layers", "0-1", "-o", "{} out"],
+        ["export", "{}", "-o", "{}.gguf"],
+        ["export", "{}", "--pieces", "-o", "{} out"],
+        ["inspect", "{}"],
+        ["inspect", "{} none"],
+        ["verify", "{}"],
+        ["diff", "{}", "swahili"],
+        ["suggest", "-t", "{}", "-l", "swahili", "-o", "{}.yaml"],
+        ["recipes", "cp", "compose/llama-3.1-8b/swahili", "{} out"],
+        ["recipes", "cat", "{} recipe.yaml"],
+        ["recipes", "validate", "{} recipe.yaml"],
+        ["{}"],
+    ],
+    ids=" ".join,
+)
+def test_control_characters_do_not_reach_the_terminal(
+    arguments: list[str], run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Names of folders are printed with the codes of such characters, and on one line."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(math, ODD)
+    shutil.copytree(swahili, "swahili")
+    Path(f"{ODD} recipe.yaml").write_text("# \x1b[31m \x07 text\ntask: x\n")
+    monkeypatch.setattr("click.utils.should_strip_ansi", lambda stream, color: False)  # as at a terminal
+    result = run(*(argument.replace("{}", ODD) for argument in arguments))
+    printed = result.stdout + result.stderr
+    assert printed
+    assert [character for character in printed if not character.isprintable() and character != "\n"] == []
+    assert not [line for line in printed.splitlines() if line.startswith("Error: c")], printed
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -292,6 +292,40 @@ def test_a_suggested_recipe_replaces_a_file_when_asked_and_never_an_input(here: 
     assert (here.parent / "home" / "recipe.yaml").is_file()
 
 
+def test_an_export_replaces_only_what_export_wrote(here: Path, run: Run) -> None:
+    """Neither a base in GGUF nor a thesis, whatever its name or the link to it; a link to an export is followed."""
+    gguf = pytest.importorskip("gguf")
+    words = ["export", "math", "--base-model", "small", "--overwrite", "-o"]
+    sizes = {"hidden_size": 4, "intermediate_size": 8, "num_attention_heads": 2, "head_dim": 4, "vocab_size": 16}
+    Path("small").mkdir()
+    Path("small/config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 4, **sizes}))
+    writer = gguf.GGUFWriter("base.gguf", "llama")
+    writer.add_string("general.name", "adapterswap.version is not a key here")
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    Path("thesis.gguf").write_text("years of work: adapterswap.version")
+    Path("empty.gguf").touch()
+    Path("pieces").mkdir()
+    shutil.copy("thesis.gguf", "pieces/layer-00.gguf")
+    for name in ("base", "thesis"):
+        Path(f"to-{name}.gguf").symlink_to(f"{name}.gguf")
+    before = snapshot(here)
+    for name in ("base.gguf", "thesis.gguf", "empty.gguf", "to-base.gguf", "to-thesis.gguf"):
+        assert run(*words, name).exit_code == 1
+        assert run(*words, name, "--dry-run").exit_code == 1
+    assert run(*words, "pieces", "--pieces").exit_code == 1
+    assert snapshot(here) == before
+    assert run(*words, "out.gguf").exit_code == 0
+    Path("to-out.gguf").symlink_to("out.gguf")
+    Path(".out.gguf.0123456789ab.tmp").write_text("of a killed run")
+    exported = Path("out.gguf").read_bytes()
+    replaced = run(*words, "to-out.gguf", "--outtype", "f16")
+    assert replaced.exit_code == 0, replaced.stderr
+    assert Path("to-out.gguf").is_symlink()
+    assert Path("out.gguf").read_bytes() != exported
+    assert [path.name for path in here.glob(".*")] == []
+
+
 def test_base_is_the_base_and_dot_slash_base_a_folder(here: Path, run: Run) -> None:
     words = ["compose", "-t", "math", "--num-layers", "4", "--dry-run", "--json", "-o", "out"]
     result = run(*words, "-l", "base")
