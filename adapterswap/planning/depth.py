@@ -48,8 +48,8 @@ class Depth:
 def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
     """The number of layers to use; `known` is the model's own, if a model is loaded.
 
-    A composition of whole experts whose rules name no layers needs no number: if the config does not say it, the least possible one is
-    used.
+    A composition of whole experts whose rules name no layers needs no number: if the config does not say it, the least
+    possible one is used.
 
     Raises:
         CompositionError: the composition's `num_layers` differs from the base's.
