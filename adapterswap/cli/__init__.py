@@ -142,7 +142,7 @@ class _Commands(click.Group):
 
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         except click.ClickException as error:
-            error.message = printable(error.message)  # it quotes arguments
+            vars(error)["message"] = printable(error.message)  # it quotes arguments
             raise
         except MemoryError:
             problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)

@@ -26,7 +26,7 @@ class KeptLayers:
     by_stack: Mapping[Stack | None, frozenset[int]]
 
     @classmethod
-    def of(cls, layers: str | Mapping[str, str], stack: str | None = None) -> KeptLayers:
+    def of(cls, layers: str | Mapping[Stack, str], stack: str | None = None) -> KeptLayers:
         """Parse `0-4,30-31`, of any stack or of one, or such a text for each stack.
 
         Raises:
@@ -51,8 +51,9 @@ class KeptLayers:
 
 def every_layer(num_layers: NumLayers) -> list[tuple[Stack | None, int]]:
     """Every layer of a model of this depth, with its stack if the model has two."""
-    depths: Mapping[Stack | None, int] = {None: num_layers} if isinstance(num_layers, int) else {**num_layers}
-    return [(stack, layer) for stack, depth in depths.items() for layer in range(depth)]
+    if isinstance(num_layers, int):
+        return [(None, layer) for layer in range(num_layers)]
+    return [(stack, layer) for stack, depth in num_layers.items() for layer in range(depth)]
 
 
 def recorded_layers(folder: Path) -> KeptLayers | None:

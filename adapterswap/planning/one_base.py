@@ -10,10 +10,11 @@ from contextlib import suppress
 from itertools import combinations
 
 from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, Problems
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter
+from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
 from adapterswap.experts.base_identity import differing_weights, identity_of
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.slices import PROVENANCE
 from adapterswap.experts.sources import (
     Source,
     alias_remedy,

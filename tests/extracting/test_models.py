@@ -140,7 +140,7 @@ def test_selected_layers_and_modules(checkpoint: Checkpoint, tmp_path: Path) -> 
     assert result.lost_by_reason["not selected"][0] == 42 - 15
     adapter = adapterswap.open_adapter(tmp_path / "out")
     assert adapter.kept_layers is not None
-    assert adapter.kept_layers.layers == {0, 1, 5}
+    assert adapter.kept_layers.by_stack == {None: {0, 1, 5}}
     extract(checkpoint("llama", 2), base, tmp_path / "other", rank=2)
     with pytest.raises(adapterswap.AdapterswapError, match="layer"):
         adapterswap.layer_swap(task=tmp_path / "out", language=tmp_path / "other", bottom=1, top=1)
