@@ -18,10 +18,11 @@ from adapterswap.changes.reading import read_factors
 from adapterswap.checking.recorded import FILES, added_files, contradicting, marked
 from adapterswap.checking.result import Verification
 from adapterswap.errors import ArgumentError, Problems
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.base_identity import base_fingerprints
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.identity import hashed, sha256_of
+from adapterswap.experts.slices import PROVENANCE
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import measure
 from adapterswap.extracting.pairing import Selection, WeightMatrix, pair
