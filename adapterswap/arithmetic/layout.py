@@ -4,7 +4,8 @@
   A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'. The scale s' of blends is the adapter's most frequent one, so
   if the experts' scales agree, even a reader that ignores the patterns computes the right sum.
 * `portable`: every module has the same rank, padded with zeros, and is plain LoRA with alpha = r (s' = 1), so there are
-  no patterns.
+  no patterns. In float16 small numbers lose digits, so that s' is the power of two nearest to the most frequent scale:
+  every engine reads the global alpha, and B stays as large as it was.
 
 Reads no tensors.
 """
@@ -28,6 +29,11 @@ from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
 __all__ = ["blend_scale", "lay_out", "total_rank", "uses_rslora"]
+
+# Of the scale in the portable layout: any rank times it is an alpha that `check_written` accepts.
+_LEAST_EXPONENT, _LARGEST_EXPONENT = -29, 13
+# Numbers with a smaller factor are written in float32 rather than in float16, where they would lose digits.
+_LEAST_FACTOR = 2.0**-4
 
 
 def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> Layout:
@@ -57,8 +63,8 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     }
     if form.layout == "portable":
         rank = max(ranks.values(), default=1)
-        rslora, alpha = False, float(rank)
-        shapes = {name: Shape(rank, rank, 1.0) for name in ranks}
+        rslora, alpha = False, rank * common
+        shapes = {name: Shape(rank, alpha, common) for name in ranks}
     else:
         rslora = uses_rslora(plan)
         shapes = {m.name: _shape(m, ranks[m.name], m.name in reduced, rslora, common) for m in modules}
@@ -84,13 +90,21 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
 
 
 def blend_scale(plan: Plan, form: Form) -> float:
-    """s' of blends: 1 in the portable layout, otherwise the most frequent scale of copied modules, or of all terms."""
-    if form.layout == "portable":
-        return 1.0
+    """s' of blends: the most frequent scale of copied modules, or of all terms. In the portable layout 1, or in float16
+    the power of two nearest to it."""
     modules = plan.modules.values()
+    if form.layout == "portable" and form.dtype != "F16":
+        dtypes = {
+            dtype for module in modules for term in module.terms for dtype in (term.lora.a.dtype, term.lora.b.dtype)
+        }
+        if form.dtype is not None or "F16" not in dtypes:
+            return 1.0
     copied = [module.terms[0].lora.scale for module in modules if module.owner and module.terms]
     scales = copied or [term.lora.scale for module in modules for term in module.terms]
-    return float(most_common(scales, default=1.0))
+    common = float(most_common(scales, default=1.0))
+    if form.layout == "exact":
+        return common
+    return 2.0 ** min(max(round(math.log2(abs(common))), _LEAST_EXPONENT), _LARGEST_EXPONENT)
 
 
 def total_rank(module: Slot) -> int:
@@ -206,7 +220,7 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputT
     for axis, key, pieces in ((0, first.a_key, a_pieces), (1, first.b_key, b_pieces)):
         dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
         dtype = pieces[0].tensor.dtype if module.owner and pieces else common_dtype
-        yield OutputTensor(key, dtype, dims, axis, tuple(pieces))
+        yield OutputTensor(key, _wide_enough(dtype, pieces), dims, axis, tuple(pieces))
 
 
 def _fused(
@@ -227,7 +241,13 @@ def _fused(
     for factor, pieces, view in (("A", a, (count, shape.rank, into)), ("B", b, (out, shape.rank, count))):
         stored = (count * shape.rank, into) if factor == "A" else (out, shape.rank * count)
         kind = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
-        yield OutputTensor(keys[factor], kind, stored, 1, pieces, view=view)
+        yield OutputTensor(keys[factor], _wide_enough(kind, pieces), stored, 1, pieces, view=view)
+
+
+def _wide_enough(dtype: str, pieces: Sequence[Piece]) -> str:
+    """The dtype of a factor: float32 in place of float16 if all its numbers become much smaller."""
+    shrinks = pieces and all(abs(piece.factor) < _LEAST_FACTOR for piece in pieces)
+    return "F32" if dtype == "F16" and shrinks else dtype
 
 
 def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:

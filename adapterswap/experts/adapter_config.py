@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.errors import ExpertError, Problems, UnsupportedError
-from adapterswap.experts.patterns import Patterns
+from adapterswap.experts.patterns import Patterns, is_plain
 from adapterswap.experts.peft_kinds import (
     DORA,
     KINDS,
     LORA,
     LORA_BIAS,
     REFUSED_KINDS,
+    TASK_HEADS,
     TRAINABLE_TOKENS,
     TRAINED_TOKENS,
+    PeftKind,
 )
 from adapterswap.experts.targets import Targets, read_targets
 from adapterswap.files.smallfiles import parse_json, read_small, shown
@@ -31,16 +33,16 @@ __all__ = ["AdapterConfig", "check_written", "parse_adapter_config", "read_adapt
 
 # Keys that do not change what a trained LoRA computes (or only in ways that its tensors show).
 _HARMLESS = {
-    "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
-    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
+    "base_model_name_or_path", "inference_mode", "loftq_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "revision", "runtime_config",
 }  # fmt: skip
 
 # Keys read below, one by one.
 _READ = {
     "alpha_pattern", "auto_mapping", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
-    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "modules_to_save", "r", "rank_pattern",
-    "lora_bias", "target_modules", "target_parameters", "trainable_token_indices", "use_dora", "use_rslora",
+    "corda_config", "eva_config", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "lora_bias", "lora_dropout", "lora_ga_config", "modules_to_save", "r", "rank_pattern", "target_modules",
+    "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 
 # Keys that, when set, make the adapter something other than W + s·B·A, and why.
@@ -49,20 +51,24 @@ _REFUSED = {
     "arrow_config": "Arrow routes between adapters at run time",
     "kasa_config": "KaSA changes the base's weights",
     "layer_replication": "layer_replication repeats layers, so that indices no longer name the base's",
+    "megatron_config": "Megatron's parallel layers hold only parts of the weights",
     "monteclora_config": "MonteCLoRA samples its weights",
     "use_bdlora": "BD-LoRA's blocks are not plain A and B",
     "use_qalora": "QA-LoRA pools its inputs",
     "velora_config": "VeLoRA compresses activations",
 }
 
+# Settings of these kinds, of which PEFT uses even an empty one.
+_OBJECTS = {"arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config"}
+
 _KNOWN = _HARMLESS | _READ | _REFUSED.keys()
 
 # Keys of other kinds than LoRA that say what the adapter is for or how it was trained, not what a module computes.
 # Settings such as `r` belong to a module; those in `PeftKind.patterns` may differ between modules.
 _NEUTRAL = {
-    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_weights",
-    "layers_pattern", "layers_to_transform", "modules_to_save", "peft_type", "peft_version", "revision",
-    "runtime_config", "target_modules", "task_type",
+    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "feedforward_modules",
+    "inference_mode", "init_weights", "layers_pattern", "layers_to_transform", "modules_to_save", "peft_type",
+    "peft_version", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 
 # The keys of PEFT's TrainableTokensConfig.
@@ -161,6 +167,14 @@ class AdapterConfig:
         match = re.match(r"(\d+)\.(\d+)", self.peft_version or "")
         return match is not None and (int(match[1]), int(match[2])) >= version
 
+    @property
+    def holds_regexes(self) -> bool:
+        """Whether it holds other regexes than plain names, which PEFT would run without a time limit."""
+        targets = self.targets
+        texts = [text for text in (targets.modules, targets.excluded, targets.feedforward) if isinstance(text, str)]
+        texts += [*targets.saved, *targets.containers, *self.rank_pattern.values, *self.alpha_pattern.values]
+        return not all(map(is_plain, [*texts, *(key for pattern in self.patterns.values() for key in pattern.values)]))
+
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """The trained rows of an embedding or head, by the first matching name; empty if the config names none."""
         return next((rows for end, rows in self.trained_tokens.items() if module.endswith(end)), ())
@@ -227,7 +241,7 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
 
 def _refuse(content: dict[str, Any], where: str, problems: Problems) -> None:
     for key, reason in _REFUSED.items():
-        if content.get(key):
+        if content.get(key) or (key in _OBJECTS and content.get(key) is not None):
             problems.add(f"{where}: {key} is set: {reason}", _RETRAIN, kind=UnsupportedError)
     _refuse_init(content.get("init_lora_weights", True), where, problems)
     for key in _NOT_NULL:
@@ -291,7 +305,9 @@ def _refuse_init(init: Any, where: str, problems: Problems) -> None:
         )
 
 
-def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
+def _read(
+    content: dict[str, Any], where: str, sha256: str, problems: Problems, kind: PeftKind | None = None
+) -> AdapterConfig:
     def value(key: str, default: Any, accept: Any, rule: str) -> Any:
         entry = content.get(key)
         if entry is None:
@@ -311,6 +327,11 @@ def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) 
             problems.add(f"{where}: {key}: {error}", _SIMPLER)
             return Patterns()
 
+    value("lora_dropout", 0, lambda v: type(v) in (int, float) and 0 <= v <= 1, "a number from 0 to 1")
+    for key in ("corda_config", "eva_config", "lora_ga_config"):
+        value(key, {}, lambda v: isinstance(v, dict), "an object or null")
+    if kind is None:
+        _refuse_combinations(content, where, problems)
     return AdapterConfig(
         base_model=value("base_model_name_or_path", None, _is_text, "a printable path, a Hub id or null"),
         revision=value("revision", None, _is_text, "a revision or null"),
@@ -319,12 +340,12 @@ def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) 
         rslora=value("use_rslora", False, _is_bool, "true or false"),
         fan_in_fan_out=value("fan_in_fan_out", False, _is_bool, "true or false"),
         tied=value("ensure_weight_tying", False, _is_bool, "true or false"),
-        task_type=value("task_type", None, _is_text, "a task type or null"),
+        task_type=value("task_type", None, lambda v: v in TASK_HEADS, f"one of {', '.join(TASK_HEADS)}, or null"),
         auto_mapping=value("auto_mapping", None, _is_auto_mapping, "a mapping from names to texts, or null"),
-        modules_to_save=tuple(value("modules_to_save", [], _is_texts, "a list of names")),
+        modules_to_save=tuple(value("modules_to_save", [], lambda v: _is_texts(v) and all(v), "a list of names")),
         rank_pattern=patterns("rank_pattern", _is_rank, f"a mapping whose values are each {_RANK}"),
         alpha_pattern=patterns("alpha_pattern", _is_alpha, f"a mapping whose values are each {_ALPHA}"),
-        targets=read_targets(content, where, problems),
+        targets=read_targets(content, where, problems, kind),
         sha256=sha256,
         dora=value("use_dora", False, _is_bool, "true or false"),
         lora_bias=value("lora_bias", False, _is_bool, "true or false"),
@@ -334,15 +355,55 @@ def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) 
             value("trainable_token_indices", {}, _are_tokens, "a list of token ids, or a mapping from names to lists")
         ),
         peft_version=value("peft_version", None, _is_text, "a version or null"),
-        unknown=_unknown(content, where, problems),
+        unknown=() if kind else _unknown(content, where, problems),
     )
+
+
+def _refuse_combinations(content: Mapping[str, Any], where: str, problems: Problems) -> None:
+    """Report settings of LoRA that PEFT refuses to load together."""
+    tokens = content.get("trainable_token_indices")
+    saved = content.get("modules_to_save") or ()
+    together = {
+        "lora_bias": ("use_dora",),
+        "target_parameters": ("use_dora", "lora_bias", "lora_dropout", "fan_in_fan_out"),
+    }
+    pairs = [
+        f"{key} and {other}" for key in together for other in together[key] if content.get(key) and content.get(other)
+    ]
+    if content.get("lora_bias") and content.get("init_lora_weights", True) not in (True, False):
+        pairs.append("lora_bias and this init_lora_weights")
+    if isinstance(tokens, dict) and any(name in saved for name in tokens):
+        pairs.append("modules_to_save and trainable_token_indices of one module")
+    for pair in pairs:
+        problems.add(
+            f"{where}: {pair} are set, which PEFT cannot load together", "Correct it, or save the adapter again"
+        )
+
+
+def _refuse_settings(content: Mapping[str, Any], where: str, problems: Problems) -> None:
+    """Report settings of another kind that PEFT refuses."""
+    kind, version = content["peft_type"], re.match(r"(\d+)\.(\d+)", str(content.get("peft_version")))
+    remedy = "Train the adapter again with this version of PEFT"
+    if kind == "OFT" and "oft_block_size" not in content:
+        problems.add(f"{where}: there is no oft_block_size: PEFT cannot load OFT of versions before 0.14", remedy)
+    elif kind == "OFT" and bool(content.get("r", 0)) == bool(content["oft_block_size"]):
+        problems.add(f"{where}: exactly one of r and oft_block_size must be other than 0", "Correct it")
+    if (
+        kind == "OFT"
+        and content.get("use_cayley_neumann")
+        and (not version or (int(version[1]), int(version[2])) < (0, 18))
+    ):
+        problems.add(f"{where}: PEFT cannot load OFT with use_cayley_neumann of versions before 0.18", remedy)
+    if kind == "BOFT" and bool(content.get("boft_block_size", 4)) == bool(content.get("boft_block_num", 0)):
+        problems.add(f"{where}: exactly one of boft_block_size and boft_block_num must be other than 0", "Correct it")
 
 
 def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
     """The config of another kind than LoRA: the keys that all kinds have, and those that its modules read."""
     kind = KINDS[content["peft_type"]]
     shared = {key: content[key] for key in _NEUTRAL if key in content}
-    config = _read({**shared, "init_lora_weights": True}, where, sha256, problems)
+    config = _read({**shared, "init_lora_weights": True}, where, sha256, problems, kind)
+    _refuse_settings(content, where, problems)
     bias = content.get("bias", "none")
     if bias != "none":
         problems.add(
@@ -370,13 +431,12 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
         settings={key: content[key] for key in sorted(setting_keys)},
         values={key: content[key] for key in kind.patterns if key in content},
         patterns=patterns,
-        unknown=(),
     )
 
 
 def _read_tokens(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
     """The config of TRAINABLE_TOKENS: PEFT reads only these keys, and one list of tokens for all targets."""
-    config = _read({key: content[key] for key in _OF_TOKENS & content.keys()}, where, sha256, problems)
+    config = _read({key: content[key] for key in _OF_TOKENS & content.keys()}, where, sha256, problems, TRAINED_TOKENS)
     tokens = content.get("token_indices")
     if not isinstance(tokens, list) or not tokens or not _are_tokens(tokens):
         problems.add(
@@ -437,12 +497,12 @@ def _is_auto_mapping(value: Any) -> bool:
 
 def _are_tokens(value: Any) -> bool:
     lists = list(value.values()) if isinstance(value, dict) else [value]
-    return all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in lists)
+    return all(isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids) for ids in lists)
 
 
 def _as_mapping(tokens: dict[str, list[int]] | list[int]) -> dict[str, tuple[int, ...]]:
     named = tokens if isinstance(tokens, dict) else {"": tokens}
-    return {name: tuple(ids) for name, ids in named.items() if ids}
+    return {name: tuple(ids) for name, ids in named.items()}
 
 
 def _is_texts(value: Any) -> bool:

@@ -207,6 +207,11 @@ def sort_keys(
         if tokens and key.startswith(_PREFIX) and key.endswith(f".{TOKENS}"):
             saved.setdefault(key.removeprefix(_PREFIX).removesuffix(f".{TOKENS}"), {})[TOKENS] = tensor
             continue
+        part = next((part for part in part_names if key.endswith(f".{part}")), None)
+        if part and key.startswith(_PREFIX):
+            module = key.removeprefix(_PREFIX).removesuffix(f".{part}")
+            (extras if kind is None else parts).setdefault(module, {})[part] = tensor
+            continue
         name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
         double = _DOUBLE.fullmatch(key)
         if double and not keys.isdisjoint(
@@ -215,11 +220,6 @@ def sort_keys(
             continue  # PEFT loads the tensor under the module's own name; this is a copy of it, or of the base's
         if key.startswith(_PREFIX) and not double and (holder := _saved_module(name, saved_ends)):
             saved.setdefault(holder, {})[key.removeprefix(f"{_PREFIX}{holder}.")] = tensor
-            continue
-        part = next((part for part in part_names if key.endswith(f".{part}")), None)
-        if part and key.startswith(_PREFIX):
-            module = key.removeprefix(_PREFIX).removesuffix(f".{part}")
-            (extras if kind is None else parts).setdefault(module, {})[part] = tensor
             continue
         if kind is not None and key.removeprefix(_ROOT) in kind.shared:
             shared[key.removeprefix(_ROOT)] = tensor

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from adapterswap.errors import ExpertError, NotFoundError, Problems, UnsupportedError
+from adapterswap.errors import (
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    NotFoundError,
+    Problems,
+    UnsupportedError,
+)
 from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
 from adapterswap.experts.adapter_keys import (
     TOKENS,
@@ -25,14 +33,34 @@ from adapterswap.experts.adapter_keys import (
     sort_keys,
 )
 from adapterswap.experts.base_identity import TRAINING_RECORD, recorded_base
-from adapterswap.experts.layers import HEADS, Kind, is_vocabulary, kind_of, layer_container, layer_of
-from adapterswap.experts.peft_kinds import KINDS, LORA_PARTS, TRAINABLE_TOKENS, TRAINED_ROWS, TRAINED_TOKENS
+from adapterswap.experts.layers import (
+    EMBEDDINGS,
+    HEADS,
+    Kind,
+    is_vocabulary,
+    kind_of,
+    layer_container,
+    layer_of,
+)
+from adapterswap.experts.patterns import is_plain
+from adapterswap.experts.peft_kinds import (
+    KINDS,
+    LORA_PARTS,
+    TASK_HEADS,
+    TRAINABLE_TOKENS,
+    TRAINED_ROWS,
+    TRAINED_TOKENS,
+)
 from adapterswap.experts.shapes import and_more
 from adapterswap.experts.slices import PROVENANCE, KeptLayers, recorded_layers
-from adapterswap.experts.sources import Source, find_source, subfolders_with
+from adapterswap.experts.sources import Source, at_revision, cached_base_folder, find_source, subfolders_with
+from adapterswap.experts.targets import Targets
 from adapterswap.experts.tokenizers import TOKENIZER_FILES
 from adapterswap.files.smallfiles import exists
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
+
+if TYPE_CHECKING:
+    from adapterswap.experts.peft_trial import PeftTrial
 
 __all__ = [
     "Adapter",
@@ -51,7 +79,8 @@ PICKLED = "adapter_model.bin"  # what `convert` reads
 
 _HIRA_RANK = 32  # PEFT's default
 
-_FIRST_FUSED = "gate_up_proj"  # the first of a fused layer's two parameters in every model of transformers
+# A fused layer's two parameters in every model of transformers, in their order.
+_FIRST_FUSED, _LAST_FUSED = "gate_up_proj", "down_proj"
 
 _MISMATCH = "The file and its config do not belong together: save the adapter again"
 
@@ -343,9 +372,12 @@ def read_adapter(source: Source) -> Adapter:
     )
     check_dtypes(file, folder, problems)
     parameters: set[str] = set()
-    if config.target_parameters:
-        with problems.collect():
-            pairs, parameters = _with_parameters(pairs, config, folder)
+    with problems.collect():
+        trial = None if problems else _try_in_base(config, [*pairs, *parts], saved, file, folder)
+        if trial is not None:
+            config = replace(config, targets=Targets(modules=trial.adapted))
+        if config.target_parameters:
+            pairs, parameters = _with_parameters(pairs, config, trial, folder)
     ignored = _ignored([name for name in (*pairs, *parts) if name not in parameters], saved, config, folder, problems)
     pairs = {name: factors for name, factors in pairs.items() if name not in ignored}
     tied: dict[str, dict[str, Tensor]] = {}
@@ -357,6 +389,8 @@ def read_adapter(source: Source) -> Adapter:
             saved.setdefault(name, {})[TOKENS] = parts[name][TRAINED_ROWS]
         parts = {}
     parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
+    if config.peft_type == "IA3" and config.targets.feedforward is not None:
+        _check_feedforward(parts, config, folder, problems)
     config.check_patterns([*pairs, *parts])
     container = None
     with problems.collect():
@@ -417,7 +451,7 @@ def _tied_rows(
     If the base ties its head to its embedding, PEFT stores the rows under both names, but targets only the embedding.
     """
     tied: dict[str, dict[str, Tensor]] = {name: {} for name in parts if name not in ignored}
-    if config.targets.modules is None and len(tied) > 1:
+    if config.targets.modules is None and (len(tied) > 1 or any(name.rpartition(".")[2] in HEADS for name in tied)):
         raise ExpertError(
             f"{folder / CONFIG}: target_modules is null, and {WEIGHTS} has rows of {and_more(sorted(tied))}",
             "Name the embedding that was trained in target_modules",
@@ -455,6 +489,91 @@ def _trained_rows(
     return rows
 
 
+def _try_in_base(
+    config: AdapterConfig, names: Collection[str], saved: Collection[str], file: TensorFile, folder: Path
+) -> PeftTrial | None:
+    """How PEFT loads the adapter, if only the base can tell which modules PEFT loads, or whether it can; else None.
+
+    Raises:
+        AdapterswapError: PEFT cannot load the adapter, or the base is needed and cannot be read.
+    """
+    base = config.base_model and at_revision(config.base_model, config.revision)
+    reason = _reason_for_base(config, names, saved, folder)
+    if reason is None:
+        heads = EMBEDDINGS | HEADS | set(TASK_HEADS.get(config.task_type or "", ()))
+        parameters: Collection[str] = ()
+        with suppress(UnsupportedError):  # raised again if the base is not at hand
+            parameters = _parameters(names, config, folder).values() if config.target_parameters else ()
+        is_usual = all(end in saved or end in heads for end in config.modules_to_save) and all(
+            any(f".{name}".endswith(f".{end}") for name in parameters) for end in config.target_parameters
+        )
+        if is_usual or config.holds_regexes or base is None or cached_base_folder(base) is None:
+            return None
+    elif base is None or config.holds_regexes:
+        raise UnsupportedError(
+            f"{folder / CONFIG}: {reason}, and what PEFT makes of it depends on the base, but the config "
+            f"{'names none' if base is None else 'also holds regexes, which are not run in PEFT'}",
+            "Name all modules in target_modules, and only those in modules_to_save that have tensors",
+        )
+    # PEFT and torch take seconds to import. PEFT itself writes configs without this need.
+    from adapterswap.experts.peft_trial import load_into_base
+
+    try:
+        return load_into_base(folder, base, config.task_type, file, names)
+    except (ArgumentError, BaseModelError, NotFoundError, UnsupportedError) as error:
+        if reason is None:
+            return None
+        raise error.within(f"{folder / CONFIG}: {reason}, and what PEFT makes of it depends on the base") from None
+
+
+def _reason_for_base(config: AdapterConfig, names: Collection[str], saved: Collection[str], folder: Path) -> str | None:
+    """What in a config can only be read beside the base; None if nothing is."""
+    targets = config.targets
+    modules = targets.modules
+    only_experts = config.target_parameters and all(re.search(r"\.experts(\.base_layer)*$", name) for name in names)
+    if targets.depend_on_base and config.peft_type != TRAINABLE_TOKENS and not (only_experts and modules is None):
+        return (
+            f"target_modules is {modules}" if isinstance(modules, str | None) else "target_modules has 20 names or more"
+        )
+    if config.target_parameters:
+        weights = {f".{name}.weight" for name in _loaded(config, names, folder)}
+        if twice := [end for end in config.target_parameters if any(name.endswith(f".{end}") for name in weights)]:
+            return f"target_parameters names {twice[0]}, of a module in target_modules"
+    if config.peft_type == "IA3" and targets.feedforward is None:
+        return "feedforward_modules is null"
+    shares = config.peft_type in KINDS and KINDS[config.peft_type].shared
+    if shares and len(_loaded(config, names, folder)) < len(names):
+        return "it targets only some of the modules in the file, which share tensors as large as the largest"
+    heads = TASK_HEADS.get(config.task_type or "", ())
+    ends = [end for end in config.modules_to_save if is_plain(end) and end not in heads]
+    empty = [end for end in ends if not any(name.endswith(end) for name in saved)]
+    return f"modules_to_save names {empty[0]}, which has no tensors" if empty else None
+
+
+def _loaded(config: AdapterConfig, names: Collection[str], folder: Path) -> set[str]:
+    """The modules of `names` that the config targets; an `ExpertError` if its regexes are invalid or too slow."""
+    try:
+        return config.targets.loaded(names)
+    except ValueError as error:
+        raise ExpertError(f"{folder / CONFIG}: {error}", "Use plain module names in target_modules") from None
+
+
+def _check_feedforward(
+    parts: Mapping[str, Mapping[str, Tensor]], config: AdapterConfig, folder: Path, problems: Problems
+) -> None:
+    """Check that (IA)³ scales the inputs of the modules in `feedforward_modules`, and the outputs of the others."""
+    try:
+        feedforward = config.targets.are_feedforward(parts)
+    except ValueError as error:
+        problems.add(f"{folder / CONFIG}: {error}", "Use plain module names in feedforward_modules")
+        return
+    for name, tensors in parts.items():
+        shape = tensors["ia3_l"].shape
+        if (shape[0] == 1) != (name in feedforward) and shape != (1, 1):
+            side, says = ("output", "is") if name in feedforward else ("input", "is not")
+            problems.add(f"{folder}: {name} scales its {side}, but {CONFIG} says that it {says} feedforward", _MISMATCH)
+
+
 def by_layer(modules: Mapping[str, _Module]) -> dict[str, _Module]:
     """The modules in the usual order: those without a layer first, then by layer and name."""
     ordered = sorted(modules.values(), key=lambda m: (-1 if m.layer is None else m.layer, m.name))
@@ -469,11 +588,19 @@ def _ignored(
     problems: Problems,
 ) -> tuple[str, ...]:
     """The modules with LoRA factors that the config does not target."""
-    try:
-        loaded = config.targets.loaded(pairs)
-    except ValueError as error:
-        problems.add(f"{folder / CONFIG}: {error}", "Use plain module names in target_modules")
+    selections: list[set[str]] = []
+    with problems.collect():
+        parents = {name[: dot.start()] for name in pairs for dot in re.finditer(r"\.", name)} - {*pairs}
+        is_decided = config.targets.modules is not None  # otherwise everything in the file counts
+        selections = [_loaded(config, pairs, folder), _loaded(config, parents if is_decided else (), folder)]
+    if not selections:
         return ()
+    loaded, too_much = selections
+    if too_much:
+        problems.add(
+            f"{folder / CONFIG} targets {min(too_much)}, which has modules in it, so PEFT cannot load it",
+            "Correct target_modules, or save the adapter again",
+        )
     if config.tied:  # PEFT also applies an embedding's LoRA to the head, which the config may not name
         loaded |= {name for name in pairs if not any(segment.isdecimal() for segment in name.split("."))}
     ignored = tuple(name for name in pairs if name not in loaded and name not in saved)
@@ -486,9 +613,18 @@ def _ignored(
 
 
 def _with_parameters(
-    pairs: Mapping[str, FactorTensors], config: AdapterConfig, folder: Path
+    pairs: Mapping[str, FactorTensors], config: AdapterConfig, trial: PeftTrial | None, folder: Path
 ) -> tuple[dict[str, FactorTensors], set[str]]:
-    """The factors, with those of parameters under the parameters' own names, and these names.
+    """The factors, with those of parameters under the parameters' own names, and these names."""
+    if trial is None:
+        own_names = _parameters(pairs, config, folder)
+    else:
+        own_names = {name: f"{_bare(name)}.{last}" for name, last in trial.parameters.items() if name in pairs}
+    return {own_names.get(name, name): factors for name, factors in pairs.items()}, set(own_names.values())
+
+
+def _parameters(names: Collection[str], config: AdapterConfig, folder: Path) -> dict[str, str]:
+    """The names of modules with LoRA on a parameter → the parameter's own name.
 
     PEFT wraps the module once for each of its parameters, in the order of the parameters; the keys of inner layers
     contain `base_layer`.
@@ -496,34 +632,33 @@ def _with_parameters(
     Raises:
         UnsupportedError: the config does not say which parameter a layer belongs to.
     """
-    adapted = config.targets.loaded(pairs)
+    # If the default for null were not empty, PEFT would have written its names.
+    adapted = set() if config.targets.modules is None else _loaded(config, names, folder)
     ends = [target.rpartition(".") for target in config.target_parameters]
-
-    def within(module: str) -> list[str]:
-        return [last for start, _, last in ends if start and f".{module}".endswith(f".{start}")]
-
     chains: dict[str, list[str]] = {}
-    for name in sorted(pairs, key=len, reverse=True):
-        module = re.sub(r"(\.base_layer)+$", "", name)
-        # Without target_modules PEFT adapts at most its default modules for the type of model.
-        if module != name or name not in adapted or (config.targets.modules is None and within(module)):
+    for name in sorted(names, key=len, reverse=True):
+        module = _bare(name)
+        if module != name or name not in adapted:
             chains.setdefault(module, []).append(name)  # the innermost first
-    renamed, parameters = dict(pairs), set()
+    parameters: dict[str, str] = {}
     for module, chain in chains.items():
-        inside = within(module)
+        inside = [last for start, _, last in ends if start and f".{module}".endswith(f".{start}")]
         anywhere = [last for start, _, last in ends if not start]
-        names = inside if len(inside) == len(chain) else [*inside, *anywhere]
-        names = sorted(set(names), key=lambda name: name != _FIRST_FUSED)
-        if len(names) != len(chain) or (len(names) > 1 and set(names) != {_FIRST_FUSED, "down_proj"}):
+        found = inside if len(inside) == len(chain) else [*inside, *anywhere]
+        found = sorted(set(found), key=lambda name: name != _FIRST_FUSED)
+        if len(found) != len(chain) or (len(found) > 1 and set(found) != {_FIRST_FUSED, _LAST_FUSED}):
             raise UnsupportedError(
                 f"{folder}: {module} has LoRA on {len(chain)} of its parameters, but target_parameters does not say "
                 f"which ({', '.join(config.target_parameters)})",
                 "Name the parameters with their module in the config, such as mlp.experts.down_proj",
             )
-        for name, parameter in zip(chain, names, strict=True):
-            renamed[f"{module}.{parameter}"] = renamed.pop(name)
-            parameters.add(f"{module}.{parameter}")
-    return renamed, parameters
+        parameters |= {name: f"{module}.{parameter}" for name, parameter in zip(chain, found, strict=True)}
+    return parameters
+
+
+def _bare(name: str) -> str:
+    """The module that PEFT wrapped, for the name of a layer that it nested in another."""
+    return re.sub(r"(\.base_layer)+$", "", name)
 
 
 def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:

@@ -10,7 +10,15 @@ from typing import Any
 
 from adapterswap.errors import BaseModelError, reason_of
 
-__all__ = ["empty_language_model", "empty_model_as_saved", "read_config"]
+__all__ = ["empty_language_model", "empty_model_as_saved", "empty_model_for", "read_config"]
+
+# PEFT's task types that change the model's class → transformers' class for them.
+_TASK_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
 
 
 def read_config(folder: Path, name: str) -> Any:
@@ -82,6 +90,21 @@ def empty_model_as_saved(folder: Path, name: str) -> Any:
             "Use a model that the installed transformers supports without remote code",
             parameter="base_model",
         ) from None
+
+
+def empty_model_for(folder: Path, name: str, task_type: str | None) -> Any:
+    """The modules, without weights, of the model class for a task type of PEFT, where transformers has one.
+
+    Otherwise, and for language models, that of `empty_model_as_saved`; the arguments and errors are the same.
+    """
+    import torch
+    import transformers
+
+    config, task_class = read_config(folder, name), getattr(transformers, _TASK_CLASSES.get(task_type or "", ""), None)
+    if task_class is None or type(config) not in task_class._model_mapping:
+        return empty_model_as_saved(folder, name)
+    with torch.device("meta"):
+        return task_class.from_config(config, trust_remote_code=False)
 
 
 def _auto_class(config: Any) -> Any:

@@ -35,14 +35,14 @@ def is_plain(pattern: str) -> bool:
 
 
 class Matcher:
-    """Matches regexes against whole names, with a time limit for all calls together."""
+    """Matches regexes against names as `re` does, with a time limit for all calls together."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self._deadline = time.monotonic() + (_SECONDS if seconds is None else seconds)
         self._compiled: dict[str, Any] = {}
 
-    def __call__(self, pattern: str, name: str) -> Any:
-        """The match of `pattern` with all of `name`, or None.
+    def __call__(self, pattern: str, name: str, *, whole: bool = True) -> Any:
+        """The match of `pattern` with all of `name` (`re.fullmatch`) or with its start (`re.match`), or None.
 
         Raises:
             ValueError: `re`, which PEFT uses, refuses the regex or reads it differently; or the time is up.
@@ -55,7 +55,8 @@ class Matcher:
                 self._compiled[pattern] = regex.compile(pattern)
             seconds_left = self._deadline - time.monotonic()
             if seconds_left > 0:
-                return self._compiled[pattern].fullmatch(name, timeout=seconds_left)
+                compiled = self._compiled[pattern]
+                return (compiled.fullmatch if whole else compiled.match)(name, timeout=seconds_left)
         except regex.error as error:
             raise ValueError(f"{shown(pattern)} is not a valid regex: {error}") from None
         except TimeoutError:

@@ -17,6 +17,7 @@ __all__ = [
     "LORA_BIAS",
     "LORA_PARTS",
     "REFUSED_KINDS",
+    "TASK_HEADS",
     "TRAINABLE_TOKENS",
     "TRAINED_ROWS",
     "TRAINED_TOKENS",
@@ -28,6 +29,16 @@ TRAINABLE_TOKENS = "TRAINABLE_TOKENS"
 
 # The tensors that variants of LoRA store beside A and B → the variant's name.
 LORA_PARTS = {"lora_magnitude_vector": DORA, "lora_B.bias": LORA_BIAS}
+
+# PEFT's task types → the modules that it trains and loads in full for them, whatever modules_to_save says.
+TASK_HEADS: dict[str, tuple[str, ...]] = {
+    "CAUSAL_LM": (),
+    "SEQ_2_SEQ_LM": (),
+    "FEATURE_EXTRACTION": (),
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class PeftKind:
         inert: config keys that do not change what a trained adapter computes.
         forms: values of `init_weights` that decide the shapes and the formula, too.
         on_biases: whether it also changes the module's bias.
+        ignored: keys that narrow the targets of other kinds; PEFT ignores them for this one.
+        only_lists: whether PEFT refuses `layers_to_transform` and `layers_pattern` beside a regex in `target_modules`.
     """
 
     title: str
@@ -52,8 +65,11 @@ class PeftKind:
     inert: frozenset[str] = frozenset()
     forms: frozenset[str] = frozenset()
     on_biases: bool = False
+    ignored: frozenset[str] = frozenset()
+    only_lists: bool = False
 
 
+_LAYER_KEYS = frozenset({"layers_to_transform", "layers_pattern"})
 _RANKS = {"r": "rank_pattern", "alpha": "alpha_pattern"}
 _LYCORIS = frozenset({"rank_dropout", "module_dropout", "rank_dropout_scale"})
 
@@ -66,12 +82,17 @@ def _kind(
     inert: frozenset[str] = frozenset(),
     forms: frozenset[str] = frozenset(),
     on_biases: bool = False,
+    ignored: frozenset[str] = frozenset(),
+    only_lists: bool = False,
 ) -> PeftKind:
-    return PeftKind(title, frozenset(parts), patterns or {}, shared, inert, forms, on_biases)
+    return PeftKind(title, frozenset(parts), patterns or {}, shared, inert, forms, on_biases, ignored, only_lists)
 
 
 KINDS: dict[str, PeftKind] = {
-    "IA3": _kind("(IA)³", "ia3_l", inert=frozenset({"init_ia3_weights", "feedforward_modules"}), on_biases=True),
+    "IA3": _kind(
+        "(IA)³", "ia3_l", inert=frozenset({"init_ia3_weights", "feedforward_modules"}), on_biases=True,
+        ignored=_LAYER_KEYS,
+    ),
     "OFT": _kind("OFT", "oft_R.weight", inert=frozenset({"module_dropout"})),
     "BOFT": _kind("BOFT", "boft_R", "boft_s", inert=frozenset({"boft_dropout"})),
     "LOHA": _kind(
@@ -84,13 +105,15 @@ KINDS: dict[str, PeftKind] = {
     ),
     "VERA": _kind(
         "VeRA", "vera_lambda_b", "vera_lambda_d", shared=("vera_A", "vera_B"),
-        inert=frozenset({"vera_dropout", "d_initial"}),
+        inert=frozenset({"vera_dropout", "d_initial"}), ignored=frozenset({"exclude_modules"}),
     ),
-    "HRA": _kind("HRA", "hra_u"),
-    "MISS": _kind("MiSS", "miss_block", inert=frozenset({"miss_dropout"}), forms=frozenset({"bat", "mini"})),
+    "HRA": _kind("HRA", "hra_u", only_lists=True),
+    "MISS": _kind(
+        "MiSS", "miss_block", inert=frozenset({"miss_dropout"}), forms=frozenset({"bat", "mini"}), only_lists=True
+    ),
     # PEFT 0.21 gives all modules the rank `r`, whatever `rank_pattern` says.
-    "HIRA": _kind("HiRA", "hira_A", "hira_B", inert=frozenset({"hira_dropout", "rank_pattern"})),
-    "ROAD": _kind("RoAd", "road_alpha", "road_theta", on_biases=True),
+    "HIRA": _kind("HiRA", "hira_A", "hira_B", inert=frozenset({"hira_dropout", "rank_pattern"}), only_lists=True),
+    "ROAD": _kind("RoAd", "road_alpha", "road_theta", on_biases=True, ignored=_LAYER_KEYS | {"exclude_modules"}),
 }  # fmt: skip
 """`peft_type` → the kinds besides LoRA that can be copied."""
 

@@ -1,16 +1,26 @@
-"""Find out how PEFT loads an adapter, by loading its factors into an empty model of the base.
+"""Find out how PEFT loads an adapter, by loading it into an empty model of the base.
 
 A list of names and types would be out of date with the next version of PEFT. A trial takes about a second for an 8B
-model, besides the import of PEFT. Knows modules; reads no tensor.
+model, besides the import of PEFT, which imports torch: it is for configs that cannot be read without the base. Knows
+modules; reads no tensor.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["PeftTrial", "try_in_peft"]
+from adapterswap.errors import ExpertError, UnsupportedError, reason_of
+from adapterswap.experts.adapter_keys import canonical_key
+from adapterswap.experts.empty_models import empty_model_for
+from adapterswap.experts.shapes import and_more
+from adapterswap.experts.sources import base_config
+from adapterswap.files.tensorfile import TensorFile
+
+__all__ = ["PeftTrial", "load_into_base", "try_in_peft"]
 
 
 class PeftTrial(NamedTuple):
@@ -18,17 +28,66 @@ class PeftTrial(NamedTuple):
 
     Attributes:
         adapted: the modules that PEFT wrapped.
+        parameters: those with LoRA on a parameter → the parameter's name. PEFT nests one in another, as `base_layer`.
         missing: the keys of factors that PEFT created but the adapter lacks.
         dropped: the adapter's keys that PEFT did not load.
     """
 
     adapted: frozenset[str]
+    parameters: Mapping[str, str]
     missing: tuple[str, ...]
     dropped: tuple[str, ...]
 
 
 def try_in_peft(model: Any, config: Any, tensors: Mapping[str, Any]) -> PeftTrial | None:
-    """Load an adapter into a model on torch's meta device; None if PEFT refuses.
+    """Load an adapter into a model on torch's meta device; None if PEFT refuses. The arguments are those of `_load`."""
+    try:
+        return _load(model, config, tensors)
+    except Exception:  # PEFT has no error class for adapters that it refuses
+        return None
+
+
+def load_into_base(folder: Path, base: str, task_type: str | None, file: TensorFile, names: Iterable[str]) -> PeftTrial:
+    """How PEFT loads an adapter into its base.
+
+    Args:
+        folder: the adapter's folder.
+        base: the base's folder or Hub id; only its config is read.
+        task_type: the adapter's.
+        file: the header of its tensors.
+        names: its modules, which the base must have.
+
+    Raises:
+        ExpertError: PEFT cannot load the adapter.
+        UnsupportedError: the base has no module of such a name.
+        ArgumentError, BaseModelError, NotFoundError: the base's config cannot be read, or transformers cannot build it.
+    """
+    import torch
+    from peft import PeftConfig
+
+    model = empty_model_for(base_config(base)[0].folder, base, task_type)
+    known_names = {name for name, _ in model.named_modules()}
+    bare_names = {re.sub(r"(\.base_layer)+$", "", name) for name in names}
+    if unknown := sorted(bare_names - known_names):
+        raise UnsupportedError(
+            f"{folder}: {base} has no module {and_more(unknown)} in the installed transformers",
+            "Save the adapter again with this version of transformers and PEFT",
+        )
+    tensors = {canonical_key(key): torch.empty(tensor.shape, device="meta") for key, tensor in file.tensors.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = PeftConfig.from_pretrained(str(folder))
+        return _load(model, config, tensors)
+    except Exception as error:  # as in `try_in_peft`
+        raise ExpertError(
+            f"PEFT cannot load {folder} into {base}: {reason_of(error)}",
+            "Correct adapter_config.json, or save the adapter again with PEFT",
+        ) from None
+
+
+def _load(model: Any, config: Any, tensors: Mapping[str, Any]) -> PeftTrial:
+    """Load an adapter into a model on torch's meta device, or raise what PEFT raises.
 
     Args:
         model: a model without weights; PEFT changes it.
@@ -37,18 +96,19 @@ def try_in_peft(model: Any, config: Any, tensors: Mapping[str, Any]) -> PeftTria
     """
     import torch
     from peft import get_peft_model, set_peft_model_state_dict
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            adapted: Any = get_peft_model(model, config)
-            outcome = set_peft_model_state_dict(adapted, dict(tensors), low_cpu_mem_usage=True)
-        except Exception:  # PEFT has no error class for adapters that it refuses
-            return None
-    modules = adapted.base_model.model.named_modules()
+        adapted: Any = get_peft_model(model, config)
+        outcome = set_peft_model_state_dict(adapted, dict(tensors), low_cpu_mem_usage=True)
+    modules = {
+        name: module for name, module in adapted.base_model.model.named_modules() if isinstance(module, BaseTunerLayer)
+    }
     return PeftTrial(
-        frozenset(name for name, module in modules if isinstance(module, BaseTunerLayer)),
+        frozenset(modules),
+        {name: module.parameter_name for name, module in modules.items() if isinstance(module, ParamWrapper)},
         tuple(key for key in outcome.missing_keys if ".lora_" in key),
         tuple(outcome.unexpected_keys),
     )

@@ -36,7 +36,6 @@ from adapterswap.planning.rule_text import place_of
 from adapterswap.planning.slots import Slot
 
 __all__ = [
-    "TASK_HEADS",
     "check_architecture",
     "check_depth",
     "check_experts",
@@ -54,14 +53,6 @@ __all__ = [
     "requested_by_layer",
     "silenced_experts",
 ]
-
-
-# Modules that PEFT trains and loads in full for a task type, whatever modules_to_save says.
-TASK_HEADS = {
-    "SEQ_CLS": ("classifier", "score"),
-    "TOKEN_CLS": ("classifier", "score"),
-    "QUESTION_ANS": ("qa_outputs",),
-}
 
 
 # The config keys that two checkpoints of one architecture must agree on, if both have them.

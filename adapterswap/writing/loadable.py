@@ -23,9 +23,9 @@ from adapterswap.experts.checkpoints import MODEL_CONFIG
 from adapterswap.experts.empty_models import empty_model_as_saved
 from adapterswap.experts.layers import HEADS, is_ahead, language_config, layer_container
 from adapterswap.experts.naming import ModelNames, check_distinct, named, names_of_base
+from adapterswap.experts.peft_kinds import TASK_HEADS
 from adapterswap.experts.peft_trial import try_in_peft
 from adapterswap.experts.sources import base_config, find_source
-from adapterswap.planning.checks import TASK_HEADS
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot, Term
 

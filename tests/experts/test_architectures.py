@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -173,7 +174,8 @@ def test_experts_inside_layers_are_of_that_layer(tmp_path: Path) -> None:
                 tensors[f"{key}.lora_B.weight"] = torch.randn(8, 2, generator=generator)
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "adapter_model.safetensors")
-        (tmp_path / name / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w1"]}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
         folders.append(tmp_path / name)
     plan = adapterswap.layer_swap(*folders, num_layers=4, bottom=1, top=1, base_model="declared")
     owners = {(m.layer, m.kind, m.owner) for m in plan}

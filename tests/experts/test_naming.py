@@ -149,7 +149,8 @@ def write(folder: Path, tensors: Mapping[str, np.ndarray], base: Path) -> Path:
     save_file(dict(tensors), folder / WEIGHTS)
     modules = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
     content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": 2}
-    content |= {"lora_alpha": 4, "use_rslora": True, "target_modules": sorted({m.rpartition(".")[2] for m in modules})}
+    ends = {re.search(r"[^.]+(\.\d+)?$", module)[0] for module in modules}  # type: ignore[index]
+    content |= {"lora_alpha": 4, "use_rslora": True, "target_modules": sorted(ends)}
     (folder / CONFIG).write_text(json.dumps(content))
     return folder
 

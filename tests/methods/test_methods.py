@@ -353,6 +353,29 @@ def test_portable_gives_the_same_logits(
     close(found[0], found[1], depth=LAYERS)
 
 
+@pytest.mark.parametrize("alpha", [1e-4, 0.01, 3, 4, 1e6])
+@pytest.mark.parametrize("other", [1, 1e-4])
+@pytest.mark.parametrize("layout", ["exact", "portable"])
+def test_small_and_large_scales_keep_their_digits_in_float16(
+    layout: str, alpha: float, other: float, tmp_path: Path
+) -> None:
+    """Folded into B, a small scale would make its numbers subnormal, and a large one infinite."""
+    folders = [
+        handmade(tmp_path / name, layers=4, rank=4, alpha=scaled, rslora=False, seed=seed, dtype=torch.float16)
+        for seed, (name, scaled) in enumerate({"math": alpha, "swahili": alpha * other}.items())
+    ]
+    plan = adapterswap.layer_swap(*folders, num_layers=4, bottom=1, top=1, bottom_transition=1)
+    written = deltas(adapterswap.write_adapter(plan, tmp_path / "out", layout=layout))
+    task, language = map(deltas, folders)
+    for name, delta in written.items():
+        layer = int(name.split(".")[2])
+        expected = (language[name], (task[name] + language[name]) / 2, task[name], language[name])[layer]
+        assert np.linalg.norm(delta - expected) < 2**-10 * np.linalg.norm(expected), name
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    if layout == "portable":
+        assert (config["rank_pattern"], config["alpha_pattern"], config["use_rslora"]) == ({}, {}, False)
+
+
 def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path) -> None:
     """`modules_to_save`: averaged if both experts have a copy; averaged with the base's weight if only one has."""
     both = [expert(seed=seed, modules_to_save=["lm_head"]) for seed in (1, 2)]

@@ -55,7 +55,7 @@ def handmade(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": rslora, "rank_pattern": {}}
-    config |= {"alpha_pattern": {}, "base_model_name_or_path": "org/base"}
+    config |= {"alpha_pattern": {}, "base_model_name_or_path": "org/base", "target_modules": ["q_proj", "down_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
