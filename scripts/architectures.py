@@ -335,18 +335,18 @@ def examine(task: str, model_type: str, kind: str, folder: Path) -> Iterator[dic
     except Exception as error:
         yield {"operation": "all", "outcome": "PEFT loses", "reason": _short(error)}
         subject.loads = False
-    yield {"operation": "soup", **_outcome(subject.soup, base)}
-    yield {"operation": "swap", **_outcome(subject.swap, base)}
+    yield {"operation": "soup", **_outcome(subject.soup, subject)}
+    yield {"operation": "swap", **_outcome(subject.swap, subject)}
     if subject.plans:
-        yield {"operation": "merge", **_outcome(subject.merge, base)}
+        yield {"operation": "merge", **_outcome(subject.merge, subject)}
 
 
-def _outcome(operation: Callable[[], str], base: PreTrainedModel) -> dict[str, Any]:
+def _outcome(operation: Callable[[], str], subject: Subject) -> dict[str, Any]:
     try:
         return {"outcome": operation(), "reason": ""}
     except AdapterswapError as error:
         reason = f"{error.problems[0].kind.__name__}: {error.problems[0].message}"
-        return {"outcome": "refused", "reason": reason, "true": is_true(str(error), base)}
+        return {"outcome": "refused", "reason": reason, "true": is_true(str(error), subject)}
     except Wrong as error:
         return {"outcome": "WRONG", "reason": str(error)}
     except Exception as error:
@@ -354,8 +354,9 @@ def _outcome(operation: Callable[[], str], base: PreTrainedModel) -> dict[str, A
         return {"outcome": "crash", "reason": f"{_short(error)} ({Path(where.filename).name}:{where.lineno})"}
 
 
-def is_true(message: str, base: PreTrainedModel) -> str:
+def is_true(message: str, subject: Subject) -> str:
     """Whether a refusal's statement about the base or PEFT holds; `-` if it makes none that can be checked."""
+    base = subject.base
     names = set(re.findall(r"[A-Za-z_]\w*(?:\.\w+)+", message))
     if re.search("no such (weight|parameter|tensor)", message):
         there = [name for name in names if {name, f"{name}.weight"} & base.state_dict().keys()]
@@ -370,9 +371,9 @@ def is_true(message: str, base: PreTrainedModel) -> str:
         return "true" if all(isinstance(one, torch.nn.ModuleList) for one in lists) else "UNTRUE"
     if "does not say how many layers" in message:
         return "UNTRUE" if "num_hidden_layers" in base.config.to_dict() else "true"
-    if "matches no module that earlier rules left" in message:  # a list of layers that is shorter than the config says
+    if "matches no module that earlier rules left" in message:  # the adapters have nothing in layers of their own
         layer = layers_of(base)
-        return "UNTRUE" if any(layer(name) is not None for name, _ in base.named_parameters()) else "true"
+        return "UNTRUE" if any(layer(name) is not None for name in subject.changes[0]) else "true"
     if re.search("PEFT (would|does|can)( ?not| load none)", message):
         return "UNTRUE (PEFT loads both experts)"
     return "-"
