@@ -156,6 +156,9 @@ def build(task: str, model_type: str, folder: Path) -> PreTrainedModel:
 def random_adapter(base: PreTrainedModel, task: str, kind: str, out: Path, *, seed: int, **options: Any) -> Changes:
     """Save an adapter with PEFT, with random numbers in all that it trains; its ΔW as PEFT computes it."""
     config = LoraConfig(task_type=task, use_rslora=True, **KINDS[kind], **options)
+    if task in ("TOKEN_CLS", "QUESTION_ANS"):  # whose heads PEFT trains in full
+        heads = re.compile(r"(classifier|score|qa_outputs)(\.|$)")
+        config.exclude_modules = {name for name, _ in base.named_modules() if heads.search(name)}
     try:
         model = get_peft_model(copy.deepcopy(base), config)
     except (TypeError, ValueError) as error:

@@ -176,10 +176,13 @@ def has_both_stacks(container: str | None) -> bool:
 
 
 def of_any_stack(container: str) -> str:
-    """The name of a list of layers for either stack: `model.*.layers` for `model.decoder.layers`."""
+    """The name of a list of layers for either stack: `model.*.layers` for `model.decoder.layers`, and for the encoder
+    beside a vision tower (T5Gemma 2's `model.encoder.text_model.layers`)."""
     parts = container.split(".")
     place = next((place for place, part in enumerate(parts) if part in STACKS), None)
-    return container if place is None else ".".join([*parts[:place], _ANY_STACK, *parts[place + 1 :]])
+    if place is None:
+        return container
+    return ".".join([*parts[:place], _ANY_STACK, *(p for p in parts[place + 1 :] if p not in _LANGUAGE_PARTS)])
 
 
 def before_layers(container: str) -> str:

@@ -223,6 +223,7 @@ PICO = {
     "an encoder and a decoder with other names": (
         "SEQ_2_SEQ_LM", "encoder-decoder", "lora", {**EXACT, "swap": "UnsupportedError"}
     ),
+    "an encoder with a vision tower": ("SEQ_2_SEQ_LM", "t5gemma2", "lora", EXACT),
     "stacks of other names": ("SEQ_2_SEQ_LM", "seamless_m4t", "lora", {**EXACT, "swap": "ExpertError"}),
     "an unknown number of layers": ("SEQ_CLS", "funnel", "lora", {**EXACT, "swap": "BaseModelError"}),
 }  # fmt: skip
