@@ -43,7 +43,6 @@ _LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the 
 @click.option(
     "--column-width", default="3.25in", show_default=True, metavar="W", help="Width of the figures: in, cm, mm or pt."
 )
-@click.option("--layout", metavar="L", help="LaTeX: methods, languages (one table) or paper.  [default: methods]")
 @click.option("--rows", multiple=True, metavar="METHOD", help="LaTeX: a method to show; repeatable.  [default: all]")
 @click.option("--columns", multiple=True, metavar="C,…", help="LaTeX: n, mean, difference, p, …; see docs/report.md.")
 @click.option("--percent", is_flag=True, help="LaTeX: scores × 100, with one decimal.")
@@ -56,16 +55,15 @@ _LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the 
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the content of summary.json.")
 def command(
     runs: tuple[str, ...], out_path: str | None, reference: str | None, methods: tuple[str, ...],
-    units: tuple[str, ...], figures: str | None, column_width: str, layout: str | None, rows: tuple[str, ...],
-    columns: tuple[str, ...], percent: bool, label: str | None, caption: str | None, wide: bool, seed: int,
-    overwrite: bool, dry_run: bool, as_json: bool,
+    units: tuple[str, ...], figures: str | None, column_width: str, rows: tuple[str, ...], columns: tuple[str, ...],
+    percent: bool, label: str | None, caption: str | None, wide: bool, seed: int, overwrite: bool, dry_run: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Write one HTML page, LaTeX and CSV of a sweep or a lab run.
 
     RUN is a folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep does not have to be finished. Several
     sweeps are reported as one if they have the same base, experts, tasks, settings and versions. Writes
-    report.html (one self-contained file), tables.tex, tables.csv, methods.txt (a paragraph for a paper) and
-    summary.json.
+    report.html (one self-contained file), tables.tex, tables.csv and summary.json.
 
     Configurations are chosen on one half of the documents and reported on the other. The papers' own protocol, the best
     on the test set itself, is shown next to it. Differences to the reference have intervals over experts and documents.
@@ -86,7 +84,7 @@ def command(
         )
     if dry_run:
         check_targets([expand(run) for run in runs], target, figures, overwrite=overwrite)
-    table = TableStyle(layout or "methods", list(rows) or None, _names(columns), percent, label, caption, wide)
+    table = TableStyle(list(rows) or None, _names(columns), percent, label, caption, wide)
     with working("reading the run" if len(runs) == 1 else "reading the runs"):
         results = report(
             runs, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),

@@ -1,24 +1,22 @@
-"""A report's tables as LaTeX (booktabs), in one of three layouts.
+"""A report's table as LaTeX (booktabs): a row for each method, and a group of columns for each of several targets.
 
-`methods` makes a table for each target with a row for each method, `languages` one table with a group of columns for
-each target, and `paper` one table with a column for each method (Bandarkar et al. 2025, tables 1 and 2). The best score
-shown is bold and the second underlined. Knows reports; knows nothing of files.
+The best score shown is bold and the second underlined. Knows reports; knows nothing of files.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from adapterswap.errors import ArgumentError, did_you_mean, printable
 from adapterswap.planning.describe import error_text
 from adapterswap.reporting.headline import MethodRow, Target, resampled
 from adapterswap.reporting.report import Report
 
-__all__ = ["COLUMNS", "LAYOUTS", "TableStyle", "latex_tables"]
-
-LAYOUTS = ("methods", "languages", "paper")
+__all__ = ["COLUMNS", "TableStyle", "latex_table"]
 
 # Escapes for what LaTeX reads as commands; [ and * would be arguments of the \\ that ends the line before.
 _SPECIAL = {
@@ -27,28 +25,24 @@ _SPECIAL = {
     "|": r"\textbar{}", '"': "''", "Δ": r"$\Delta$", "[": "{[}", "*": "{*}",
 }  # fmt: skip
 _MANY = 9  # with more columns, the text is smaller and closer
-_HEAD = 9  # characters in a line of a column head
 _LABEL = re.compile(r"[A-Za-z0-9:._/+-]+")
 
 
 @dataclass(frozen=True)
 class TableStyle:
-    """How LaTeX tables look.
+    """How a LaTeX table looks.
 
     Attributes:
-        layout: `methods`: a table for each target, with a row for each method; `languages`: one table, with a group of
-            columns for each target; `paper`: one table, with a column for each method.
         rows: the methods to show, in this order: families (all their rows) or rows (`layer_swap, selected`); by
             default all.
-        columns: names of `COLUMNS`, in this order; in the layout `paper` they are rows. The default depends on the
-            layout.
+        columns: names of `COLUMNS`, in this order; with several targets, each has these columns. By default mean and
+            maximum, and more for a single target.
         percent: show scores × 100 with one decimal; all scores must be shares.
-        label: for `\\ref`; if there are several tables, the second label ends in -2.
+        label: for `\\ref`.
         caption: LaTeX that replaces the caption on how the numbers were computed.
         wide: use `table*`, which spans both columns of a page.
     """
 
-    layout: str = "methods"
     rows: Sequence[str] | None = None
     columns: Sequence[str] | None = None
     percent: bool = False
@@ -64,56 +58,104 @@ class Column:
     Attributes:
         head: its head, in LaTeX.
         group: the head above it; neighbouring columns share one.
-        value: its number in a row, or None.
+        value: what it shows of a row: a number, the two ends of an interval, or text; None is a dash.
         is_score: whether the best is marked.
     """
 
     head: str
     group: str
-    value: Callable[[MethodRow], float | None]
+    value: Callable[[Report, MethodRow], float | tuple[float, float] | str | None]
     is_score: bool = True
 
 
+def _interval(row: MethodRow) -> tuple[float, float] | None:
+    difference = row.difference
+    if difference is None or difference.low is None or difference.high is None:
+        return None
+    return difference.low, difference.high
+
+
+def _tested(report: Report, row: MethodRow) -> tuple[str | None, str | None]:
+    """(effect size, Wilcoxon's p corrected by Holm's method) against the reference."""
+    ranks = report.ranking.ranks if report.ranking is not None else None
+    for comparison in ranks.comparisons if ranks is not None and ranks.reference is not None else ():
+        if {comparison.one, comparison.other} == {row.label, ranks.reference}:
+            effect = _number(comparison.effect if comparison.one == row.label else -comparison.effect)
+            p = comparison.wilcoxon
+            return effect, None if p is None else "$<$0.001" if p < 0.001 else f"{p:.3f}"
+    return None, None
+
+
+def _error(value: float) -> str:
+    return error_text(value).replace("<", "$<$")
+
+
 COLUMNS: Mapping[str, Column] = {
-    "n": Column("$n$", "units", lambda row: float(len(row.chosen)), False),
-    "min": Column("min", "units", lambda row: row.spread.min if row.spread else None),
-    "mean": Column("mean", "units", lambda row: row.spread.mean if row.spread else None),
-    "stderr": Column("s.e.", "units", lambda row: row.spread.stderr if row.spread else None, False),
-    "max": Column("max", "units", lambda row: row.spread.max if row.spread else None),
-    "ci": Column(r"95\,\%", "units", lambda row: None, False),
-    "difference": Column(r"$\Delta$", "reference", lambda row: row.difference.mean if row.difference else None),
-    "interval": Column(r"95\,\%", "reference", lambda row: None, False),
-    "effect": Column("$r$", "reference", lambda row: None, False),
-    "p": Column("$p$", "reference", lambda row: None, False),
-    "english": Column("English", "languages", lambda row: row.english),
-    "languages": Column("all", "languages", lambda row: row.all_languages),
-    "understanding": Column("other tasks", "languages", lambda row: row.understanding),
-    "fidelity": Column("in language", "languages", lambda row: row.fidelity),
-    "papers-mean": Column("mean", "papers", lambda row: row.papers.mean if row.papers else None),
-    "papers-max": Column("max", "papers", lambda row: row.papers.max if row.papers else None),
-    "error": Column(r"$\Delta W$ error", "", lambda row: row.relative_error, False),
+    "n": Column("$n$", "units", lambda _, row: str(len(row.chosen)), False),
+    "min": Column("min", "units", lambda _, row: row.spread.min if row.spread else None),
+    "mean": Column("mean", "units", lambda _, row: row.spread.mean if row.spread else None),
+    "stderr": Column("s.e.", "units", lambda _, row: row.spread.stderr if row.spread else None, False),
+    "max": Column("max", "units", lambda _, row: row.spread.max if row.spread else None),
+    "ci": Column(r"95\,\%", "units", lambda _, row: row.interval, False),
+    "difference": Column(r"$\Delta$", "reference", lambda _, row: row.difference.mean if row.difference else None),
+    "interval": Column(r"95\,\%", "reference", lambda _, row: _interval(row), False),
+    "effect": Column("$r$", "reference", lambda report, row: _tested(report, row)[0], False),
+    "p": Column("$p$", "reference", lambda report, row: _tested(report, row)[1], False),
+    "english": Column("English", "languages", lambda _, row: row.english),
+    "languages": Column("all", "languages", lambda _, row: row.all_languages),
+    "understanding": Column("other tasks", "languages", lambda _, row: row.understanding),
+    "fidelity": Column("in language", "languages", lambda _, row: row.fidelity),
+    "papers-mean": Column("mean", "papers", lambda _, row: row.papers.mean if row.papers else None),
+    "papers-max": Column("max", "papers", lambda _, row: row.papers.max if row.papers else None),
+    "error": Column(
+        r"$\Delta W$ error",
+        "",
+        lambda _, row: None if row.relative_error is None else _error(row.relative_error),
+        False,
+    ),
 }
 """The columns that a table can show, by their names in `TableStyle.columns`."""
 
 
-def latex_tables(report: Report, style: TableStyle | None = None) -> str:
-    """The tables as LaTeX for `booktabs`.
+def latex_table(report: Report, style: TableStyle | None = None, target: Target | None = None) -> str:
+    """The table as LaTeX for `booktabs`.
+
+    Args:
+        style: how it looks.
+        target: the only target to show; by default all of the report's.
 
     Raises:
-        ArgumentError: the layout, a method or a column is unknown; LaTeX cannot read the label or the caption; or
-            `percent` is set and a score is not a share.
+        ArgumentError: a method or a column is unknown; LaTeX cannot read the label or the caption; or `percent` is set
+            and a score is not a share.
     """
     style = style or TableStyle()
     _check(report, style)
-    if style.layout == "methods":
-        return "\n".join(_by_method(report, target, style, place) for place, target in enumerate(report.targets))
-    return _by_language(report, style) if style.layout == "languages" else _as_in_papers(report, style)
+    targets = report.targets if target is None else (target,)
+    columns = style.columns or _default_columns(targets)
+    shown = [list(each.rows) if style.rows is None else _ordered(each.rows, style.rows) for each in targets]
+    rows = [row for of_target in shown for row in of_target]
+    lines = {row.label: [_tex(row.label)] for row in (rows if style.rows is None else _ordered(rows, style.rows))}
+    for each, of_target in zip(targets, shown, strict=True):
+        for name in columns:
+            cells = _cells(report, each, of_target, COLUMNS[name], style.percent)
+            for label, line in lines.items():
+                line.append(cells.get(label, "--"))
+    spec = f"l{'r' * len(columns) * len(targets)}"
+    head = _head(report, targets, columns)
+    body = [f"{' & '.join(line)} \\\\" for line in lines.values()]
+    metrics = "; ".join(dict.fromkeys(f"{_tex(each.task)} ({_tex(each.metric)})" for each in targets))
+    caption = f"{metrics} over {report.units}. {_how(targets, columns, style)}{_reduced(rows)}"
+    return _table(style, spec, head, body, caption if style.caption is None else style.caption)
+
+
+def _default_columns(targets: Sequence[Target]) -> list[str]:
+    if len(targets) > 1:
+        return ["mean", "max"]
+    columns = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
+    return [*columns, *["english", "languages"] * bool(targets[0].languages), "papers-mean", "papers-max"]
 
 
 def _check(report: Report, style: TableStyle) -> None:
-    if style.layout not in LAYOUTS:
-        remedy = did_you_mean(style.layout, LAYOUTS, f"Use one of: {', '.join(LAYOUTS)}")
-        raise ArgumentError(f"unknown layout {style.layout!r}", remedy, parameter="layout")
     rows = [row for target in report.targets for row in target.rows]
     row_names = list(dict.fromkeys(name for row in rows for name in (row.family, row.label)))
     for kind, chosen, names in (("row", style.rows, row_names), ("column", style.columns, list(COLUMNS))):
@@ -152,127 +194,10 @@ def _is_balanced(text: str) -> bool:
     return depth == 0 and not text.endswith("\\")
 
 
-# The layouts.
-
-
-def _by_method(report: Report, target: Target, style: TableStyle, place: int) -> str:
-    default = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
-    default += ["english", "languages"] * bool(target.languages) + ["papers-mean", "papers-max"]
-    columns = list(style.columns or default)
-    rows = _rows(target, style)
-    cells = _filled(report, target, rows, columns, style)
-    body = [
-        f"{_tex(row.label)} & {' & '.join(cells[name][at] for name in columns)} \\\\" for at, row in enumerate(rows)
-    ]
-    heads = [COLUMNS[name].head for name in columns]
-    head = [*_groups(report, columns, 2), f"method & {' & '.join(heads)} \\\\"]
-    caption = f"{_metric(target)} over {report.units}. {_how([target], columns, style)}"
-    return _table(style, place, f"l{'r' * len(columns)}", head, body, caption + _reduced(rows))
-
-
-def _by_language(report: Report, style: TableStyle) -> str:
-    columns = list(style.columns or ["mean", "max"])
-    shown = [_rows(target, style) for target in report.targets]
-    labels = list(dict.fromkeys(row.label for rows in shown for row in rows))
-    if style.rows:
-        labels = [row.label for row in _ordered([row for rows in shown for row in rows], style.rows)]
-        labels = list(dict.fromkeys(labels))
-    lines: dict[str, list[str]] = {label: [] for label in labels}
-    for target, rows in zip(report.targets, shown, strict=True):
-        cells = _filled(report, target, rows, columns, style)
-        places = {row.label: at for at, row in enumerate(rows)}
-        for label, line in lines.items():
-            line += [cells[name][places[label]] if label in places else "--" for name in columns]
-    body = [f"{_tex(label)} & {' & '.join(line)} \\\\" for label, line in lines.items()]
-    heads = [COLUMNS[name].head for name in columns] * len(report.targets)
-    groups = [f"\\multicolumn{{{len(columns)}}}{{c}}{{{_tex(_short(target))}}}" for target in report.targets]
-    rules = [
-        f"\\cmidrule(lr){{{2 + at * len(columns)}-{1 + (at + 1) * len(columns)}}}" for at in range(len(report.targets))
-    ]
-    head = [f" & {' & '.join(groups)} \\\\", "".join(rules), f"method & {' & '.join(heads)} \\\\"]
-    caption = f"{_listed_metrics(report)} over {report.units}. {_how(report.targets, columns, style)}"
-    all_rows = [row for rows in shown for row in rows]
-    return _table(style, 0, f"l{'r' * len(columns) * len(report.targets)}", head, body, caption + _reduced(all_rows))
-
-
-def _as_in_papers(report: Report, style: TableStyle) -> str:
-    only_target = report.targets[0] if len(report.targets) == 1 else None
-    default = ["mean", "max"]
-    if only_target is not None:
-        default = ["min", "mean", "max", *(["english", "languages"] if only_target.languages else [])]
-    names = list(style.columns or default)
-    shown = [_rows(target, style) for target in report.targets]
-    columns = _ordered([row for rows in shown for row in rows], style.rows) if style.rows else shown[0]
-    labels = list(dict.fromkeys([*(row.label for row in columns), *(row.label for rows in shown for row in rows)]))
-    by_label = {row.label: row for rows in reversed(shown) for row in rows}
-    body = []
-    for at, (target, rows) in enumerate(zip(report.targets, shown, strict=True)):
-        cells = _filled(report, target, rows, names, style)
-        places = {row.label: place for place, row in enumerate(rows)}
-        body += [r"\addlinespace"] * bool(at)
-        for name in names:
-            line = [cells[name][places[label]] if label in places else "--" for label in labels]
-            title = {"english": "English mean", "languages": "all languages, mean"}.get(
-                name, f"{_tex(_short(target))} {COLUMNS[name].head}"
-            )
-            body.append(f"{title} & {' & '.join(line)} \\\\")
-    settings = [_tex(by_label[label].family) for label in labels]
-    details = [_details(report, by_label[label]) for label in labels]
-    head = [
-        f"setting & {' & '.join(map(_stacked, settings))} \\\\[3pt]",
-        f"details & {' & '.join(map(_stacked, details))} \\\\",
-    ]
-    caption = f"{_listed_metrics(report)}. {_how(report.targets, names, style)}"
-    all_rows = [row for rows in shown for row in rows]
-    return _table(style, 0, f"l{'r' * len(labels)}", head, body, caption + _reduced(all_rows))
-
-
-def _details(report: Report, row: MethodRow) -> str:
-    """`default, 9 pairs`: the configuration and the number of units."""
-    number = len(row.chosen)
-    unit = report.units
-    if row.chosen and sum(side is not None for side in row.chosen[0].unit) < 2 and report.kind == "sweep":
-        unit = "experts" if row.family.endswith(" expert") else "models"
-    counted = f"{number} {unit if number != 1 else unit.removesuffix('s')}"
-    return f"{row.kind}, {counted}" if row.kind in ("default", "selected") else "" if number == 1 else counted
-
-
-def _stacked(head: str) -> str:
-    """A head in several lines, as narrow as its longest word or `_HEAD` characters."""
-    lines: list[str] = []
-    for word in head.split(" "):
-        if lines and len(lines[-1]) + 1 + len(word) <= _HEAD:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    stacked = r"\\".join(lines)
-    return head if len(lines) < 2 else f"\\shortstack[r]{{{stacked}}}"
-
-
-def _rows(target: Target, style: TableStyle) -> list[MethodRow]:
-    return list(target.rows) if style.rows is None else _ordered(target.rows, style.rows)
-
-
-def _ordered(rows: Sequence[MethodRow], names: Sequence[str]) -> list[MethodRow]:
-    """Rows in the order of `names`, each once; the name of a family stands for all its rows."""
-    ordered: dict[str, MethodRow] = {}
-    for name in names:
-        exact = [row for row in rows if row.label == name]
-        for row in exact or [row for row in rows if row.family == name]:
-            ordered.setdefault(row.label, row)
-    return list(ordered.values())
-
-
-# The parts.
-
-
-def _table(
-    style: TableStyle, place: int, spec: str, head: Sequence[str], body: Sequence[str], caption: str
-) -> str:  # fmt: skip
+def _table(style: TableStyle, spec: str, head: Sequence[str], body: Sequence[str], caption: str) -> str:
     environment = "table*" if style.wide else "table"
-    label = None if style.label is None else style.label + (f"-{place + 1}" if place else "")
-    used = style.caption, caption, *head, *body
-    rare = "".join(sorted({character for text in used for character in text or "" if not _set_by_pdflatex(character)}))
+    printed = "".join([caption, *head, *body])
+    rare = "".join(sorted({character for character in printed if not _set_by_pdflatex(character)}))
     lines = [
         "% needs \\usepackage{booktabs,graphicx}" + f", and XeLaTeX or LuaLaTeX for {rare}" * bool(rare),
         f"\\begin{{{environment}}}[t]",
@@ -287,11 +212,52 @@ def _table(
         r"\bottomrule",
         r"\end{tabular}}%",
         r"\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
-        f"\\caption{{{caption if style.caption is None else style.caption}}}",
-        *([] if label is None else [f"\\label{{{label}}}"]),
+        f"\\caption{{{caption}}}",
+        *([] if style.label is None else [f"\\label{{{style.label}}}"]),
         f"\\end{{{environment}}}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> list[str]:
+    """The lines above the body: the targets if there are several, the groups of columns, and the columns' own heads."""
+    groups = {
+        "units": f"over {report.units}", "reference": f"against {_tex(report.reference)}", "languages": "languages",
+        "papers": "papers' protocol", "": "",
+    }  # fmt: skip
+    names = [groups[COLUMNS[name].group] for name in columns]
+    lines = []
+    if len(targets) > 1:
+        languages = Counter(target.language for target in targets)
+        titles = [(languages[each.language] == 1 and each.language) or each.task for each in targets]
+        lines += _spanning([[_tex(title)] * len(columns) for title in titles])
+    if any(names) and (len(targets) == 1 or len({*names}) > 1):
+        lines += _spanning([names] * len(targets))
+    heads = [COLUMNS[name].head for name in columns] * len(targets)
+    return [*lines, f"method & {' & '.join(heads)} \\\\"]
+
+
+def _spanning(heads: Sequence[Sequence[str]]) -> list[str]:
+    """A line of heads and the rules below it; equal neighbours within a target share one head."""
+    cells, rules, place = [], [], 2
+    for of_target in heads:
+        for head, columns in groupby(of_target):
+            size = len(list(columns))
+            cells.append(f"\\multicolumn{{{size}}}{{c}}{{{head}}}")
+            if head:
+                rules.append(f"\\cmidrule(lr){{{place}-{place + size - 1}}}")
+            place += size
+    return [f" & {' & '.join(cells)} \\\\", "".join(rules)]
+
+
+def _ordered(rows: Sequence[MethodRow], names: Sequence[str]) -> list[MethodRow]:
+    """Rows in the order of `names`, each once; the name of a family stands for all its rows."""
+    ordered: dict[str, MethodRow] = {}
+    for name in names:
+        exact = [row for row in rows if row.label == name]
+        for row in exact or [row for row in rows if row.family == name]:
+            ordered.setdefault(row.label, row)
+    return list(ordered.values())
 
 
 def _set_by_pdflatex(character: str) -> bool:
@@ -299,47 +265,19 @@ def _set_by_pdflatex(character: str) -> bool:
     return ord(character) <= 0xFF or character in "–—…‘’“”"
 
 
-def _groups(report: Report, columns: Sequence[str], first: int) -> list[str]:
-    """The line above the heads: the groups of neighbouring columns."""
-    names = {
-        "units": f"over {report.units}", "reference": f"against {_tex(report.reference)}", "languages": "languages",
-        "papers": "papers' protocol", "": "",
-    }  # fmt: skip
-    runs: list[tuple[str, int]] = []
-    for name in columns:
-        group = COLUMNS[name].group
-        if runs and runs[-1][0] == group:
-            runs[-1] = group, runs[-1][1] + 1
+def _cells(report: Report, target: Target, rows: Sequence[MethodRow], column: Column, percent: bool) -> dict[str, str]:
+    """Row → its cell; the best score is bold and the second underlined."""
+    texts = []
+    for row in rows:
+        value = column.value(report, row)
+        if value is None:
+            texts.append("--")
+        elif isinstance(value, tuple):
+            texts.append(f"[{', '.join(_number(end, percent=percent) for end in value)}]")
         else:
-            runs.append((group, 1))
-    heads, rules, place = [], [], first
-    for group, size in runs:
-        heads.append(f"\\multicolumn{{{size}}}{{c}}{{{names[group]}}}")
-        if group:
-            rules.append(f"\\cmidrule(lr){{{place}-{place + size - 1}}}")
-        place += size
-    return [f" & {' & '.join(heads)} \\\\", "".join(rules)] if any(group for group, _ in runs) else []
-
-
-def _filled(
-    report: Report, target: Target, rows: Sequence[MethodRow], columns: Sequence[str], style: TableStyle
-) -> dict[str, list[str]]:
-    """Column → its cells; the best score is bold and the second underlined."""
-    cells = {}
-    for name in columns:
-        column = COLUMNS[name]
-        if name in ("ci", "interval"):
-            cells[name] = [_interval(row, name, style) for row in rows]
-        elif name in ("effect", "p"):
-            cells[name] = [_tested(report, row, name) for row in rows]
-        elif name == "n":
-            cells[name] = [str(len(row.chosen)) for row in rows]
-        elif name == "error":
-            cells[name] = [_error(row) for row in rows]
-        else:
-            texts = [_number(column.value(row), style) for row in rows]
-            cells[name] = _marked(texts, higher=target.higher_is_better) if column.is_score else texts
-    return cells
+            texts.append(value if isinstance(value, str) else _number(value, percent=percent))
+    marked = _marked(texts, higher=target.higher_is_better) if column.is_score else texts
+    return dict(zip((row.label for row in rows), marked, strict=True))
 
 
 def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
@@ -359,33 +297,6 @@ def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
     return [mark(text) for text in texts]
 
 
-def _interval(row: MethodRow, name: str, style: TableStyle) -> str:
-    if name == "ci":
-        ends = row.interval
-    else:
-        difference = row.difference
-        ends = (
-            None
-            if difference is None or difference.low is None or difference.high is None
-            else (difference.low, difference.high)
-        )
-    return "--" if ends is None else f"[{_number(ends[0], style)}, {_number(ends[1], style)}]"
-
-
-def _tested(report: Report, row: MethodRow, name: str) -> str:
-    """Wilcoxon's p against the reference, corrected by Holm's method, or its effect size."""
-    ranks = report.ranking.ranks if report.ranking is not None else None
-    if ranks is None or ranks.reference is None:
-        return "--"
-    for comparison in ranks.comparisons:
-        if {comparison.one, comparison.other} == {row.label, ranks.reference}:
-            if name == "effect":
-                return _number(comparison.effect if comparison.one == row.label else -comparison.effect, TableStyle())
-            if comparison.wilcoxon is not None:
-                return "$<$0.001" if comparison.wilcoxon < 0.001 else f"{comparison.wilcoxon:.3f}"
-    return "--"
-
-
 def _how(targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -> str:
     """How the numbers in these columns were computed, once for all targets or, if they differ, for each target."""
     parts = ["In percent."] * style.percent
@@ -401,8 +312,7 @@ def _how(targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -
     if {"papers-mean", "papers-max"} & {*columns}:
         parts.append("Papers' protocol: all documents; for a selected row, the configuration that is best on them.")
     marked = any(COLUMNS[name].is_score for name in columns)
-    where = "row" if style.layout == "paper" else "column"
-    parts.append(f"Bold: best of a {where}; underlined: second." * marked)
+    parts.append("Bold: best of a column; underlined: second." * marked)
     parts += _by_target(targets, lambda target: "" if target.higher_is_better else "Lower is better.")
     return " ".join(part for part in parts if part)
 
@@ -427,38 +337,22 @@ def _intervals(target: Target) -> str:
     return f"95\\,\\%: pigeonhole bootstrap over {_tex(resampled(target))}, not corrected for the number of rows."
 
 
-def _listed_metrics(report: Report) -> str:
-    return "; ".join(dict.fromkeys(map(_metric, report.targets)))
-
-
-def _metric(target: Target) -> str:
-    return f"{_tex(target.task)} ({_tex(target.metric)})"
-
-
-def _short(target: Target) -> str:
-    return target.language or target.task
-
-
 def _reduced(rows: Sequence[MethodRow]) -> str:
     """A sentence about methods whose compositions were reduced to a lower rank; empty if there are none."""
-    reduced = {row.label: row for row in rows if row.is_reduced}
-    errors = "; ".join(
-        f"{_tex(label)} {'not recorded' if row.relative_error is None else _error(row)}"
-        for label, row in reduced.items()
-    )
-    sentence = f" Reduced to a lower rank, with the largest relative error of a module's $\\Delta W$: {errors}."
-    return sentence if reduced else ""
+    reduced: dict[str, list[float | None]] = {}
+    for row in rows:
+        if row.is_reduced:
+            reduced.setdefault(row.label, []).append(row.relative_error)
+    errors = []
+    for label, values in reduced.items():
+        recorded = [value for value in values if value is not None]
+        errors.append(f"{_tex(label)} {_error(max(recorded)) if recorded == values else 'not recorded'}")
+    sentence = " Reduced to a lower rank, with the largest relative error of a module's $\\Delta W$: "
+    return f"{sentence}{'; '.join(errors)}." if errors else ""
 
 
-def _error(row: MethodRow) -> str:
-    return "--" if row.relative_error is None else error_text(row.relative_error).replace("<", "$<$")
-
-
-def _number(value: float | None, style: TableStyle) -> str:
-    if value is None:
-        return "--"
-    small = ".3f" if abs(value) <= 1 else ".1f"
-    text = f"{100 * value:.1f}" if style.percent else format(value, small)
+def _number(value: float, *, percent: bool = False) -> str:
+    text = f"{100 * value:.1f}" if percent else f"{value:.3f}" if abs(value) <= 1 else f"{value:.1f}"
     if float(text) == 0:
         return text.removeprefix("-")
     return f"${text}$" if value < 0 else text

@@ -18,7 +18,7 @@ from adapterswap.files.yamltext import dump_yaml
 from adapterswap.planning.describe import error_text
 from adapterswap.reporting import charts
 from adapterswap.reporting.headline import resampled
-from adapterswap.reporting.latex import TableStyle, latex_tables
+from adapterswap.reporting.latex import TableStyle, latex_table
 from adapterswap.reporting.report import Report
 from adapterswap.reporting.statistics import MIN_UNITS
 from adapterswap.reporting.tables import csv_table
@@ -89,14 +89,8 @@ class Download:
 
 
 def _table_links(report: Report, place: int, style: TableStyle | None) -> list[Link]:
-    """Links to the table of a target. LaTeX with all targets in one table is linked from the first."""
     target = report.targets[place]
-    single = replace(report, targets=(target,))
-    files = {"csv": csv_table(single)}
-    if style is None or style.layout == "methods":
-        files["tex"] = latex_tables(single, style)
-    elif place == 0:
-        files["tex"] = latex_tables(report, style)
+    files = {"csv": csv_table(replace(report, targets=(target,))), "tex": latex_table(report, style, target)}
     name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in target.task)
     addresses = [(suffix, _address(suffix, text.encode("utf-8", "backslashreplace"))) for suffix, text in files.items()]
     return [("Table", f"table-{name}", addresses)]

@@ -18,7 +18,6 @@ from adapterswap.reporting.commands import compose_command, evaluate_command
 from adapterswap.reporting.examples import Disagreements, disagreements
 from adapterswap.reporting.headline import Target, target_table
 from adapterswap.reporting.including import included_methods, is_single, with_units
-from adapterswap.reporting.paragraph import methods_paragraph
 from adapterswap.reporting.reading import ReportSource
 from adapterswap.reporting.relations import (
     GridCell,
@@ -63,7 +62,6 @@ class Report:
         compositions: (row, command to compose, command to evaluate) for each cell of the lead's last row.
         draws, seed: of the bootstrap.
         preregistration: what was registered before the run, and what differs from it; None if nothing was registered.
-        paragraph: the methods, for a paper; see `methods_paragraph`.
         experts, recipe, settings, versions: as recorded by the run.
     """
 
@@ -88,7 +86,6 @@ class Report:
     draws: int
     seed: int
     preregistration: Preregistration | None
-    paragraph: str
     experts: Mapping[str, Any]
     recipe: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -181,17 +178,6 @@ def make_report(
         draws,
         seed,
         registered,
-        methods_paragraph(
-            described,
-            source.kind,
-            source.units,
-            reference,
-            tables,
-            ranks,
-            draws=draws,
-            seed=seed,
-            registered=registered,
-        ),
         described.get("experts", {}),
         described.get("recipe", {}),
         described.get("settings", {}),

@@ -1,4 +1,4 @@
-"""The files of a report: page, tables, methods paragraph and summary.json, and its figures in another folder.
+"""The files of a report: page, tables and summary.json, and its figures in another folder.
 
 The same report gives the same bytes. `report` computes and writes a report in one call.
 """
@@ -17,7 +17,7 @@ from adapterswap.errors import ArgumentError, check_type
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.smallfiles import expand
 from adapterswap.reporting.figures import draw, plan_figures
-from adapterswap.reporting.latex import TableStyle, latex_tables
+from adapterswap.reporting.latex import TableStyle, latex_table
 from adapterswap.reporting.page import Download, render_page
 from adapterswap.reporting.reading import open_source
 from adapterswap.reporting.report import REPORT_FORMAT, Report, make_report
@@ -28,7 +28,7 @@ __all__ = [
     "write_figures", "write_files", "write_report",
 ]  # fmt: skip
 
-REPORT_FILES = ("methods.txt", "report.html", "tables.csv", "tables.tex", "summary.json")
+REPORT_FILES = ("report.html", "tables.csv", "tables.tex", "summary.json")
 REPORT = OutputKind("summary.json", lambda record: REPORT_FILES if record.get("format") == REPORT_FORMAT else ())
 """What `report` writes."""
 
@@ -65,8 +65,8 @@ def report(
     Args:
         run: the folder that `sweep` or `adapterswap lab` wrote; a sweep need not be finished. A list of sweeps is
             reported as one if they were evaluated under the same conditions.
-        out_path: a folder to write report.html, tables.tex, tables.csv, methods.txt and summary.json to; by default
-            nothing is written.
+        out_path: a folder to write report.html, tables.tex, tables.csv and summary.json to; by default nothing is
+            written.
         reference: the method with which the others are compared; by default soup.
         methods: the methods to rank and test; `compositions` stands for all that compose something. By
             default all, with the base and single experts, which raise Friedman's χ². Tables show every method.
@@ -76,7 +76,7 @@ def report(
         figures: a folder to write each figure to, as PDF, SVG and PNG, and figures.json with captions and all drawn
             numbers; by default no figures are written.
         column_width: the width of figures: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
-        table: how tables.tex looks: layout, rows, columns, label and caption; see `TableStyle`.
+        table: how tables.tex looks: rows, columns, label and caption; see `TableStyle`.
         overwrite: replace these folders if they hold a report and its figures.
 
     Returns:
@@ -84,7 +84,7 @@ def report(
 
     Raises:
         ArgumentError: the run has no such method or unit; `methods` leaves fewer than two; `column_width` is not a
-            width; or `table` names unknown rows or columns, see `latex_tables`.
+            width; or `table` names unknown rows or columns, see `latex_table`.
         DataError: the run is damaged; no cell is finished; or several runs differ in the base, an expert, a task, a
             setting or a version. The error names it and both values.
         DependencyError: the `report` extra is not installed, or, with `figures`, the `plots` extra.
@@ -107,7 +107,7 @@ def report(
     source = open_source(*folders)
     check_targets(folders, out_path, figures, overwrite=overwrite)  # before anything is computed
     computed = make_report(source, reference=reference, methods=methods, units=units, seed=seed)
-    latex_tables(computed, table)  # raises if the style is not valid, also if nothing is written
+    latex_table(computed, table)  # raises if the style is not valid, also if nothing is written
     if out_path is not None:
         write_report(computed, out_path, table=table, overwrite=overwrite, run=folders)
     if figures is not None:
@@ -165,7 +165,7 @@ def write_report(
         run: the folder or folders that the report was made from; the output may not overlap them.
 
     Raises:
-        ArgumentError: see `latex_tables`.
+        ArgumentError: see `latex_table`.
         OutputError: see `atomic_folder`.
     """
     with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=_folders(run)) as folder:
@@ -234,9 +234,8 @@ def write_files(report: Report, folder: Path, table: TableStyle | None = None) -
     """Write a report's files into an existing folder."""
     contents = {
         "report.html": render_page(report, _downloads(report), table),
-        "methods.txt": f"{report.paragraph}\n",
         "tables.csv": csv_table(report),
-        "tables.tex": latex_tables(report, table),
+        "tables.tex": latex_table(report, table),
         "summary.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
     }
     for name, content in contents.items():

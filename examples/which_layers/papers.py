@@ -27,7 +27,6 @@ from adapterswap.drawing import NOTE, readable_on, save, style
 from adapterswap.lab.bases import write_base
 from adapterswap.lab.scenes import SCENES, language_rows, math_rows
 from adapterswap.reporting import make_report, open_source
-from adapterswap.reporting.latex import TableStyle, latex_tables
 from adapterswap.sweeps import Run, SweepRecipe, sweep
 from adapterswap.training import TrainRecipe, train
 
@@ -146,13 +145,22 @@ def first_paper(lab: Lab, experts: int) -> list[str]:
     (target,) = report.targets
     mock = (
         "Mock-up, with the lab's numbers: after table {} of Bandarkar et al. (ICLR 2025). Right answers in percent, of "
-        f"{target.report} problems; {target.select} others chose the configurations. Best in bold, second underlined."
+        f"{target.report} problems; {target.select} others chose the configurations. Experts on a side: {experts}; "
+        f"pairs: {experts**2}. Best in bold, second underlined."
     )
-    layouts = {
-        1: TableStyle("paper", plain, ["mean", "max"], percent=True, caption=mock.format(1)),
-        2: TableStyle("paper", detailed, percent=True, caption=mock.format(2)),
-    }
-    return [latex_tables(report, layout) for layout in layouts.values()]
+    scores = {
+        "xx min": lambda row: row.spread.min, "xx mean": lambda row: row.spread.mean,
+        "xx max": lambda row: row.spread.max, "English mean": lambda row: row.english,
+        "all languages, mean": lambda row: row.all_languages,
+    }  # fmt: skip
+    by_label = {row.label: row for row in target.rows}
+    tables = []
+    for number, (labels, shown) in enumerate([(plain, ["xx mean", "xx max"]), (detailed, list(scores))], 1):
+        heads = [label.replace("&", r"\&").replace(" ", r"\\") for label in labels]
+        rows = [(name, *(scores[name](by_label[label]) for label in labels)) for name in shown]
+        stacked = ["setting", *(f"\\shortstack[r]{{{head}}}" for head in heads)]
+        tables.append(_grid(stacked, rows, mock.format(number), marked=True))
+    return tables
 
 
 def second_paper(lab: Lab, shared: Path) -> list[str]:
@@ -215,16 +223,21 @@ def _key(cell: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     return cell.family, cell.task_expert, () if cell.language_expert == ("base",) else cell.language_expert
 
 
-def _grid(heads: Sequence[str], rows: Iterable[tuple[Any, ...]], caption: str) -> str:
-    """A table of scores in percent; one that does not exist is a dash."""
-    lines = [
-        " & ".join([name, *("--" if value is None else f"{100 * value:.1f}" for value in values)]) + r" \\"
-        for name, *values in rows
-    ]
+def _grid(heads: Sequence[str], rows: Iterable[tuple[Any, ...]], caption: str, *, marked: bool = False) -> str:
+    """A table of scores in percent; one that does not exist is a dash. If `marked`, the two best of a row stand out."""
+    lines = []
+    for name, *values in rows:
+        texts = ["--" if value is None else f"{100 * value:.1f}" for value in values]
+        best = sorted({*texts} - {"--"}, key=float, reverse=True) if marked else []
+        marks = dict(zip(best, (r"\textbf", r"\underline"), strict=False)) if len(best) > 1 else {}
+        cells = [f"{marks[text]}{{{text}}}" if text in marks else text for text in texts]
+        lines.append(" & ".join([name, *cells]) + r" \\")
     return "\n".join(
         [
-            r"\begin{table}[t]", r"\centering\small", f"\\begin{{tabular}}{{@{{}}l{'r' * (len(heads) - 1)}@{{}}}}",
-            r"\toprule", " & ".join(heads) + r" \\", r"\midrule", *lines, r"\bottomrule", r"\end{tabular}",
+            r"\begin{table}[t]", r"\centering\small\setlength{\tabcolsep}{4pt}",
+            f"\\sbox0{{\\begin{{tabular}}{{@{{}}l{'r' * (len(heads) - 1)}@{{}}}}",
+            r"\toprule", " & ".join(heads) + r" \\", r"\midrule", *lines, r"\bottomrule", r"\end{tabular}}%",
+            r"\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
             f"\\caption{{{caption}}}", r"\end{table}", "",
         ]
     )  # fmt: skip

@@ -86,7 +86,7 @@ def test_written_adapters_score_as_the_live_ones(run: Run, name: str, method: st
 
 def test_the_folder(run: Run) -> None:
     assert sorted(path.name for path in run.folder.iterdir()) == [
-        "answers.jsonl", "grid.png", "methods.txt", "report.html", "results.json", "scores.png", "seed-0",
+        "answers.jsonl", "grid.png", "report.html", "results.json", "scores.png", "seed-0",
         "summary.json", "tables.csv", "tables.tex", "words.png",
     ]  # fmt: skip
     for name in ("grid", "scores", "words"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from adapterswap.reporting import Report, make_report, open_source
 from adapterswap.reporting.headline import MethodRow
-from adapterswap.reporting.latex import latex_tables
+from adapterswap.reporting.latex import latex_table
 from adapterswap.reporting.page import render_page
 from adapterswap.reporting.tables import csv_table
 
@@ -26,5 +26,5 @@ def reported(folder: Path, **content: Any) -> Report:
 def strict(report: Report) -> None:
     """Check that the page, the tables and the JSON exist and contain no NaN."""
     text = json.dumps(report.as_json(), allow_nan=False)
-    for content in (text, render_page(report), csv_table(report), latex_tables(report)):
+    for content in (text, render_page(report), csv_table(report), latex_table(report)):
         assert "nan" not in content.lower().replace("finance", "")

@@ -67,7 +67,7 @@ def test_it_writes_next_to_the_run(written: Written, tmp_path: Path) -> None:
     assert "exists" in again.stderr
     record = tmp_path / "sw-report" / "summary.json"
     content = json.loads(record.read_text())
-    assert content.pop("files") == ["methods.txt", "report.html", "summary.json", "tables.csv", "tables.tex"]
+    assert content.pop("files") == ["report.html", "summary.json", "tables.csv", "tables.tex"]
     record.write_text(json.dumps(content))  # as the first edition wrote it
     (tmp_path / "sw-report" / "figure.png").touch()
     refused = call(run, "--overwrite")
@@ -139,7 +139,7 @@ def test_a_lab_run(lab: Path) -> None:
     strict(report)
 
 
-def test_a_lab_run_has_figures_and_a_paragraph(lab: Path, tmp_path: Path) -> None:
+def test_a_lab_run_has_figures(lab: Path, tmp_path: Path) -> None:
     seeds = ["--units", "seed 0", "--units", "seed 1"]
     result = call(lab, "-o", tmp_path / "report", "--figures", tmp_path / "figures", *seeds)
     assert result.exit_code == 0, result.stderr
@@ -151,9 +151,6 @@ def test_a_lab_run_has_figures_and_a_paragraph(lab: Path, tmp_path: Path) -> Non
     assert len(content["figures"]["landscape"]["data"]["cells"]) == 6
     restricted = json.loads((tmp_path / "figures" / "figures.json").read_text())
     assert "landscape" not in restricted["figures"]  # a mean over all seeds
-    text = (tmp_path / "whole" / "methods.txt").read_text(encoding="utf-8")
-    assert "development set" in text
-    assert 'scene "gap"' in text
 
 
 def test_lab_runs_are_reported_one_by_one(lab: Path, tmp_path: Path) -> None:

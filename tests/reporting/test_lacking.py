@@ -17,7 +17,7 @@ from refusals import refused
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.reporting import open_source
-from adapterswap.reporting.latex import latex_tables
+from adapterswap.reporting.latex import latex_table
 from adapterswap.reporting.page import render_page
 from adapterswap.reporting.tables import csv_table
 from adapterswap.sweeps import summarize
@@ -96,7 +96,7 @@ def test_two_experts_on_a_side_have_no_interval(tmp_path: Path) -> None:
     page = render_page(report)
     assert "With fewer than 5 settings" in page
     assert "there is no interval (–)" in page
-    assert " -- " in latex_tables(report)
+    assert " -- " in latex_table(report)
     strict(report)
 
 
@@ -116,7 +116,7 @@ def test_tables_name_what_their_intervals_are_over(tmp_path: Path, tasks: int, l
     }
     requested = recipe(**sides, retention=[], compositions=[{"bottom": 5}])
     report = reported(craft(tmp_path / "run", requested, documents=8))
-    assert f"bootstrap over {over}, " in latex_tables(report)
+    assert f"bootstrap over {over}, " in latex_table(report)
     assert f"Intervals are over {over}.\n" in render_page(report)
 
 
@@ -182,7 +182,7 @@ def test_compositions_of_a_lower_rank_say_so_everywhere(tmp_path: Path) -> None:
     older = reported(folder)  # which did not record it
     assert (row(older, "ties, default").is_reduced, row(older, "ties, default").relative_error) == (True, None)
     assert "not recorded" in render_page(older)
-    assert "ties, default not recorded" in latex_tables(older)
+    assert "ties, default not recorded" in latex_table(older)
 
     for number, line in enumerate(lines):
         if line["family"] == "ties":
@@ -195,7 +195,7 @@ def test_compositions_of_a_lower_rank_say_so_everywhere(tmp_path: Path) -> None:
         assert (each.is_reduced, each.relative_error) == (each.family == "ties", expected)
         if expected is not None:
             assert f'<td data-value="{expected}">{expected:.3f}</td>' in render_page(report)
-            assert f"{each.label} {expected:.3f}" in latex_tables(report)
+            assert f"{each.label} {expected:.3f}" in latex_table(report)
     table = [line.rsplit(",", 3)[1:3] for line in csv_table(report).splitlines()]
     assert table[0] == ["reduced", "relative_error"]
     assert ["no", ""] in table
@@ -318,8 +318,8 @@ def test_one_or_two_documents_have_no_interval(tmp_path: Path, documents: int) -
 def test_a_corpus_score_is_not_described_as_split(tmp_path: Path) -> None:
     report = reported(craft(tmp_path / "run", documents=8, corpus=(SW,)))
     assert (report.targets[0].select, report.targets[0].report, report.targets[0].of_corpus) == (0, 8, True)
-    assert "Selected on" not in latex_tables(report)
-    assert "bootstrap over" not in latex_tables(report)
+    assert "Selected on" not in latex_table(report)
+    assert "bootstrap over" not in latex_table(report)
     assert "are selected on" not in render_page(report).split("The score is")[1].split("</p>")[0]
     shown = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--dry-run"])
     assert f"{SW}, 8 documents" in shown.stdout
@@ -332,7 +332,7 @@ def test_rows_whose_intervals_are_over_something_else_are_named(tmp_path: Path) 
     overs = {each.label: each.difference.over for each in report.targets[0].rows if each.difference}
     assert overs["reset"] == overs["base"] == ("task experts", "documents")
     assert overs["soup"] == overs["layer_swap"] == ("task experts", "language experts", "documents")
-    assert "reset: task experts and documents" in latex_tables(report)
+    assert "reset: task experts and documents" in latex_table(report)
     joint = {f"joint{i}": "j" for i in range(3)}
     requested = recipe(compositions=[{"bottom": 5}], retention=[], extra={"joint": list(joint)})
     report = reported(craft(tmp_path / "joint", requested, documents=8))
@@ -389,5 +389,5 @@ def test_a_difference_that_rounds_to_zero_has_no_sign(tmp_path: Path) -> None:
     assert result is not None
     assert result.mean == pytest.approx(-1 / 36000)
     shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
-    for text in (shown.stdout, latex_tables(report), re.sub(r'data-value="[^"]*"', "", render_page(report))):
+    for text in (shown.stdout, latex_table(report), re.sub(r'data-value="[^"]*"', "", render_page(report))):
         assert re.search(r"[-\u2212+]0\.000(?!\d)", text) is None

@@ -1,4 +1,4 @@
-"""LaTeX tables: rows, columns and layouts by choice, the best marked, braces in pairs."""
+"""LaTeX tables: rows and columns by choice, the best marked, braces in pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError
 from adapterswap.reporting import Report
-from adapterswap.reporting.latex import COLUMNS, TableStyle, latex_tables
+from adapterswap.reporting.latex import COLUMNS, TableStyle, latex_table
 
 from .conftest import Written
 from .reading import row
@@ -32,7 +32,7 @@ def plain(cell: str) -> str:
 
 def test_rows_and_columns_in_the_requested_order(written: Written) -> None:
     style = TableStyle(rows=["soup", "layer_swap", "base"], columns=["max", "mean", "difference", "effect", "p"])
-    text = latex_tables(written.report, style)
+    text = latex_table(written.report, style)
     rows = body(text)
     assert [cells[0] for cells in rows] == ["soup", "layer\\_swap, default", "layer\\_swap, selected", "base"]
     for cells in rows:
@@ -56,7 +56,7 @@ def test_the_best_is_bold_and_the_second_underlined(written: Written) -> None:
     for higher in (True, False):
         target = replace(written.report.targets[0], higher_is_better=higher)
         rows = body(
-            latex_tables(replace(written.report, targets=(target,)), TableStyle(columns=["n", "mean", "stderr"]))
+            latex_table(replace(written.report, targets=(target,)), TableStyle(columns=["n", "mean", "stderr"]))
         )
         values = sorted({float(plain(cells[2])) for cells in rows}, reverse=higher)
         for cells in rows:
@@ -67,7 +67,7 @@ def test_the_best_is_bold_and_the_second_underlined(written: Written) -> None:
 
 
 def test_one_table_for_several_languages(two: Report) -> None:
-    text = latex_tables(two, TableStyle(layout="languages", percent=True))
+    text = latex_table(two, TableStyle(percent=True))
     assert text.count("\\begin{table}") == 1
     assert "\\multicolumn{2}{c}{sw} & \\multicolumn{2}{c}{te}" in text
     for cells in body(text):
@@ -78,34 +78,16 @@ def test_one_table_for_several_languages(two: Report) -> None:
             assert [plain(cell) for cell in cells[1 + 2 * at : 3 + 2 * at]] == expected
 
 
-def test_the_papers_layouts(written: Written, two: Report) -> None:
-    """Table 1: mean and maximum of each language; table 2: one language in detail, with English and all languages."""
-    first = latex_tables(two, TableStyle(layout="paper", percent=True, rows=["base", "soup", "layer_swap"]))
-    assert [cells[0] for cells in body(first)] == ["sw mean", "sw max", "te mean", "te max"]
-    assert "setting & base & soup & layer\\_swap & layer\\_swap" in first
-    assert (
-        "details &  & 9 pairs & \\shortstack[r]{default,\\\\9 pairs} & \\shortstack[r]{selected,\\\\9 pairs}" in first
-    )
-    second = latex_tables(written.report, TableStyle(layout="paper"))
-    titles = ["sw min", "sw mean", "sw max", "English mean", "all languages, mean"]
-    assert [cells[0] for cells in body(second)] == titles
-    swap = row(written.report, "layer_swap, selected")
-    place = [found.label for found in written.report.targets[0].rows].index(swap.label) + 1
-    assert plain(body(second)[3][place]) == f"{swap.english:.3f}"
-    assert "3 experts" in second
-
-
 def test_label_caption_and_both_columns(two: Report) -> None:
-    text = latex_tables(two, TableStyle(label="tab:main", caption="Scores of \\emph{ours}", wide=True))
-    assert re.findall(r"\\label\{(.*?)\}", text) == ["tab:main", "tab:main-2"]
-    assert text.count("\\caption{Scores of \\emph{ours}}") == text.count("\\end{table*}") == 2
+    text = latex_table(two, TableStyle(label="tab:main", caption="Scores of \\emph{ours}", wide=True))
+    assert re.findall(r"\\label\{(.*?)\}", text) == ["tab:main"]
+    assert text.count("\\caption{Scores of \\emph{ours}}") == text.count("\\end{table*}") == 1
 
 
-@pytest.mark.parametrize("layout", ["methods", "languages", "paper"])
-def test_lines_are_as_wide_as_the_table(written: Written, two: Report, layout: str) -> None:
+def test_lines_are_as_wide_as_the_table(written: Written, two: Report) -> None:
     for report in (written.report, two):
         for columns in (None, list(COLUMNS), ["mean"]):
-            text = latex_tables(report, TableStyle(layout=layout, columns=columns))
+            text = latex_table(report, TableStyle(columns=columns))
             assert text.count("{") == text.count("}")
             for table in text.split("% needs")[1:]:
                 spec = re.search(r"@\{\}(\w+)@\{\}", table)
@@ -118,7 +100,7 @@ def test_lines_are_as_wide_as_the_table(written: Written, two: Report, layout: s
 @pytest.mark.parametrize(
     ("style", "parameter"),
     [
-        (TableStyle(layout="rows"), "layout"), (TableStyle(rows=["sou"]), "rows"), (TableStyle(rows=[]), "rows"),
+        (TableStyle(rows=["sou"]), "rows"), (TableStyle(rows=[]), "rows"),
         (TableStyle(columns=["average"]), "columns"), (TableStyle(columns=[]), "columns"),
         (TableStyle(label="a}b"), "label"), (TableStyle(label=""), "label"), (TableStyle(caption="a}b{"), "caption"),
         (TableStyle(caption="50\\"), "caption"),
@@ -126,7 +108,7 @@ def test_lines_are_as_wide_as_the_table(written: Written, two: Report, layout: s
 )  # fmt: skip
 def test_invalid_styles(written: Written, style: TableStyle, parameter: str) -> None:
     with pytest.raises(ArgumentError) as caught:
-        latex_tables(written.report, style)
+        latex_table(written.report, style)
     assert caught.value.parameter == parameter
 
 
@@ -136,7 +118,7 @@ def test_only_shares_have_percent(written: Written) -> None:
     assert rows[0].spread is not None
     high = replace(rows[0], spread=replace(rows[0].spread, max=31.0))
     with pytest.raises(ArgumentError) as caught:
-        latex_tables(replace(written.report, targets=(replace(target, rows=(high,)),)), TableStyle(percent=True))
+        latex_table(replace(written.report, targets=(replace(target, rows=(high,)),)), TableStyle(percent=True))
     assert caught.value.parameter == "percent"
 
 
@@ -145,9 +127,10 @@ def test_the_command_takes_a_style(written: Written, tmp_path: Path) -> None:
     wrong = CliRunner().invoke(main, [*arguments, "--columns", "men", "--dry-run"])
     assert wrong.exit_code == 1
     assert "Did you mean 'mean'" in wrong.stderr
-    options = ["--layout", "paper", "--rows", "soup", "--rows", "layer_swap, selected", "--percent", "--wide"]
+    options = ["--rows", "soup", "--rows", "layer_swap, selected", "--percent", "--wide"]
     result = CliRunner().invoke(main, [*arguments, *options, "--columns", "mean,max", "--label", "tab:x"])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "out" / "tables.tex").read_text()
-    assert [cells[0] for cells in body(text)] == ["sw mean", "sw max"]
+    assert [cells[0] for cells in body(text)] == ["soup", "layer\\_swap, selected"]
+    assert "method & mean & max \\\\" in text
     assert "\\label{tab:x}" in text

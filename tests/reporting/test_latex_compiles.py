@@ -1,4 +1,4 @@
-r"""pdfLaTeX sets every layout in the widths of papers: no errors, nothing wider than a column, readable text.
+r"""pdfLaTeX sets every table in the widths of papers: no errors, nothing wider than a column, readable text.
 
 The pages have the widths of ACL's two columns (16 cm, 6 mm apart, 11 points) and of NeurIPS (5.5 in, 10 points). A
 table that is wider than its column is scaled to it; \resizebox is watched, and bounded for tables made for a width.
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from adapterswap.reporting import Report
-from adapterswap.reporting.latex import COLUMNS, LAYOUTS, TableStyle, latex_tables
+from adapterswap.reporting.latex import COLUMNS, TableStyle, latex_table
 
 from .conftest import Written
 
@@ -65,35 +65,29 @@ def every_table(reports: dict[str, Report]) -> Iterator[Table]:
         "both": TableStyle(rows=rows, columns=["mean", "max", "interval", "p"]),
     }  # fmt: skip
     for report_name, report in reports.items():
-        for layout in LAYOUTS:
-            for choice, style in chosen.items():
-                for wide in (False, True):
-                    for percent in (False, True):
-                        name = f"{report_name}-{layout}-{choice}{'-wide' * wide}{'-percent' * percent}"
-                        changed = replace(style, layout=layout, wide=wide, percent=percent)
-                        yield Table(name, latex_tables(report, changed))
+        for choice, style in chosen.items():
+            for wide in (False, True):
+                for percent in (False, True):
+                    name = f"{report_name}-{choice}{'-wide' * wide}{'-percent' * percent}"
+                    yield Table(name, latex_table(report, replace(style, wide=wide, percent=percent)))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_layout_compiles_and_stays_in_its_column(
-    written: Written, two: Report, page: str, tmp_path: Path
-) -> None:
+def test_every_table_compiles_and_stays_in_its_column(written: Written, two: Report, page: str, tmp_path: Path) -> None:
     tables = list(every_table({"one": written.report, "two": two}))
-    assert len(tables) == 2 * 3 * 5 * 4
+    assert len(tables) == 2 * 5 * 4
     compiled(tables, page, tmp_path)
 
 
 def test_tables_made_for_a_width_are_scaled_by_a_tenth_at_most(written: Written, two: Report, tmp_path: Path) -> None:
     one = written.report
     narrow = TableStyle(columns=["n", "mean", "max", "difference"], percent=True)
-    languages = TableStyle(layout="languages", percent=True)
-    paper = TableStyle(layout="paper", percent=True, wide=True)
-    both = {"columns": (one, narrow), "languages": (two, languages), "table-1": (two, paper), "table-2": (one, paper)}
+    both = {"columns": (one, narrow), "languages": (two, TableStyle(percent=True))}
     for page, styles in {
         "acl": both | {"all": (one, TableStyle(wide=True, percent=True))},
         "neurips": both | {"all": (one, TableStyle()), "percent": (one, TableStyle(percent=True))},
     }.items():
-        tables = [Table(name, latex_tables(report, style)) for name, (report, style) in styles.items()]
+        tables = [Table(name, latex_table(report, style)) for name, (report, style) in styles.items()]
         scaled = compiled(tables, page, tmp_path)
         assert all(factor > 0.9 for factor in scaled.values()), (page, scaled)
 
@@ -104,8 +98,8 @@ def test_any_name_compiles(written: Written, tmp_path: Path) -> None:
     names = ['a_b & 100 % #1 $x$ {y} ~z^2 \\end{table} "q" <i> | – é ß', "[A] bracket", "*star"]
     rows = tuple(replace(row, label=name) for row, name in zip(target.rows, names, strict=False))
     report = replace(written.report, targets=(replace(target, rows=rows, task='t"_^'),))
-    tables = [Table(layout, latex_tables(report, TableStyle(layout=layout, label="tab:x"))) for layout in LAYOUTS]
-    assert all("XeLaTeX" not in table.text for table in tables)
-    compiled([replace(table, text=table.text.replace("tab:x", table.name)) for table in tables], "neurips", tmp_path)
+    table = Table("names", latex_table(report, TableStyle(label="tab:x")))
+    assert "XeLaTeX" not in table.text
+    compiled([table], "neurips", tmp_path)
     foreign = replace(report, targets=(replace(target, rows=(replace(rows[0], label="交換"),)),))
-    assert latex_tables(foreign).splitlines()[0].endswith("XeLaTeX or LuaLaTeX for 交換")
+    assert latex_table(foreign).splitlines()[0].endswith("XeLaTeX or LuaLaTeX for 交換")

@@ -10,7 +10,7 @@ import pytest
 from tolerances import near
 
 from adapterswap.reporting import Report
-from adapterswap.reporting.latex import TableStyle, latex_tables
+from adapterswap.reporting.latex import TableStyle, latex_table
 from adapterswap.reporting.page import render_page
 from adapterswap.reporting.tables import csv_table
 from adapterswap.sweeps.cells import Cell
@@ -48,7 +48,7 @@ def test_both_are_shown(kept: Report) -> None:
     page = render_page(kept)
     assert "answers in its language" in page
     assert "other tasks in its language" in page
-    text = latex_tables(kept, TableStyle(columns=["english", "understanding", "fidelity"], percent=True))
+    text = latex_table(kept, TableStyle(columns=["english", "understanding", "fidelity"], percent=True))
     (line,) = (line for line in text.splitlines() if line.startswith("task expert"))
     values = row(kept, "task expert")
     for value in (values.english, values.understanding, values.fidelity):

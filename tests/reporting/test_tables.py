@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from adapterswap.reporting import make_report, open_source, write_report
-from adapterswap.reporting.latex import latex_tables
+from adapterswap.reporting.latex import latex_table
 from adapterswap.reporting.page import render_page
 from adapterswap.reporting.tables import csv_table
 
@@ -28,7 +28,7 @@ def test_the_same_run_gives_the_same_bytes(written: Written, tmp_path: Path) -> 
     shutil.copytree(written.run, tmp_path / "run")
     write_report(make_report(open_source(tmp_path / "run"), draws=300), tmp_path / "report")
     names = sorted(path.name for path in written.folder.iterdir())
-    assert names == ["methods.txt", "report.html", "summary.json", "tables.csv", "tables.tex"]
+    assert names == ["report.html", "summary.json", "tables.csv", "tables.tex"]
     for name in names:
         content = (written.folder / name).read_bytes()
         assert content == (tmp_path / "report" / name).read_bytes()
@@ -51,7 +51,7 @@ def test_csv_has_every_number(written: Written) -> None:
 
 
 def test_latex_is_booktabs(written: Written) -> None:
-    text = latex_tables(written.report)
+    text = latex_table(written.report)
     columns = re.search(r"\\begin\{tabular\}\{@\{\}(\w+)@\{\}\}", text)
     assert columns is not None
     lines = [line for line in text.splitlines() if line.endswith(r"\\")]
@@ -71,7 +71,7 @@ def test_hostile_names_stay_text(written: Written) -> None:
     assert "<img" not in page
     assert "&lt;script&gt;" in page
     assert "{{ 7*7 }}" in page
-    assert "\\input" not in latex_tables(report)
+    assert "\\input" not in latex_table(report)
     assert all(line.startswith(("target", "</pre>", '"')) for line in csv_table(report).splitlines())
     assert ",'=1+" in csv_table(report).replace('"', "")
 

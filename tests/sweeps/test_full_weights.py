@@ -165,8 +165,10 @@ def test_the_commands_of_a_report_make_and_judge_the_cell(
     scores = {task["name"]: task["scores"] for task in json.loads(again.stdout)["tasks"]}
     found = {f"{score['metric']},{score['filter']}": score["value"] for score in scores["mgsm_direct_sw"]}
     assert found == cell.results["mgsm_direct_sw"].scores
-    paragraph = adapterswap.report(tmp_path / "run", tmp_path / "report").paragraph
-    assert "math (full-math, full checkpoint, config SHA-256" in paragraph
+    adapterswap.report(tmp_path / "run", tmp_path / "report")
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "full-math</td>" in page
+    assert "full checkpoint, config <code>" in page
 
 
 def test_other_weights_under_the_same_name_are_refused(full: Path, tmp_path: Path) -> None:
