@@ -13,7 +13,7 @@ from adapterswap.reporting.headline import Target
 from adapterswap.reporting.relations import GridCell, Indicator, ZoneGrid
 from adapterswap.reporting.report import Report
 
-__all__ = ["Bar", "Bars", "Heatmap", "Scatter", "bars", "heatmaps", "labels_of", "lead_indicators", "scatter", "ticks"]
+__all__ = ["Heatmap", "Scatter", "bars", "heatmaps", "labels_of", "lead_indicators", "number_text", "scatter", "ticks"]
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 300, 210, 46, 34, 12
 
@@ -25,17 +25,15 @@ class Bar:
     family: str
     label: str
     value: float
-    stderr: float | None
     filled: float
     error: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
 class Bars:
-    """The bars of one task, on a scale from 0 to `top`."""
+    """The bars of one task, on one scale from 0."""
 
     task: str
-    top: float
     bars: tuple[Bar, ...]
 
 
@@ -80,14 +78,11 @@ def bars(target: Target) -> list[Bars]:
         top = ticks(0, max(spread.mean + (spread.stderr or 0) for _, spread in spreads) or 1)[-1]
         shown = []
         for row, spread in spreads:
-            half = spread.stderr
-            error = (
-                None
-                if half is None
-                else (_percent(max(0, spread.mean - half), top), _percent(min(top, spread.mean + half), top))
-            )
-            shown.append(Bar(row.family, row.label, spread.mean, half, _percent(spread.mean, top), error))
-        charts.append(Bars(task, top, tuple(shown)))
+            error = None
+            if (half := spread.stderr) is not None:
+                error = _percent(max(0, spread.mean - half), top), _percent(min(top, spread.mean + half), top)
+            shown.append(Bar(row.family, row.label, spread.mean, _percent(spread.mean, top), error))
+        charts.append(Bars(task, tuple(shown)))
     return charts
 
 
@@ -157,6 +152,13 @@ def ticks(low: float, high: float, number: int = 4) -> Sequence[float]:
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough - 1e-12)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(place * step, 10) for place in range(first, max(last, first + 1) + 1)]
+
+
+def number_text(value: float, *, signed: bool = False) -> str:
+    """Shares with three decimals, scores on other scales with one; zero after rounding has no sign."""
+    form = ".3f" if abs(value) <= 1 else ".1f"
+    text = format(value, f"+{form}" if signed else form)
+    return (text.lstrip("+-") if float(text) == 0 else text).replace("-", "−")
 
 
 def _percent(value: float, top: float) -> float:

@@ -20,15 +20,15 @@ from adapterswap.drawing import (
     LEAD,
     NOTE,
     SMALL,
-    Look,
     looks,
     new_figure,
     readable_on,
+    require_matplotlib,
     style,
     tidy,
     wrapped,
 )
-from adapterswap.reporting.charts import heatmaps, lead_indicators, ticks
+from adapterswap.reporting.charts import heatmaps, lead_indicators, number_text, ticks
 from adapterswap.reporting.headline import Target, resampled
 from adapterswap.reporting.including import unit_text
 from adapterswap.reporting.ranks import cliques
@@ -99,8 +99,6 @@ def draw(planned: PlannedFigure, width: float) -> Figure:
     Raises:
         DependencyError: matplotlib is not installed.
     """
-    from adapterswap.drawing import require_matplotlib
-
     require_matplotlib("figures")
     with style():
         return _DRAW[planned.kind](planned.data, width)
@@ -233,10 +231,11 @@ def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
         }
         for indicator in indicators if indicator.merged == merged
     ]  # fmt: skip
+    tested = "one indicator" if len(panels) == 1 else f"{len(panels)} indicators"
     caption = (
         f"Merging indicators for {target.task}: an expert's own score on a task (horizontal) against the mean of "
         f"{merged} over the {report.units} that include it (vertical). Each point is an expert. r: Pearson's "
-        f"correlation; p: two-sided, corrected by Holm's method over {_indicator_count(len(panels))}, and omitted with "
+        f"correlation; p: two-sided, corrected by Holm's method over {tested}, and omitted with "
         f"fewer than {MIN_UNITS} distinct points."
     )
     return caption, {"panels": panels, "axis": f"{merged}\non {target.task}"}
@@ -307,10 +306,6 @@ def _counted(units: str, number: int) -> str:
     return units.removesuffix("s") if number == 1 else units
 
 
-def _indicator_count(number: int) -> str:
-    return "one indicator" if number == 1 else f"{number} indicators"
-
-
 def _interval_kind(report: Report, target: Target) -> str:
     return f"95 % intervals (pigeonhole bootstrap over {resampled(target)}, {report.draws:,} draws)"
 
@@ -355,7 +350,7 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
             markeredgecolor="white", markeredgewidth=0.5, clip_on=False, zorder=4,
         )  # fmt: skip
         axes.text(
-            1.03, place, _number(row["mean"], signed=zero), transform=axes.get_yaxis_transform(), va="center",
+            1.03, place, number_text(row["mean"], signed=zero), transform=axes.get_yaxis_transform(), va="center",
             fontsize=SMALL, color=colour, fontweight="bold" if row["lead"] else "normal",
         )  # fmt: skip
     axes.set_yticks(places, labels)
@@ -403,12 +398,6 @@ def _tick(value: float, marks: Sequence[float]) -> str:
     return "0" if float(text) == 0 else text.replace("-", "−")
 
 
-def _number(value: float, *, signed: bool = False) -> str:
-    form = ".3f" if abs(value) <= 1 else ".1f"
-    text = format(value, f"+{form}" if signed else form)
-    return (text.lstrip("+-") if float(text) == 0 else text).replace("-", "−")
-
-
 def _wrapped_lines(text: str, inches: float) -> str:
     """`text` with each line wrapped to a width of `inches`."""
     return "\n".join(wrapped(line, int(inches / _CHARACTER)) for line in text.split("\n"))
@@ -442,7 +431,7 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
         chosen = f"×{cell['chosen']}" if cell["chosen"] else ""
         mark = "*" if cell["units"] < data["most"] else ""
         if size >= NOTE - 0.01:
-            number = _number(cell["mean"]).removeprefix("0") + mark
+            number = number_text(cell["mean"]).removeprefix("0") + mark
             text = f"{number}\n{chosen}" if chosen and height > 0.3 else f"{number} {chosen}".strip()
             if len(text.split("\n")[0]) * _CHARACTER > side:
                 text = number
@@ -555,7 +544,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     figure.supylabel(axis, fontsize=SMALL)
-    handles = [_handle(name, look[name]) for name in experts]
+    handles = [_handle(name, color=look[name].colour, marker=look[name].marker) for name in experts]
     _legend(figure, handles, legend_columns)
     return figure
 
@@ -574,8 +563,9 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
         axes.plot(
             steps, [point[2] for point in curve["points"]], color=look.colour, marker=look.marker, markevery=marker_step
         )
-        handles.append(_handle(curve["family"], look))
-    handles += [_line_handle("selection documents", ":"), _line_handle("other documents", "-")]
+        handles.append(_handle(curve["family"], color=look.colour, marker=look.marker))
+    for name, line in (("selection documents", ":"), ("other documents", "-")):
+        handles.append(_handle(name, color=INK, linestyle=line))
     last = max(len(curve["points"]) for curve in curves)
     integers = {round(value) for value in ticks(1, last, 5) if 1 <= value <= last and math.isclose(value, round(value))}
     axes.set_xticks(sorted(integers | {1}))
@@ -597,9 +587,9 @@ def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
     handles = []
     for family, look in zip(families, looks(len(families)), strict=True):
         xs, ys = ([point[key] for point in family["points"]] for key in ("error", "score"))
-        marker: dict[str, Any] = {"marker": look.marker, "color": look.colour, "linestyle": "none", "markersize": 3.6}
-        axes.plot(xs, ys, markerfacecolor="none", clip_on=False, **marker)
-        handles.append(_handle(family["family"], look, filled=False))
+        marker: dict[str, Any] = {"marker": look.marker, "color": look.colour, "markerfacecolor": "none"}
+        axes.plot(xs, ys, linestyle="none", markersize=3.6, clip_on=False, **marker)
+        handles.append(_handle(family["family"], **marker))
     errors = [point["error"] for family in families for point in family["points"]]
     if min(errors) > 0 and max(errors) > 30 * min(errors):
         axes.set_xscale("log")
@@ -629,19 +619,10 @@ def _legend_shape(names: Sequence[str], width: float) -> tuple[int, int]:
     return columns, -(-len(names) // columns) * tallest
 
 
-def _handle(name: str, look: Look, *, filled: bool = True) -> Any:
+def _handle(name: str, **look: Any) -> Any:
     from matplotlib.lines import Line2D
 
-    face = look.colour if filled else "none"
-    return Line2D(
-        [], [], color=look.colour, marker=look.marker, markerfacecolor=face, linestyle="none", label=wrapped(name, 30)
-    )
-
-
-def _line_handle(name: str, line: str) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color=INK, linestyle=line, label=name)
+    return Line2D([], [], **{"linestyle": "none", "label": wrapped(name, 30), **look})
 
 
 _DRAW: Mapping[str, Callable[[Mapping[str, Any], float], Figure]] = {

@@ -13,7 +13,7 @@ from adapterswap.errors import ArgumentError, did_you_mean
 from adapterswap.reporting.choosing import Unit, matching, unit_of
 from adapterswap.sweeps import Cell, Run
 
-__all__ = ["COMPOSITIONS", "included_methods", "is_single", "unit_text", "with_units"]
+__all__ = ["COMPOSITIONS", "full_units", "included_methods", "is_single", "unit_text", "with_units"]
 
 COMPOSITIONS = "compositions"
 """The name that selects every method that composes something."""
@@ -75,13 +75,13 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
     """
     if units is None:
         return run
-    full_units = _full_units({unit_of(result.cell): None for result in run.results})
+    listed = full_units({unit_of(result.cell): None for result in run.results})
     selected: dict[Unit, None] = {}
     for name in units:
-        matches = [unit for unit in full_units if name in (unit_text(unit), *unit)]
+        matches = [unit for unit in listed if name in (unit_text(unit), *unit)]
         if not matches:
-            texts = [unit_text(unit) for unit in full_units]
-            parts = [part for unit in full_units for part in unit if part is not None]
+            texts = [unit_text(unit) for unit in listed]
+            parts = [part for unit in listed for part in unit if part is not None]
             names = list(dict.fromkeys([*texts, *parts]))
             remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
             raise ArgumentError(f"the run has no finished unit {name!r}", remedy, parameter="units")
@@ -99,7 +99,7 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
     )
 
 
-def _full_units(units: Iterable[Unit]) -> list[Unit]:
+def full_units(units: Iterable[Unit]) -> list[Unit]:
     """The units with the most sides; the other units match them."""
     listed = list(units)
     most = max((sum(side is not None for side in unit) for unit in listed), default=0)

@@ -14,6 +14,7 @@ from itertools import groupby
 from adapterswap.errors import ArgumentError, did_you_mean, printable
 from adapterswap.planning.describe import error_text
 from adapterswap.reporting.headline import MethodRow, Target, resampled
+from adapterswap.reporting.ranks import RankComparison
 from adapterswap.reporting.report import Report
 
 __all__ = ["COLUMNS", "TableStyle", "latex_table"]
@@ -25,6 +26,7 @@ _SPECIAL = {
     "|": r"\textbar{}", '"': "''", "Δ": r"$\Delta$", "[": "{[}", "*": "{*}",
 }  # fmt: skip
 _MANY = 9  # with more columns, the text is smaller and closer
+_RARE = re.compile(r"[^\x00-\xff–—…‘’“”]")  # pdfLaTeX prints Latin-1 and punctuation without further packages
 _LABEL = re.compile(r"[A-Za-z0-9:._/+-]+")
 
 
@@ -75,15 +77,21 @@ def _interval(row: MethodRow) -> tuple[float, float] | None:
     return difference.low, difference.high
 
 
-def _tested(report: Report, row: MethodRow) -> tuple[str | None, str | None]:
-    """(effect size, Wilcoxon's p corrected by Holm's method) against the reference."""
+def _effect(report: Report, row: MethodRow) -> str | None:
+    comparison = _comparison(report, row)
+    return None if comparison is None else _number(comparison.effect)
+
+
+def _p(report: Report, row: MethodRow) -> str | None:
+    comparison = _comparison(report, row)
+    if comparison is None or comparison.wilcoxon is None:
+        return None
+    return "$<$0.001" if comparison.wilcoxon < 0.001 else f"{comparison.wilcoxon:.3f}"
+
+
+def _comparison(report: Report, row: MethodRow) -> RankComparison | None:
     ranks = report.ranking.ranks if report.ranking is not None else None
-    for comparison in ranks.comparisons if ranks is not None and ranks.reference is not None else ():
-        if {comparison.one, comparison.other} == {row.label, ranks.reference}:
-            effect = _number(comparison.effect if comparison.one == row.label else -comparison.effect)
-            p = comparison.wilcoxon
-            return effect, None if p is None else "$<$0.001" if p < 0.001 else f"{p:.3f}"
-    return None, None
+    return ranks.against(row.label, ranks.reference) if ranks is not None and ranks.reference is not None else None
 
 
 def _error(value: float) -> str:
@@ -99,8 +107,8 @@ COLUMNS: Mapping[str, Column] = {
     "ci": Column(r"95\,\%", "units", lambda _, row: row.interval, False),
     "difference": Column(r"$\Delta$", "reference", lambda _, row: row.difference.mean if row.difference else None),
     "interval": Column(r"95\,\%", "reference", lambda _, row: _interval(row), False),
-    "effect": Column("$r$", "reference", lambda report, row: _tested(report, row)[0], False),
-    "p": Column("$p$", "reference", lambda report, row: _tested(report, row)[1], False),
+    "effect": Column("$r$", "reference", _effect, False),
+    "p": Column("$p$", "reference", _p, False),
     "english": Column("English", "languages", lambda _, row: row.english),
     "languages": Column("all", "languages", lambda _, row: row.all_languages),
     "understanding": Column("other tasks", "languages", lambda _, row: row.understanding),
@@ -131,7 +139,11 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     style = style or TableStyle()
     _check(report, style)
     targets = report.targets if target is None else (target,)
-    columns = style.columns or _default_columns(targets)
+    default = ["mean", "max"]
+    if len(targets) == 1:
+        default = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
+        default += [*["english", "languages"] * bool(targets[0].languages), "papers-mean", "papers-max"]
+    columns = style.columns or default
     shown = [list(each.rows) if style.rows is None else _ordered(each.rows, style.rows) for each in targets]
     rows = [row for of_target in shown for row in of_target]
     lines = {row.label: [_tex(row.label)] for row in (rows if style.rows is None else _ordered(rows, style.rows))}
@@ -146,13 +158,6 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     metrics = "; ".join(dict.fromkeys(f"{_tex(each.task)} ({_tex(each.metric)})" for each in targets))
     caption = f"{metrics} over {report.units}. {_how(targets, columns, style)}{_reduced(rows)}"
     return _table(style, spec, head, body, caption if style.caption is None else style.caption)
-
-
-def _default_columns(targets: Sequence[Target]) -> list[str]:
-    if len(targets) > 1:
-        return ["mean", "max"]
-    columns = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
-    return [*columns, *["english", "languages"] * bool(targets[0].languages), "papers-mean", "papers-max"]
 
 
 def _check(report: Report, style: TableStyle) -> None:
@@ -197,7 +202,7 @@ def _is_balanced(text: str) -> bool:
 def _table(style: TableStyle, spec: str, head: Sequence[str], body: Sequence[str], caption: str) -> str:
     environment = "table*" if style.wide else "table"
     printed = "".join([caption, *head, *body])
-    rare = "".join(sorted({character for character in printed if not _set_by_pdflatex(character)}))
+    rare = "".join(sorted({*_RARE.findall(printed)}))
     lines = [
         "% needs \\usepackage{booktabs,graphicx}" + f", and XeLaTeX or LuaLaTeX for {rare}" * bool(rare),
         f"\\begin{{{environment}}}[t]",
@@ -258,11 +263,6 @@ def _ordered(rows: Sequence[MethodRow], names: Sequence[str]) -> list[MethodRow]
         for row in exact or [row for row in rows if row.family == name]:
             ordered.setdefault(row.label, row)
     return list(ordered.values())
-
-
-def _set_by_pdflatex(character: str) -> bool:
-    """Whether pdfLaTeX prints a character without further packages: Latin-1 and punctuation."""
-    return ord(character) <= 0xFF or character in "–—…‘’“”"
 
 
 def _cells(report: Report, target: Target, rows: Sequence[MethodRow], column: Column, percent: bool) -> dict[str, str]:

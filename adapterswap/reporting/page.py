@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ from adapterswap.reporting.tables import csv_table
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["Download", "render_page"]
+    from adapterswap.reporting.figures import PlannedFigure
+
+__all__ = ["render_page"]
 
 Link = tuple[str, str, list[tuple[str, str]]]
 """(title, the file's name, [(suffix, address)])."""
@@ -34,14 +36,27 @@ Link = tuple[str, str, list[tuple[str, str]]]
 _TYPES = {"pdf": "application/pdf", "svg": "image/svg+xml", "csv": "text/csv", "tex": "application/x-tex"}
 
 
-def render_page(report: Report, figures: Sequence[Download] = (), table: TableStyle | None = None) -> str:
+def render_page(
+    report: Report, figures: Sequence[tuple[PlannedFigure, Mapping[str, bytes]]] = (), table: TableStyle | None = None
+) -> str:
     """The page as HTML. The same report gives the same text.
 
     Args:
-        figures: the figures that it offers to download.
+        figures: the figures that it offers to download, each with its files: suffix → content.
         table: the style of the LaTeX that it offers to download.
     """
     from markupsafe import Markup
+
+    def links(kind: str, place: int) -> list[Link]:
+        return [
+            (
+                f"Figure: {kind.replace('-', ' ')}",
+                figure.name,
+                [(suffix, _address(suffix, data)) for suffix, data in contents.items()],
+            )
+            for figure, contents in figures
+            if (figure.kind, figure.place) == (kind, place)
+        ]
 
     folder = files("adapterswap.reporting") / "page"
     script = (folder / "script.js").read_text(encoding="utf-8")
@@ -57,7 +72,7 @@ def render_page(report: Report, figures: Sequence[Download] = (), table: TableSt
         maps=charts.heatmaps(report.grids, {target.task: target.higher_is_better for target in report.targets}),
         scatters=[charts.scatter(indicator) for indicator in charts.lead_indicators(report)],
         ranked=_ranked(report),
-        links=lambda kind, place: [figure.link for figure in figures if (figure.kind, figure.place) == (kind, place)],
+        links=links,
         table_links=[_table_links(report, place, table) for place in range(len(report.targets))],
         lead_labels=charts.labels_of(report, report.lead),
         resampled=[resampled(target) for target in report.targets],
@@ -66,26 +81,6 @@ def render_page(report: Report, figures: Sequence[Download] = (), table: TableSt
         recipe=dump_yaml(report.recipe) if report.recipe else "",
         width=charts.WIDTH, height=charts.HEIGHT, left=charts.LEFT, bottom=charts.BOTTOM,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Download:
-    """A figure embedded in the page, as files.
-
-    Attributes:
-        kind, place, name: see `PlannedFigure`.
-        files: suffix → content.
-    """
-
-    kind: str
-    place: int
-    name: str
-    files: Mapping[str, bytes]
-
-    @property
-    def link(self) -> Link:
-        title = f"Figure: {self.kind.replace('-', ' ')}"
-        return title, self.name, [(suffix, _address(suffix, content)) for suffix, content in self.files.items()]
 
 
 def _table_links(report: Report, place: int, style: TableStyle | None) -> list[Link]:
@@ -111,51 +106,25 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     environment.filters.update(
-        error=error_text, score=_score, signed=_signed, p_value=_p_value, p_text=_p_text, unit=_unit, minus=_minus
+        error=error_text,
+        p_value=_p_value,
+        p_text=_p_text,
+        score=lambda value: "–" if value is None else charts.number_text(value),
+        signed=lambda value: charts.number_text(value, signed=True),
+        unit=lambda unit: " + ".join(part for part in unit if part is not None) or "–",
+        minus=lambda text: text.replace("-", "−"),
     )
     return environment
 
 
-def _ranked(report: Report) -> list[dict[str, Any]]:
+def _ranked(report: Report) -> list[tuple[Any, ...]]:
     """The methods by mean rank, each with its comparison to the reference if that was ranked."""
     if report.ranking is None:
         return []
     ranks = report.ranking.ranks
     reference = next((label for label in charts.labels_of(report, report.reference) if label in ranks.mean_ranks), None)
-    rows = []
-    for label, mean_rank in sorted(ranks.mean_ranks.items(), key=lambda item: (item[1], item[0])):
-        comparison = next(
-            (candidate for candidate in ranks.comparisons if {candidate.one, candidate.other} == {label, reference}),
-            None,
-        )
-        sign = 1 if comparison is not None and comparison.one == label else -1
-        rows.append(
-            {
-                "label": label,
-                "rank": mean_rank,
-                "difference": None if comparison is None else sign * comparison.difference,
-                "nemenyi": None if comparison is None else comparison.nemenyi,
-                "wilcoxon": None if comparison is None else comparison.wilcoxon,
-                "effect": None if comparison is None else sign * comparison.effect,
-            }
-        )
-    return rows
-
-
-def _score(value: float | None) -> str:
-    """Shares with three decimals, scores on other scales with one."""
-    if value is None:
-        return "–"
-    return _minus(f"{value:.3f}" if abs(value) <= 1 else f"{value:.1f}")
-
-
-def _signed(value: float) -> str:
-    text = f"{value:+.3f}" if abs(value) <= 1 else f"{value:+.1f}"
-    return _minus("0.000" if float(text) == 0 else text)
-
-
-def _minus(text: str) -> str:
-    return text.replace("-", "−")
+    ordered = sorted(ranks.mean_ranks.items(), key=lambda item: (item[1], item[0]))
+    return [(label, mean_rank, reference and ranks.against(label, reference)) for label, mean_rank in ordered]
 
 
 def _p_value(value: float | None) -> str:
@@ -168,7 +137,3 @@ def _p_text(value: float | None) -> str:
     """A p-value in running text, without a line break."""
     text = _p_value(value)
     return f"p\u00a0{text}".replace("< ", "<\u00a0") if text.startswith("<") else f"p\u00a0=\u00a0{text}"
-
-
-def _unit(unit: Iterable[str | None]) -> str:
-    return " + ".join(part for part in unit if part is not None) or "–"

@@ -11,7 +11,7 @@ Wilcoxon's. Takes and returns numbers, never NaN.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -71,6 +71,15 @@ class Ranks:
     agreement: float | None
     comparisons: tuple[RankComparison, ...]
     reference: str | None = None
+
+    def against(self, method: str, other: str) -> RankComparison | None:
+        """The comparison of `method` with `other`, whichever of them was first."""
+        for found in self.comparisons:
+            if (found.one, found.other) == (method, other):
+                return found
+            if (found.other, found.one) == (method, other):
+                return replace(found, one=method, other=other, difference=-found.difference, effect=-found.effect)
+        return None
 
 
 def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None) -> Ranks | None:

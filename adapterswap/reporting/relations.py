@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.compositions import Composition
 from adapterswap.reporting.choosing import Choice, Unit, choices, has_split, matching, score, table_choice, unit_of
-from adapterswap.reporting.including import is_single
+from adapterswap.reporting.including import full_units, is_single
 from adapterswap.reporting.ranks import Ranks, holm, rank
 from adapterswap.reporting.statistics import Correlation, correlate
 from adapterswap.sweeps import Cell, Run, TaskInfo
@@ -112,16 +112,14 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
         all_choices = _one_per_family(choices(run, task))
         excluded |= dict.fromkeys(choice.label for choice in all_choices if choice.family not in methods)
         included = [choice for choice in all_choices if choice.family in methods]
-        units = dict.fromkeys(unit for choice in included for unit in choice.cells)
-        most = max((_sides(unit) for unit in units), default=0)
-        full_units = [unit for unit in units if _sides(unit) == most]
-        settings += [(task.name, unit) for unit in full_units]
+        units = full_units(dict.fromkeys(unit for choice in included for unit in choice.cells))
+        settings += [(task.name, unit) for unit in units]
         sign = 1 if task.higher_is_better else -1
         for choice in included:
             labels.setdefault(choice.family, choice.label)
             if all(is_single(result.cell) for result in choice.cells.values()):
                 single.add(choice.family)
-            for unit in full_units:
+            for unit in units:
                 mean = _mean_at(unit, choice, task)
                 if mean is not None:
                     table.setdefault(choice.family, {})[task.name, unit] = sign * mean
@@ -140,10 +138,6 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
 def _one_per_family(all_choices: list[Choice]) -> list[Choice]:
     families = dict.fromkeys(choice.family for choice in all_choices)
     return [choice for family in families if (choice := table_choice(all_choices, family)) is not None]
-
-
-def _sides(unit: Unit) -> int:
-    return sum(side is not None for side in unit)
 
 
 def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:

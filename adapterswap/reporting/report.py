@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -156,11 +156,14 @@ def make_report(
     described = run.described
     registered = _registered(source, reference, ranked, units)
     ranks = ranking(run, targets, reference, ranked)
+    remarks = source.remarks
+    if units is not None:
+        remarks = *remarks, f"This report covers only some of the run's {source.units}: {', '.join(units)}."
     return Report(
         source.name,
         source.kind,
         source.units,
-        (*source.remarks, *_restricted(source, units)),
+        remarks,
         reference,
         lead,
         len(run.cells),
@@ -225,11 +228,6 @@ def _command(
     for option, names in (("--methods", methods), ("--units", units)):
         words += [word for name in names or () for word in (option, name)]
     return shlex.join(words)
-
-
-def _restricted(source: ReportSource, units: Sequence[str] | None) -> Iterator[str]:
-    if units is not None:
-        yield f"This report covers only some of the run's {source.units}: {', '.join(units)}."
 
 
 def _lead(run: Run, families: list[str], reference: str) -> str:

@@ -18,7 +18,7 @@ from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.smallfiles import expand
 from adapterswap.reporting.figures import draw, plan_figures
 from adapterswap.reporting.latex import TableStyle, latex_table
-from adapterswap.reporting.page import Download, render_page
+from adapterswap.reporting.page import render_page
 from adapterswap.reporting.reading import open_source
 from adapterswap.reporting.report import REPORT_FORMAT, Report, make_report
 from adapterswap.reporting.tables import csv_table
@@ -109,9 +109,9 @@ def report(
     computed = make_report(source, reference=reference, methods=methods, units=units, seed=seed)
     latex_table(computed, table)  # raises if the style is not valid, also if nothing is written
     if out_path is not None:
-        write_report(computed, out_path, table=table, overwrite=overwrite, run=folders)
+        write_report(computed, out_path, table=table, overwrite=overwrite, runs=folders)
     if figures is not None:
-        write_figures(computed, figures, width=width, overwrite=overwrite, run=folders)
+        write_figures(computed, figures, width=width, overwrite=overwrite, runs=folders)
     return computed
 
 
@@ -133,11 +133,7 @@ def check_targets(
     check_target(figures, kind=FIGURES, overwrite=overwrite, inputs=runs)
     if out_path is not None:
         report_folder, figures_folder = expand(out_path).resolve(), expand(figures).resolve()
-        if (
-            report_folder == figures_folder
-            or report_folder in figures_folder.parents
-            or figures_folder in report_folder.parents
-        ):
+        if report_folder.is_relative_to(figures_folder) or figures_folder.is_relative_to(report_folder):
             raise ArgumentError(
                 f"{figures} and the report's folder, {out_path}, overlap",
                 "Give figures a folder of their own",
@@ -154,7 +150,7 @@ def default_out_path(run: str | Path) -> Path:
 
 def write_report(
     report: Report, out_path: str | Path, *, table: TableStyle | None = None, overwrite: bool = False,
-    run: Path | Sequence[Path] | None = None,
+    runs: Sequence[Path] = (),
 ) -> None:  # fmt: skip
     """Write a report's folder.
 
@@ -162,13 +158,13 @@ def write_report(
         out_path: the folder to write.
         table: how tables.tex looks.
         overwrite: replace the folder if it holds a report.
-        run: the folder or folders that the report was made from; the output may not overlap them.
+        runs: the folders that the report was made from; the output may not overlap them.
 
     Raises:
         ArgumentError: see `latex_table`.
         OutputError: see `atomic_folder`.
     """
-    with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=_folders(run)) as folder:
+    with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=runs) as folder:
         write_files(report, folder, table)
 
 
@@ -178,7 +174,7 @@ def write_figures(
     *,
     width: float = COLUMN,
     overwrite: bool = False,
-    run: Path | Sequence[Path] | None = None,
+    runs: Sequence[Path] = (),
 ) -> dict[str, str]:
     """Write every figure of a report as PDF, SVG and PNG, and figures.json with captions and data.
 
@@ -186,7 +182,7 @@ def write_figures(
         folder: the folder to write.
         width: of the figures, in inches.
         overwrite: replace the folder if it holds the figures of a report.
-        run: the folder or folders that the report was made from; the output may not overlap them.
+        runs: the folders that the report was made from; the output may not overlap them.
 
     Returns:
         The kinds of figures that the report lacks: kind → reason.
@@ -197,7 +193,7 @@ def write_figures(
     """
     require_matplotlib("figures")
     planned, lacking = plan_figures(report)
-    with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=_folders(run)) as building:
+    with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=runs) as building:
         for figure in planned:
             save(draw(figure, width), building, figure.name)
         content = {
@@ -207,37 +203,30 @@ def write_figures(
             },
             "lacking": lacking,
         }  # fmt: skip
-        (building / _FIGURES).write_bytes(_json(content))
+        _write(building / _FIGURES, _json(content))
     return lacking
 
 
-def _folders(run: Path | Sequence[Path] | None) -> Sequence[Path | None]:
-    return [run] if run is None or isinstance(run, Path) else run
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _downloads(report: Report) -> list[Download]:
-    """The figures that the page offers, one column wide."""
-    downloads = []
-    for planned in plan_figures(report)[0]:
-        figure = draw(planned, COLUMN)
-        files = {suffix: as_bytes(figure, suffix) for suffix in ("svg", "pdf")}
-        downloads.append(Download(planned.kind, planned.place, planned.name, files))
-    return downloads
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    return text.encode("utf-8", errors="backslashreplace")
+def _write(path: Path, text: str) -> None:
+    """Outputs of models and names may hold lone surrogates, which UTF-8 cannot encode."""
+    path.write_bytes(text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_files(report: Report, folder: Path, table: TableStyle | None = None) -> None:
     """Write a report's files into an existing folder."""
+    figures = []
+    for planned in plan_figures(report)[0]:
+        figure = draw(planned, COLUMN)
+        figures.append((planned, {suffix: as_bytes(figure, suffix) for suffix in ("svg", "pdf")}))
     contents = {
-        "report.html": render_page(report, _downloads(report), table),
+        "report.html": render_page(report, figures, table),
         "tables.csv": csv_table(report),
         "tables.tex": latex_table(report, table),
-        "summary.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "summary.json": _json(report.as_json()),
     }
     for name, content in contents.items():
-        # Outputs of models may hold lone surrogates, which UTF-8 cannot encode.
-        (folder / name).write_bytes(content.encode("utf-8", errors="backslashreplace"))
+        _write(folder / name, content)

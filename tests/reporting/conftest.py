@@ -37,7 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     )  # fmt: skip
     run = craft(place / "run", requested, corpus=("belebele_swh_Latn",), text=HOSTILE)
     report = make_report(open_source(run), draws=300)
-    write_report(report, place / "report", run=run)
+    write_report(report, place / "report", runs=[run])
     return Written(run, report, place / "report")
 
 

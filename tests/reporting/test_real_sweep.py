@@ -39,7 +39,7 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = sweep(SweepRecipe.model_validate(requested), tmp_path / "run")
     report = make_report(open_source(tmp_path / "run"), reference="base", draws=100)
     strict(report)
-    write_report(report, tmp_path / "report", run=tmp_path / "run")
+    write_report(report, tmp_path / "report", runs=[tmp_path / "run"])
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path) not in page
     told = re.search(r"recipe.yaml</summary>\n<pre[^>]*>(.*?)</pre>", page, flags=re.DOTALL)
