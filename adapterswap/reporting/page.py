@@ -17,7 +17,7 @@ from adapterswap import __version__
 from adapterswap.files.yamltext import dump_yaml
 from adapterswap.planning.describe import error_text
 from adapterswap.reporting import charts
-from adapterswap.reporting.headline import resampled
+from adapterswap.reporting.headline import Target, resampled
 from adapterswap.reporting.latex import TableStyle, latex_table
 from adapterswap.reporting.report import Report
 from adapterswap.reporting.statistics import MIN_UNITS
@@ -48,15 +48,8 @@ def render_page(
     from markupsafe import Markup
 
     def links(kind: str, place: int) -> list[Link]:
-        return [
-            (
-                f"Figure: {kind.replace('-', ' ')}",
-                figure.name,
-                [(suffix, _address(suffix, data)) for suffix, data in contents.items()],
-            )
-            for figure, contents in figures
-            if (figure.kind, figure.place) == (kind, place)
-        ]
+        shown = [(figure, contents) for figure, contents in figures if (figure.kind, figure.place) == (kind, place)]
+        return [_link(f"Figure: {kind.replace('-', ' ')}", figure.name, contents) for figure, contents in shown]
 
     folder = files("adapterswap.reporting") / "page"
     script = (folder / "script.js").read_text(encoding="utf-8")
@@ -73,7 +66,7 @@ def render_page(
         scatters=[charts.scatter(indicator) for indicator in charts.lead_indicators(report)],
         ranked=_ranked(report),
         links=links,
-        table_links=[_table_links(report, place, table) for place in range(len(report.targets))],
+        table_links=[_table_links(report, target, table) for target in report.targets],
         lead_labels=charts.labels_of(report, report.lead),
         resampled=[resampled(target) for target in report.targets],
         disagreements=[pair for pair in report.disagreements if pair.examples],
@@ -83,16 +76,16 @@ def render_page(
     )  # fmt: skip
 
 
-def _table_links(report: Report, place: int, style: TableStyle | None) -> list[Link]:
-    target = report.targets[place]
-    files = {"csv": csv_table(replace(report, targets=(target,))), "tex": latex_table(report, style, target)}
+def _table_links(report: Report, target: Target, style: TableStyle | None) -> list[Link]:
+    texts = {"csv": csv_table(replace(report, targets=(target,))), "tex": latex_table(report, style, target)}
     name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in target.task)
-    addresses = [(suffix, _address(suffix, text.encode("utf-8", "backslashreplace"))) for suffix, text in files.items()]
-    return [("Table", f"table-{name}", addresses)]
+    contents = {suffix: text.encode("utf-8", "backslashreplace") for suffix, text in texts.items()}
+    return [_link("Table", f"table-{name}", contents)]
 
 
-def _address(suffix: str, content: bytes) -> str:
-    return f"data:{_TYPES[suffix]};base64,{base64.b64encode(content).decode('ascii')}"
+def _link(title: str, name: str, contents: Mapping[str, bytes]) -> Link:
+    encoded = {suffix: base64.b64encode(content).decode("ascii") for suffix, content in contents.items()}
+    return title, name, [(suffix, f"data:{_TYPES[suffix]};base64,{text}") for suffix, text in encoded.items()]
 
 
 def _environment() -> Environment:

@@ -11,8 +11,10 @@ from click.testing import CliRunner
 
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError
+from adapterswap.planning.describe import error_text
 from adapterswap.reporting import Report
 from adapterswap.reporting.latex import COLUMNS, TableStyle, latex_table
+from adapterswap.reporting.page import render_page
 
 from .conftest import Written
 from .reading import row
@@ -76,6 +78,21 @@ def test_one_table_for_several_languages(two: Report) -> None:
             assert found.spread is not None
             expected = [f"{100 * found.spread.mean:.1f}", f"{100 * found.spread.max:.1f}"]
             assert [plain(cell) for cell in cells[1 + 2 * at : 3 + 2 * at]] == expected
+
+
+def test_targets_with_other_methods_and_the_same_language(two: Report) -> None:
+    sw, te = two.targets
+    reduced = [replace(target.rows[0], is_reduced=True, relative_error=e) for target, e in ((sw, 0.3), (te, 0.1))]
+    rows = (reduced[1], *(row for row in te.rows[1:] if row.family != "soup"))
+    targets = (replace(sw, rows=(reduced[0], *sw.rows[1:])), replace(te, language="sw", rows=rows))
+    report, style = replace(two, targets=targets), TableStyle(rows=["soup", "base"])
+    text = latex_table(report, style)
+    for target in targets:
+        assert f"\\multicolumn{{2}}{{c}}{{{target.task.replace('_', chr(92) + '_')}}}" in text
+    assert [cells[0] for cells in body(text)] == ["soup", "base"]
+    assert body(text)[0][3:] == ["--", "--"]
+    assert f"base {error_text(0.3)}." in text
+    assert render_page(report, (), style).count("table-mgsm_native_cot_te.tex") == 1
 
 
 def test_label_caption_and_both_columns(two: Report) -> None:
