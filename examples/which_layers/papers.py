@@ -149,10 +149,12 @@ def first_paper(lab: Lab, experts: int) -> list[str]:
         f"pairs: {experts**2}. Best in bold, second underlined."
     )
     scores = {
-        "xx min": lambda row: row.spread.min, "xx mean": lambda row: row.spread.mean,
-        "xx max": lambda row: row.spread.max, "English mean": lambda row: row.english,
+        "xx min": lambda row: row.spread.min,
+        "xx mean": lambda row: row.spread.mean,
+        "xx max": lambda row: row.spread.max,
+        "English mean": lambda row: row.english,
         "all languages, mean": lambda row: row.all_languages,
-    }  # fmt: skip
+    }
     by_label = {row.label: row for row in target.rows}
     tables = []
     for number, (labels, shown) in enumerate([(plain, ["xx mean", "xx max"]), (detailed, list(scores))], 1):
