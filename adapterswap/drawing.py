@@ -22,10 +22,6 @@ from adapterswap.errors import ArgumentError, DependencyError, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "COLUMN", "FORMATS", "GREY", "HATCH", "INK", "LEAD", "NOTE", "SMALL", "TEXT", "Look", "as_bytes",
-    "column_width", "looks", "new_figure", "readable_on", "require_matplotlib", "save", "style", "tidy", "wrapped",
-]  # fmt: skip
 
 COLUMN = 3.25  # inches: a column of ICML and NeurIPS' half width; ACL has 3.03
 FORMATS = ("pdf", "svg", "png")
@@ -69,11 +65,7 @@ def require_matplotlib(what: str) -> None:
 
 
 def column_width(value: str | float) -> float:
-    """A width in inches: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points) or `236bp`; a number is in inches.
-
-    Raises:
-        ArgumentError: the width cannot be read, or is not between 2.5 and 20 inches.
-    """
+    """A width in inches: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points) or `236bp`; a number is in inches."""
     remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"
     number_and_unit = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
     unit = (number_and_unit[2] or "in") if number_and_unit else ""

@@ -6,7 +6,7 @@ before they reach a terminal. This module knows nothing of adapters, files or th
 
 A message refers to a parameter as you type it in Python, in backticks: "Pass `overwrite=True`", "Pass `num_layers`",
 "Pass `max_rank=64`". The command line replaces it with the flag of the same name (`--overwrite`, `--num-layers`,
-`--max-rank 64`) if the command has one: see `adapterswap.cli.flags`. So no message in the library names a flag.
+`--max-rank 64`) if the command has one: see `adapterswap.cli.printing`. So no message in the library names a flag.
 """
 
 from __future__ import annotations
@@ -16,27 +16,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-
-__all__ = [
-    "AdapterswapError",
-    "ArgumentError",
-    "BaseModelError",
-    "CompositionError",
-    "DataError",
-    "DependencyError",
-    "ExpertError",
-    "FieldError",
-    "NotFoundError",
-    "OutputError",
-    "Problem",
-    "Problems",
-    "RunError",
-    "UnsupportedError",
-    "check_type",
-    "did_you_mean",
-    "printable",
-    "reason_of",
-]
 
 _MOST = 20  # problems in one error; a wrong config could otherwise repeat the same one for every module
 _LENGTH = 1000  # characters of one problem

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from adapterswap.errors import ArgumentError, RunError
 
-__all__ = ["Processes", "count_processes", "first_to_report", "is_first", "joined", "leave"]
-
 _Item = TypeVar("_Item")
 _Value = TypeVar("_Value")
 
@@ -113,10 +111,6 @@ def joined(device: str) -> Iterator[Processes]:
     Args:
         device: what each process computes on: auto, cpu, cuda or another device that torch knows. If there are several
             of a kind, each process gets its own, and torch's current device is set to it.
-
-    Raises:
-        ArgumentError: several processes cannot join on this device.
-        RunError: another process ended first; it printed why.
     """
     import torch
     from accelerate import PartialState

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-__all__ = ["Progress", "ProgressRow", "duration", "rate_text"]
 
 FIRST_LINE_S = 5.0
 LINE_EVERY_S = 10.0

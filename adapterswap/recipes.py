@@ -16,27 +16,25 @@ from pydantic import BaseModel
 from ruamel.yaml.comments import CommentedMap
 
 from adapterswap.errors import AdapterswapError, CompositionError, FieldError, NotFoundError, Problems
-from adapterswap.files.extending import Layer, find_fragment, load_layers, take_names, writer
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
-from adapterswap.files.yamlfiles import read_content, validate
-from adapterswap.files.yamltext import dump_yaml, round_trip
+from adapterswap.files.yaml import (
+    Layer,
+    dump_yaml,
+    find_fragment,
+    load_layers,
+    near_names,
+    read_content,
+    round_trip,
+    shipped_recipes,
+    take_names,
+    validate,
+    writer,
+)
 from adapterswap.planning.checks import check_names, check_rules
-from adapterswap.planning.compositions import Composition
-from adapterswap.shipped import near_names, shipped_recipes
+from adapterswap.planning.composition import Composition
 from adapterswap.sweeps.grid import composition_of, make_cells
-from adapterswap.sweeps.recipe import SWEEP_PATHS, SweepRecipe
-from adapterswap.sweeps.sides import SweepTasks, target_groups
+from adapterswap.sweeps.recipe import SWEEP_PATHS, SweepRecipe, SweepTasks, target_groups
 from adapterswap.training.recipe import ROW_PATHS, TrainRecipe
-
-__all__ = [
-    "RecipeKind",
-    "ShippedRecipe",
-    "check_recipe",
-    "copy_recipes",
-    "list_recipes",
-    "resolve_recipe",
-    "standalone_copy",
-]
 
 _DEPTH = 512  # layers to assume if a recipe does not say how many its base has: more than any model has
 _COMMENTS_AT = 60  # the column of comments; after a longer line they follow directly
@@ -105,14 +103,7 @@ def list_recipes() -> list[ShippedRecipe]:
 
 
 def check_recipe(path: Path) -> str:
-    """Check the recipe at `path` and return its kind: train, compose or sweep.
-
-    Raises:
-        FieldError: lists every mistake in the recipe and in what it extends; or the file is not a recipe of one kind,
-            such as a fragment.
-        CompositionError: the recipe's composition is not possible.
-        AdapterswapError: the recipe cannot be read; see `load_layers`.
-    """
+    """Check the recipe at `path` and return its kind: train, compose or sweep."""
     layers = load_layers(path)
     keys = {key for layer in layers for key in layer.content}
     kinds = [name for name, kind in _KINDS.items() if kind.mark in keys]
@@ -134,11 +125,7 @@ def check_recipe(path: Path) -> str:
 
 
 def resolve_recipe(path: Path) -> tuple[dict[str, Any], str]:
-    """The recipe at `path` with all that it extends: as data, and as YAML with a comment that names each line's file.
-
-    Raises:
-        AdapterswapError: see `read_content`.
-    """
+    """The recipe at `path` with what it extends: as data, and as YAML with a comment that names each line's file."""
     content, layers = read_content(path, paths=[pattern for kind in _KINDS.values() for pattern in kind.paths])
     names: dict[Path | None, str] = {file: name for name, file in shipped_recipes().items()}
     return content, dump_yaml(_commented(content, (), layers, names))
@@ -170,9 +157,6 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
     """The shipped recipes `names` and all that they extend, as relative path → text.
 
     The files extend each other by relative paths, so you can put them anywhere, and they need no shipped recipe.
-
-    Raises:
-        NotFoundError: no shipped recipe has that name.
     """
     shipped = shipped_recipes()
     problems = Problems(NotFoundError)
@@ -206,10 +190,6 @@ def copy_recipes(
 
     Returns:
         The files' paths within the folder.
-
-    Raises:
-        NotFoundError: no shipped recipe has that name.
-        OutputError: see `atomic_folder`.
     """
     files = standalone_copy(names)
     inputs = shipped_recipes().values()

@@ -18,7 +18,7 @@ from mergekit.merge_methods.base import PerInputValues, TensorGroup
 from mergekit.merge_methods.registry import get
 
 from adapterswap.methods.dense import drop_mask
-from adapterswap.planning.allocation import Rule
+from adapterswap.planning.rules import Rule
 
 NAMES = ("a", "b", "c")
 WEIGHTED = {"della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "nuslerp", "multislerp", "ties"}

@@ -120,7 +120,7 @@ class Prefixes:
 
 def make_world(folder: Path) -> tuple[LiveComposer, Any]:
     """A random base with two random experts loaded, its tokenizer, and the task in folder/tasks."""
-    from adapterswap.bases import load_weights, open_base
+    from adapterswap.model.loading import load_weights, open_base
 
     random_llama(folder / "base", **SHAPE)
     byte_tokenizer().save_pretrained(folder / "base")

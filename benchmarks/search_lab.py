@@ -20,12 +20,12 @@ from statistics import mean
 from typing import Any
 
 from adapterswap.sweeps import CellResult, Run, prepare, read_run, read_sweep_recipe
-from adapterswap.sweeps.cells import Assignment
+from adapterswap.sweeps.grid import Assignment
 from adapterswap.sweeps.preparing import PreparedSweep
+from adapterswap.sweeps.recipe import Search
+from adapterswap.sweeps.results import Findings
 from adapterswap.sweeps.search import batches
-from adapterswap.sweeps.settings import Search
 from adapterswap.sweeps.summary import half_value
-from adapterswap.sweeps.values import Findings
 
 HALVING = {"min_documents": 6, "reduction_factor": 3}
 SEARCHES: dict[str, dict[str, Any]] = {

@@ -46,7 +46,7 @@ def main() -> None:
 def composing(folder: Path, runs: int) -> None:
     """The composer alone, at 8B shape."""
     from adapterswap.serving import Cache, NamedComposer, read_manifest
-    from adapterswap.serving.memo import content_hash
+    from adapterswap.serving.cache import content_hash
 
     base, experts = folder / "base", folder / "experts"
     base.mkdir(parents=True)
@@ -83,7 +83,7 @@ def loading(folder: Path, runs: int) -> None:
     from vllm.lora.request import LoRARequest
 
     from adapterswap.serving import Cache, NamedComposer, read_manifest
-    from adapterswap.serving.memo import content_hash
+    from adapterswap.serving.cache import content_hash
     from adapterswap.serving.resolver import CompositionResolver
 
     base, experts = folder / "base", folder / "experts"

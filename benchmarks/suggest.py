@@ -19,13 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap import Composition, LiveComposer, compose, open_adapter
-from adapterswap.analysis.changes import measure
-from adapterswap.analysis.effects import importance_of_activations, read_texts
-from adapterswap.analysis.suggesting import choose_layers, importance_of_weights
-from adapterswap.lab.pretraining import NUM_LAYERS
+from adapterswap.analysis.interference import measure
+from adapterswap.analysis.suggesting import choose_layers, importance_of_activations, importance_of_weights, read_texts
+from adapterswap.lab.bases import NUM_LAYERS
 from adapterswap.lab.scenes import SCENES, draw_problems
-from adapterswap.lab.scoring import Questions, exact_match
-from adapterswap.lab.seed import ZONES
+from adapterswap.lab.seed import ZONES, Questions, exact_match
 from adapterswap.live import load_experts
 from adapterswap.planning.plan import Plan
 

@@ -21,11 +21,11 @@ from crafting import CONFIG, WEIGHTS, adapter, config, file_bytes, parts, tensor
 
 with atheris.instrument_imports(include=["adapterswap", "json", "re", "ruamel"]):
     from adapterswap.errors import AdapterswapError
-    from adapterswap.experts.adapters import open_adapter
-    from adapterswap.experts.patterns import Patterns
-    from adapterswap.files.yamlfiles import read_recipe
-    from adapterswap.planning.compositions import Composition
-    from adapterswap.records.record import read_record
+    from adapterswap.experts.adapter import open_adapter
+    from adapterswap.experts.config import Patterns
+    from adapterswap.files.yaml import read_recipe
+    from adapterswap.planning.composition import Composition
+    from adapterswap.writing.records import read_record
 
 FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 HEADER, DATA = parts(tensors())

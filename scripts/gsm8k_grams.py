@@ -3,7 +3,7 @@
     python scripts/gsm8k_grams.py test.jsonl
 
 `test.jsonl` is grade_school_math/data/test.jsonl of https://github.com/openai/grade-school-math (MIT).
-`adapterswap.training.grams` defines a gram; run this again when the definition changes.
+`adapterswap.training.hygiene` defines a gram; run this again when the definition changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from adapterswap.training.grams import Grams
+from adapterswap.training.hygiene import Grams
 
 TARGET = Path(__file__).parent.parent / "adapterswap" / "training" / "gsm8k_test.grams"
 

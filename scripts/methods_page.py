@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from adapterswap.lab.comparison_table import markdown_tables
+from adapterswap.lab.comparison import markdown_tables
 from adapterswap.methods.method import Method, Parameter
 from adapterswap.methods.registry import ALIASES, BUILT_IN, in_adapters
 
@@ -63,7 +63,7 @@ adapterswap lab --methods all --seeds {len(seeds)} -o comparison    # resumes if
 * **Seeds** {seeds[0]} to {seeds[-1]}, {len(seeds)} of them: each a base and its experts. Seeds 0 to 4, on which the
   scene was designed, are not among them. Every base was pretrained for this run.
 * **Budget.** Each method and control has at most {results["budget"]} configurations (column `tried`; written down in
-  `adapterswap/lab/choices.py` before the run). They are evaluated on {sizes["development"]} development problems in
+  `adapterswap/lab/comparing.py` before the run). They are evaluated on {sizes["development"]} development problems in
   xx, and the best (the first of several equals) is tested on {sizes["test"]:,} others. Weights are merged in full and
   in float32: no method is reduced to a rank.
 * **xx maths**, and **English** on {sizes["english"]} problems, on which nothing is chosen: exact match, mean ±

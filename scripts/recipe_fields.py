@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from adapterswap.planning.compositions import Composition
-from adapterswap.serving.manifest import Manifest
+from adapterswap.planning.composition import Composition
+from adapterswap.serving.names import Manifest
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.training.recipe import TrainRecipe
 

@@ -1,53 +1,83 @@
-"""Data flows one way: a room imports only rooms that are listed before it, and nothing but `cli/` prints."""
+"""Data flows one way: rooms import only rooms listed before them, no import is circular, only `cli/` prints."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import adapterswap
 
 ROOT = Path(adapterswap.__file__).parent
 ROOMS = (
-    "errors", "files", "drawing", "shipped", "experts", "changes", "methods", "planning", "arithmetic", "records",
-    "processes", "progress", "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting",
-    "evaluation", "training", "sweeps", "analysis", "reporting", "lab", "recipes", "studio", "cli",
+    "errors", "progress", "processes", "files", "model", "experts", "changes", "methods", "planning", "writing", "live",
+    "gguf", "tools", "serving", "drawing", "evaluation", "training", "analysis", "sweeps", "reporting", "lab", "studio",
+    "recipes", "cli",
 )  # fmt: skip
-UPWARD = {
-    ("files", "shipped"),  # a recipe may extend a shipped one by its name
-    ("planning", "writing"),  # `plan.write`, and
-    ("planning", "merging"),  # `plan.merge`: imported when they are called
+
+
+def name_of(path: Path) -> str:
+    """A module's name without `adapterswap.`; a package has its folder's name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+MODULES = {
+    name: ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(ROOT.rglob("*.py"))
+    if (name := name_of(path)) not in ("", "__main__")  # the face of the package
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Each file's room and its source."""
-    for path in sorted(ROOT.rglob("*.py")):
-        room, *below = path.relative_to(ROOT).parts
-        if below or room not in ("__init__.py", "__main__.py"):
-            yield room.removesuffix(".py"), ast.parse(path.read_text(encoding="utf-8"))
+def imported(node: ast.AST) -> set[str]:
+    """The modules of the package that an import names."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("adapterswap."):
+        module = (node.module or "").removeprefix("adapterswap.")
+        names = {f"{module}.{alias.name}" for alias in node.names}
+        return names & MODULES.keys() or {module}
+    return set()
+
+
+def executed(tree: ast.Module) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        typing_only = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if not typing_only and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            pending += ast.iter_child_nodes(node)
 
 
 def test_every_room_is_listed() -> None:
-    assert {room for room, _ in sources()} == set(ROOMS)
+    assert {name.split(".")[0] for name in MODULES} == set(ROOMS)
 
 
 def test_a_room_imports_only_rooms_before_it() -> None:
     upward = set()
-    for room, tree in sources():
+    for name, tree in MODULES.items():
+        room = name.split(".")[0]
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("adapterswap."):
-                other = node.module.split(".")[1]
-                if other != room and ROOMS.index(other) > ROOMS.index(room):
-                    upward.add((room, other))
-    assert upward == UPWARD
+            for other in {module.split(".")[0] for module in imported(node)}:
+                if ROOMS.index(other) > ROOMS.index(room):
+                    upward.add((name, other))
+    assert upward == set()
+
+
+def test_no_import_is_circular() -> None:
+    graph = {name: {other for node in executed(tree) for other in imported(node)} for name, tree in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
 
 
 def test_nothing_but_the_command_line_prints() -> None:
     printing = set()
-    for room, tree in sources():
+    for name, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-                printing.add(room)
+                printing.add(name.split(".")[0])
     assert printing <= {"cli", "serving"}  # the server process prints when it is ready

@@ -22,7 +22,7 @@ from adapterswap.errors import (
     FieldError,
     NotFoundError,
 )
-from adapterswap.planning.compositions import Method
+from adapterswap.planning.composition import Method
 from adapterswap.sweeps.recipe import SweepRecipe
 
 SIDES: dict[str, Any] = {"task": ("math",), "language": ("swahili",)}

@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 import adapterswap
-from adapterswap.cli.flags import with_flags
+from adapterswap.cli.printing import with_flags
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,

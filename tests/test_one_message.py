@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.bases import open_base
 from adapterswap.errors import Problems
-from adapterswap.experts.shapes import compare_shapes
+from adapterswap.experts.adapter import compare_shapes
 from adapterswap.live import load_expert
-from adapterswap.planning.names import expert_name
+from adapterswap.model.loading import open_base
+from adapterswap.planning.composition import expert_name
 
 Run = Callable[..., Result]
 WIDE = 48

@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 import adapterswap
 from adapterswap import LiveComposer
 from adapterswap.errors import AdapterswapError
-from adapterswap.planning.notebook import COLOURS
+from adapterswap.planning.describe import COLOURS
 from adapterswap.planning.plan import Plan
 
 ROOT = Path(__file__).parent.parent

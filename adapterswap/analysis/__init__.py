@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from adapterswap.analysis.changes import Changes, FractionTable, choose_threshold, measure, read_fractions
-from adapterswap.analysis.interference import Interference, interfere
+from adapterswap.analysis.interference import (
+    Changes,
+    FractionTable,
+    Interference,
+    choose_threshold,
+    interfere,
+    measure,
+    read_fractions,
+)
 
 __all__ = ["Changes", "FractionTable", "Interference", "choose_threshold", "interfere", "measure", "read_fractions"]

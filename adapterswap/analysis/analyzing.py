@@ -1,10 +1,11 @@
-"""Measure experts one by one and in pairs, and write the results.
+"""Measure experts one by one and in pairs, and write the results to a folder.
 
-Combines `changes`, `interference` and `pictures`. Reads experts; prints nothing.
+Reads experts; prints nothing.
 """
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,35 +14,42 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from adapterswap.analysis.captions import (
-    describe_fractions,
-    describe_interference,
-    describe_meetings,
-    describe_norms,
-)
-from adapterswap.analysis.changes import (
+from adapterswap.analysis.interference import (
     Changes,
     FractionTable,
+    Interference,
     check_layers,
+    check_shared,
     choose_threshold,
     read_fractions,
     write_fractions,
 )
-from adapterswap.analysis.deltas import matrices
-from adapterswap.analysis.files import ANALYSIS
-from adapterswap.analysis.interference import Interference, check_shared
-from adapterswap.analysis.naming import under_stored_names
+from adapterswap.analysis.pictures import describe_fractions, describe_interference, describe_meetings, describe_norms
+from adapterswap.analysis.reading import matrices, under_stored_names
 from adapterswap.analysis.surveying import survey
+from adapterswap.drawing import FORMATS, require_matplotlib, save, style
 from adapterswap.drawing import column_width as width_in_inches
-from adapterswap.drawing import require_matplotlib, save, style
 from adapterswap.errors import ArgumentError, Problems, check_type
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.experts.opening import open_expert
-from adapterswap.files.folders import atomic_folder, check_target
-from adapterswap.files.smallfiles import write_json
+from adapterswap.experts.adapter import Adapter, open_expert
+from adapterswap.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.files.text import write_json
+from adapterswap.model.checkpoints import Checkpoint, open_checkpoint
 
-__all__ = ["Analysis", "Bars", "analyze", "count_matrices", "no_bars", "open_experts", "read_analysis"]
+_RECORD = "analysis.json"
+
+
+def _names(record: Mapping[str, Any]) -> Sequence[str]:
+    experts, pairs = record.get("experts"), record.get("pairs")
+    if not isinstance(experts, dict) or not isinstance(pairs, list):
+        return ()
+    names = [pair["experts"] for pair in pairs if isinstance(pair, dict) and isinstance(pair.get("experts"), list)]
+    drawn = ["changes", "norms", "cosines", *(glob.escape("-".join(map(str, each))) for each in names)]
+    return (_RECORD, "changes.csv", *(f"{name}.{suffix}" for name in drawn for suffix in FORMATS))
+
+
+ANALYSIS = OutputKind(_RECORD, _names)
+"""The kind of folder that `analyze` writes."""
+
 
 WIDTH = 6.75  # inches: both columns of a page
 Expert = Adapter | Checkpoint
@@ -234,21 +242,12 @@ def analyze(
 
 
 def read_analysis(path: str | Path) -> Analysis:
-    """Shares of rows that were measured elsewhere, from a CSV file; see `read_fractions`.
-
-    Raises:
-        DataError: the file cannot be read, or a row is not of that form.
-    """
+    """Shares of rows that were measured elsewhere, from a CSV file; see `read_fractions`."""
     return Analysis(tuple(read_fractions(path)))
 
 
 def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert]:
-    """Open experts, and check that their names can stand in tables and file names.
-
-    Raises:
-        ArgumentError: there are no experts, or a name is unsuitable.
-        AdapterswapError: an expert cannot be opened, see `open_expert`. All mistakes are reported together.
-    """
+    """Open experts, and check that their names can stand in tables and file names."""
     remedy = "Pass a mapping from names to folders, Hub ids or opened experts"
     check_type(experts, Mapping, "experts", remedy)
     if not experts:
@@ -288,10 +287,5 @@ def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[st
 
 
 def count_matrices(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, int]:
-    """How many matrices of each expert `analyze` measures.
-
-    Raises:
-        ArgumentError: an expert is a full checkpoint and no base is given.
-        BaseModelError: the base does not fit a full checkpoint.
-    """
+    """How many matrices of each expert `analyze` measures."""
     return {name: len(matrices(expert, base)) for name, expert in under_stored_names(experts, base).items()}

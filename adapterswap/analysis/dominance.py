@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.analysis.analyzing import Bars, no_bars
-from adapterswap.analysis.changes import Changes, measure
-from adapterswap.analysis.measuring import expert_place
-from adapterswap.analysis.suggesting import PROPOSAL
+from adapterswap.analysis.interference import Changes, measure
+from adapterswap.analysis.suggesting import PROPOSAL, expert_place
 from adapterswap.errors import ArgumentError, ExpertError, UnsupportedError, check_type
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.checkpoints import open_checkpoint
-from adapterswap.experts.layers import format_layers
+from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import atomic_file, check_file
-from adapterswap.files.yamltext import dump_yaml
-from adapterswap.planning.allocation import Rule
+from adapterswap.files.yaml import dump_yaml
+from adapterswap.model.checkpoints import open_checkpoint
+from adapterswap.model.layers import format_layers
 from adapterswap.planning.composing import compose
-from adapterswap.planning.compositions import Composition
-
-__all__ = ["MARGIN", "Dominance", "choose_owners", "suggest_owners"]
+from adapterswap.planning.composition import Composition
+from adapterswap.planning.rules import Rule
 
 MARGIN = 0.15
 """The default margin, as in AraSwap."""

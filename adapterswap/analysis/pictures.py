@@ -1,4 +1,4 @@
-"""Pictures of an analysis: changed rows by layer and module, norms by layer, and how two experts interfere.
+"""Pictures of an analysis, each with the caption that a reader of a paper needs.
 
 Knows tables of numbers and matplotlib. The first picture follows figures 2 and 4-9 of Bandarkar et al. (ICLR 2025): one
 row per layer with the last on top, one column per matrix, darker where more changed.
@@ -9,14 +9,72 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.analysis.changes import FractionTable
-from adapterswap.analysis.interference import Interference
+from adapterswap.analysis.interference import FractionTable, Interference
 from adapterswap.drawing import GREY, HATCH, NOTE, SMALL, TEXT, Look, looks, new_figure, readable_on, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_fractions", "draw_interference", "draw_meetings", "draw_norms", "family_of"]
+
+def describe_fractions(tables: Sequence[FractionTable], *, one_scale: bool = True) -> str:
+    """The caption of `draw_fractions`, with the threshold of every expert."""
+    known = {table.expert: f"{table.threshold:.3g}" for table in tables if table.threshold is not None}
+    if len(known) < len(tables):
+        at = "The threshold is that of the source, which does not record it."
+    elif len(set(known.values())) == 1:
+        at = f"The threshold is {next(iter(known.values()))}" + (" for all experts." if len(known) > 1 else ".")
+    else:
+        at = f"Thresholds: {', '.join(f'{value} ({name})' for name, value in known.items())}."
+    scale = "" if len(tables) == 1 else ", on one scale for all experts" if one_scale else ", each on its own scale"
+    hatched = (
+        ""
+        if all(len(table.cells) == len(table.layers) * len(table.modules) for table in tables)
+        else " Hatched: not adapted."
+    )
+    return (
+        "The share of the rows of each weight matrix whose mean absolute change is above a threshold, by layer (the "
+        f"last on top) and kind of matrix. {at} Darker: a larger share{scale}.{hatched}"
+    )
+
+
+def describe_norms(experts: int, *, relative: bool) -> str:
+    """The caption of `draw_norms`."""
+    of = "‖ΔW‖ / ‖W‖, relative to the base's weights" if relative else "‖ΔW‖"
+    return (
+        f"Frobenius norms of the changes of {_experts(experts)}, {of}, by layer; the attention and MLP matrices of a "
+        "layer are taken together."
+    )
+
+
+def describe_meetings(pairs: int) -> str:
+    """The caption of `draw_meetings`."""
+    return (
+        f"The cosine of ΔW for each of {pairs} pairs of experts, over all layers. Grey numbers lie where 95 % of "
+        "cosines lie after the rows and columns of one expert's ΔW are shuffled. Each pair is compared by "
+        "itself, without a correction for their number."
+    )
+
+
+def describe_interference(pair: Interference) -> str:
+    """The caption of `draw_interference`."""
+    layers = len(pair.by_layer())
+    shared = ""
+    if pair.shared_start is not None:
+        shared = (
+            " Both adapters were trained from the same initial A, so they read from similar subspaces whatever they "
+            "learned."
+        )
+    return (
+        f"{pair.experts[0]} and {pair.experts[1]}, layer by layer: the cosine of the two ΔW, the overlap of the "
+        "subspaces that they write into and read from, and the share of elements whose signs differ. Grey: where 95 % "
+        "of values lie after the rows and columns of one expert's ΔW are shuffled, for each of "
+        f"{layers} layers by itself, without a correction for their number.{shared}"
+    )
+
+
+def _experts(number: int) -> str:
+    return "one expert" if number == 1 else f"{number} experts"
+
 
 _BAND = "#dcdcdc"
 _CELL = 0.27  # inches that a number needs

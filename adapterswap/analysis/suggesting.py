@@ -1,23 +1,44 @@
-"""Propose which layers to take from which expert, from how much each layer matters to each of them.
+"""Suggest a composition of two experts: measure how much each layer matters, by weights or on texts, then choose.
 
 An importance is a share: how much of an expert's total effect comes from this layer (or its attention, or its MLP)? A
 layer goes to the language expert if the language's share is larger than the task's, within the form of allocation that
 you choose. The task is judged by task texts and the language by texts in the language; no task data in the target
 language is needed. Knows shares, which `changes` (weights) and `effects` (activations) measure.
+
+Combines `changes` or `effects` with `suggesting`, and writes the recipe. Prints nothing.
+
+One layer's attention or MLP of one expert is active, and everything else is as in the base. The effect of that part is
+KL(p_base ‖ p), summed over the tokens of the texts, in nats. Knows a running model and texts; decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from adapterswap.analysis.changes import Changes
-from adapterswap.errors import ExpertError, UnsupportedError
-from adapterswap.experts.layers import format_layers
-from adapterswap.files.folders import FileKind
+from adapterswap.analysis.analyzing import Bars, no_bars
+from adapterswap.analysis.interference import Changes, measure
+from adapterswap.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
+from adapterswap.experts.adapter import Adapter
+from adapterswap.files.folders import FileKind, atomic_file, check_file
+from adapterswap.files.text import expand, read_small
+from adapterswap.files.yaml import dump_yaml
+from adapterswap.live import LiveComposer
+from adapterswap.model.layers import format_layers
+from adapterswap.planning.composing import soup
+from adapterswap.planning.composition import Composition
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.rules import BASE
+from adapterswap.training.recipe import DatasetSource
+from adapterswap.training.tokens import Reader, choose_reader
 
-__all__ = ["PROPOSAL", "Block", "Form", "Importance", "Suggestion", "choose_layers", "importance_of_weights"]
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
 
 PROPOSAL = FileKind(b"# Proposed by adapterswap suggest\n")
 """The recipes that `suggest` writes, by their first line."""
@@ -98,10 +119,6 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
         form: `zones` for a bottom and a top of whole layers, from one layer to half of them (shares sum to 1, so
             without this limit the complement of a bad choice would look good); `modules` to choose freely for each
             layer's attention and MLP.
-
-    Raises:
-        UnsupportedError: the model has only one layer.
-        ExpertError: one expert would own everything.
     """
     if form == "modules":
         return _by_modules(importance)
@@ -174,3 +191,312 @@ def _reason(importance: Importance, outer: set[int]) -> str:
         f"{held} {language:.0%} of the language expert's effect in the layers, "
         f"and {task:.0%} of the task expert's, measured by {importance.measured}"
     )
+
+
+Expert = Adapter | str | Path
+
+
+class Measured(NamedTuple):
+    """The input of a suggestion: the experts, and the texts of each side; without texts, weights are measured."""
+
+    plan: Plan
+    texts: dict[str, list[str]]
+
+
+def suggest(
+    task_expert: Expert,
+    language_expert: Expert,
+    *,
+    base_model: str | Path | None = None,
+    num_layers: int | None = None,
+    task_texts: str | Path | None = None,
+    language_texts: str | Path | None = None,
+    limit: int = 200,
+    form: Literal["zones", "modules"] = "zones",
+    device: str = "auto",
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+    bars: Bars = no_bars,
+) -> Suggestion:
+    """Propose which layers to take from which of two adapters, with reasons.
+
+    A layer goes to the language expert if its share of that expert's effect is larger than its share of the task
+    expert's effect. The effect is the size of ΔW or, with texts for both experts, the change in the base's predictions.
+
+    Args:
+        task_expert, language_expert: opened adapters, folders or Hub ids.
+        base_model: the experts' base. Required for texts.
+        num_layers: the number of layers; by default from the base's config.
+        task_texts, language_texts: files with texts for each expert, both or neither; see `read_texts`.
+        limit: how many texts to read from each file.
+        form: `zones`, or `modules` for an owner of each layer's attention and MLP.
+        device: where torch runs the model on the texts: auto, cpu, cuda, cuda:N or mps.
+        out_path: a file for the proposal, as a recipe for `adapterswap compose`; nothing is written by default.
+        overwrite: replace `out_path`, if `suggest` wrote it.
+        bars: shows progress.
+
+    Returns:
+        The proposal; its `composition` holds fields of a `Composition`.
+
+    Raises:
+        ArgumentError: an expert is the base, texts are given for one expert only or without a base, `form` is unknown,
+            or `limit` is below 1.
+        DataError: the texts cannot be read, or an expert changes no prediction on them.
+        ExpertError: an expert changes nothing; one expert would own everything.
+        OutputError: the file exists (without `overwrite`) or cannot be written.
+        UnsupportedError: the model has one layer.
+        AdapterswapError: an expert cannot be opened, or is a full checkpoint; see also `make_plan`, `choose_device` and
+            `load_weights`.
+    """
+    if form not in ("zones", "modules"):
+        raise ArgumentError(f"`form` is {form!r}", "Pass zones or modules", parameter="form")
+    inputs: list[str | None] = [expert_place(expert) for expert in (task_expert, language_expert)]
+    inputs += [None if path is None else str(path) for path in (base_model, task_texts, language_texts)]
+    if out_path is not None:
+        check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
+    plan, texts = read_measured(
+        task_expert, language_expert, base_model=base_model, num_layers=num_layers, task_texts=task_texts,
+        language_texts=language_texts, limit=limit,
+    )  # fmt: skip
+    importance = _by_texts(plan, str(base_model), texts, device, bars) if texts else _by_weights(plan, bars)
+    suggestion = choose_layers(importance, form=form)
+    if out_path is not None:
+        experts = {"task": expert_place(task_expert), "language": expert_place(language_expert)}
+        content: dict[str, Any] = {"experts": experts}
+        content |= {} if base_model is None else {"base_model": str(base_model)}
+        text = PROPOSAL.start.decode() + "".join(f"# {reason}\n" for reason in suggestion.reasons)
+        text += dump_yaml(content | dict(suggestion.composition))
+        with atomic_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
+            file.write_text(text, encoding="utf-8")
+    return suggestion
+
+
+def read_measured(
+    task_expert: Expert,
+    language_expert: Expert,
+    *,
+    base_model: str | Path | None = None,
+    num_layers: int | None = None,
+    task_texts: str | Path | None = None,
+    language_texts: str | Path | None = None,
+    limit: int = 200,
+) -> Measured:
+    """Open the experts and read the texts, but no tensors. Arguments and errors are those of `suggest`."""
+
+    check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
+    if (task_texts is None) != (language_texts is None):
+        raise ArgumentError(
+            "texts are given for one expert only; both are needed to compare them",
+            "Pass both `task_texts` and `language_texts`",
+            parameter="task_texts" if task_texts is None else "language_texts",
+        )
+    if task_texts is not None and base_model is None:
+        raise ArgumentError("texts need a base model to read them", "Pass `base_model`", parameter="base_model")
+    if limit < 1:
+        raise ArgumentError(f"`limit` is {limit}; at least one text is needed", "Pass 1 or more", parameter="limit")
+    if BASE in (task_expert, language_expert):
+        raise ArgumentError(
+            f"`{BASE}` means the unchanged base model; suggest compares two experts",
+            f"Pass two adapters; for a folder of that name, write ./{BASE}",
+            parameter="task_expert" if task_expert == BASE else "language_expert",
+        )
+    base = None if base_model is None else str(base_model)
+    plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base)
+    plan.check_adapter()
+    plan.one_depth("`suggest`")
+    files = {"task": task_texts, "language": language_texts}
+    return Measured(
+        plan,
+        {side: read_texts(path, limit, parameter=f"{side}_texts") for side, path in files.items() if path is not None},
+    )
+
+
+def expert_place(expert: Expert) -> str:
+    """The folder or Hub id from which an expert can be opened again."""
+    if not isinstance(expert, Adapter):
+        return str(expert)
+    return str(expert.source if expert.source.revision else expert.source.folder)
+
+
+def _by_weights(plan: Plan, bars: Bars) -> Importance:
+    with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
+        task, language = (measure(adapter, name=name, progress=step) for name, adapter in plan.experts.items())
+    return importance_of_weights(task, language, plan.one_depth("`suggest`"))
+
+
+def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str, bars: Bars) -> Importance:
+    from adapterswap.live import load_experts
+    from adapterswap.model.loading import choose_device, load_weights, open_base
+
+    target = choose_device(device)
+    base = open_base(base_model)
+    model = load_experts(load_weights(base).to(target), plan).eval()
+    sides = dict(zip(("task", "language"), plan.experts, strict=True))
+    batches = sum(-(-len(rows) // BATCH) for rows in texts.values())
+    with bars("batches of texts", batches) as step:
+        return importance_of_activations(model, base.tokenizer, plan, sides=sides, texts=texts, progress=step)
+
+
+MAX_TOKENS = 512  # per text; the rest is cut off
+BATCH = 8  # texts per batch
+
+
+def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list[str]:
+    """Read the first `limit` texts of a file: rows of a .jsonl file with the columns of common datasets, or lines.
+
+    Args:
+        path: the file.
+        limit: how many texts to read.
+        parameter: the public parameter that holds the path, for errors.
+    """
+    path = expand(path)
+    texts = []
+    for number, line in enumerate(read_small(path, _FILES).decode("utf-8", "replace").splitlines(), 1):
+        text = line.strip()
+        if text and path.suffix == ".jsonl":
+            text = _text_of_row(text, f"{path}, line {number}", parameter)
+        if text:
+            texts.append(text)
+        if len(texts) == limit:
+            break
+    if not texts:
+        raise DataError(f"{path} has no text", _FILES, parameter=parameter)
+    return texts
+
+
+def _readers() -> dict[tuple[str, ...], Reader]:
+    """How to read a row, by the columns that it must have; the first match wins."""
+    pairs = {
+        ("prompt", "completion"): ("{prompt}", "{completion}"),
+        ("question", "answer"): ("{question}", "{answer}"),  # GSM8K
+        ("instruction", "input", "output"): ("{instruction}\n\n{input}", "{output}"),  # Alpaca
+        ("instruction", "output"): ("{instruction}", "{output}"),
+        ("inputs", "targets"): ("{inputs}", "{targets}"),  # Aya
+    }
+    sources: dict[tuple[str, ...], DatasetSource] = {("text",): DatasetSource(path="rows", text="{text}")}
+    sources |= {
+        columns: DatasetSource(path="rows", prompt=prompt, completion=completion)
+        for columns, (prompt, completion) in pairs.items()
+    }
+    sources[("messages",)] = DatasetSource(path="rows", messages="messages")
+    return {columns: choose_reader(source) for columns, source in sources.items()}
+
+
+_READERS = _readers()
+_FILES = (
+    f"Pass a text file with one text per line, or a .jsonl file whose rows have one of these sets of columns: "
+    f"{'; '.join(', '.join(columns) for columns in _READERS)}"
+)
+
+
+def _text_of_row(line: str, where: str, parameter: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}", _FILES, parameter=parameter) from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is not a JSON object", _FILES, parameter=parameter)
+    for columns, reader in _READERS.items():
+        if all(column in row for column in columns):
+            return "\n".join(_joined(prompt, completion) for prompt, completion in reader(row))
+    raise DataError(f"{where} has the columns {', '.join(row) or 'none'}", _FILES, parameter=parameter)
+
+
+def _joined(prompt: str, completion: str) -> str:
+    return (
+        prompt + completion if prompt[-1:].isspace() or completion[:1].isspace() else f"{prompt} {completion}".strip()
+    )
+
+
+def blocks_of(plan: Plan, expert: str) -> list[Block]:
+    """The layers and kinds of modules that an expert of the plan adapts, in order."""
+    blocks = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
+    return sorted((layer, kind) for layer, kind in blocks if layer is not None)
+
+
+def importance_of_activations(
+    model: PeftModel,
+    tokenizer: Any,
+    plan: Plan,
+    *,
+    sides: Mapping[str, str],
+    texts: Mapping[str, Sequence[str]],
+    progress: Callable[[], None] = lambda: None,
+) -> Importance:
+    """Measure each expert on its own texts.
+
+    Args:
+        model: the base with the plan's experts loaded under their names.
+        tokenizer: the base's tokenizer.
+        plan: any plan with the two experts.
+        sides: `task` and `language` → the expert's name in the plan.
+        texts: `task` and `language` → texts.
+        progress: called after every batch of texts.
+    """
+    composer = LiveComposer(model)
+    shares = {}
+    for side, expert in sides.items():
+        alone = {block: _alone(plan, expert, block) for block in blocks_of(plan, expert)}
+        effects = dict.fromkeys(alone, 0.0)
+        for batch in _batches(tokenizer, texts[side], side, model.device):
+            with composer.use(BASE):
+                before = _predictions(model, batch)
+            for block, only in alone.items():
+                with composer.use(only):
+                    effects[block] += _divergence(before, _predictions(model, batch), batch["attention_mask"])
+            progress()
+        total = sum(effects.values())
+        if not total > 0:
+            raise DataError(
+                f"the expert {expert!r} changes no prediction on the {side} texts",
+                "Use texts like those it was trained on",
+                parameter=f"{side}_texts",
+            )
+        shares[side] = {block: value / total for block, value in effects.items()}
+    return Importance("activations", plan.one_depth("`suggest`"), shares["task"], shares["language"])
+
+
+def _alone(plan: Plan, expert: str, block: Block) -> Plan:
+    """One layer's attention or MLP of one expert, everything else as in the base."""
+    layer, kind = block
+    rules = [{"layers": layer, "modules": kind, "expert": expert}, {"expert": BASE}]
+    composition = Composition.model_validate({"allocation": rules, "num_layers": plan.num_layers})
+    return make_plan(composition, plan.experts)
+
+
+def _batches(tokenizer: Any, texts: Sequence[str], side: str, device: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of texts of similar length, padded on the right, where causal attention does not see the padding."""
+    import torch
+
+    encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"] for text in texts]
+    encoded = sorted((ids for ids in encoded if len(ids) > 1), key=len)
+    if not encoded:
+        raise DataError(f"no {side} text has at least two tokens", "Use longer texts", parameter=f"{side}_texts")
+    for start in range(0, len(encoded), BATCH):
+        rows = encoded[start : start + BATCH]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        yield {"input_ids": ids, "attention_mask": mask}
+
+
+def _predictions(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of the next token (rows, tokens, vocabulary)."""
+    import torch
+
+    with torch.inference_mode():
+        logits: torch.Tensor = model(**batch).logits
+    return logits
+
+
+def _divergence(before: torch.Tensor, now: torch.Tensor, mask: torch.Tensor) -> float:
+    """KL(before ‖ now) summed over the batch's tokens; one row at a time, because vocabularies are large."""
+    import torch
+
+    total = 0.0
+    with torch.inference_mode():
+        for reference_logits, logits, kept in zip(before, now, mask, strict=True):
+            base = reference_logits.float().log_softmax(-1)
+            divergence = (base.exp() * (base - logits.float().log_softmax(-1))).sum(-1)
+            total += float((divergence * kept).sum())
+    return total

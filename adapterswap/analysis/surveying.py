@@ -1,4 +1,7 @@
-"""One pass through the matrices of several experts: what each changed, and how each pair compares.
+"""One pass through several experts' matrices: what each changed, how pairs compare, what chance would give.
+
+A shuffled ΔW keeps the norm, the rank and the entries of the real one, but has nothing to do with the other expert.
+Numbers within the band of the shuffled ones are therefore chance. Knows numbers; reads no expert.
 
 Norms, cosines and overlaps of adapters come from their joint cores. Mean absolute values of rows and signs need the
 dense ΔW, which is formed in blocks, once for all measurements. Memory holds a block and the factors of a few matrices,
@@ -8,6 +11,7 @@ or one dense ΔW of each full checkpoint. Knows numbers; draws nothing.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,22 +21,87 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.analysis.deltas import Matrix, Reader, delta_reader, matrices
-from adapterswap.analysis.shuffling import Marginals, Null, shuffled_overlap, shuffled_product
-from adapterswap.arithmetic.lowrank import cosine
-from adapterswap.arithmetic.threads import map_in_threads
-from adapterswap.changes.deltas import Delta, Factors, finite
+from adapterswap.analysis.reading import Matrix, Reader, delta_reader, matrices
 from adapterswap.changes.joint import Joint, mixed
+from adapterswap.changes.reading import Delta, Factors, finite
 from adapterswap.errors import ExpertError
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.files.dtypes import FLOATS
+from adapterswap.experts.adapter import Adapter
 from adapterswap.files.numbers import open_files, read_elements, row_ranges
+from adapterswap.files.tensorfile import FLOATS
+from adapterswap.model.checkpoints import Checkpoint
+from adapterswap.writing.outputs import map_in_threads
+from adapterswap.writing.resolving import cosine
 
-__all__ = ["ModuleChange", "ModuleInterference", "Survey", "survey"]
+Vectors = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class Null:
+    """The mean and variance of a number over shuffles."""
+
+    mean: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """What `shuffled_product` needs to know about a matrix (n×m).
+
+    Attributes:
+        rows: the sum of each row (n).
+        columns: the sum of each column (m).
+        squares: the sum of all squares.
+    """
+
+    rows: Vectors
+    columns: Vectors
+    squares: float
+
+
+def shuffled_product(one: Marginals, other: Marginals) -> Null:
+    """Mean and variance of ⟨X, P·Y·Q⟩ over all permutations P of the rows and Q of the columns, all equally likely.
+
+    X splits into its mean μ, row effects a, column effects b and a rest, which are orthogonal (a two-way analysis of
+    variance), and so does Y. With n rows and m columns the mean is n·m·μ·μ', and the variance is
+    m²·‖a‖²·‖a'‖²/(n−1) + n²·‖b‖²·‖b'‖²/(m−1) + ‖rest‖²·‖rest'‖²/((n−1)(m−1)).
+    """
+    n, m = len(one.rows), len(one.columns)
+    (mean, a, b, rest), (mean_, a_, b_, rest_) = _effects(one), _effects(other)
+    fewer = max(1, n - 1), max(1, m - 1)  # a single row has no effects, so its divisor does not matter
+    variance = m**2 * a * a_ / fewer[0] + n**2 * b * b_ / fewer[1] + rest * rest_ / (fewer[0] * fewer[1])
+    return Null(n * m * mean * mean_, variance)
+
+
+def _effects(matrix: Marginals) -> tuple[float, float, float, float]:
+    """μ, ‖a‖², ‖b‖² and ‖rest‖²."""
+    n, m = len(matrix.rows), len(matrix.columns)
+    rows, columns = np.asarray(matrix.rows, np.float64) / m, np.asarray(matrix.columns, np.float64) / n
+    mean = float(rows.mean())
+    a, b = float(np.sum((rows - mean) ** 2)), float(np.sum((columns - mean) ** 2))
+    return mean, a, b, max(0.0, matrix.squares - n * m * mean**2 - m * a - n * b)
+
+
+def shuffled_overlap(one: Vectors, other: Vectors, name: str, shuffles: int) -> Null:
+    """‖Q₁ᵀ·P·Q₂‖² / min(rank) for orthonormal columns Q₁ (n×p), Q₂ (n×q) and permutations P, drawn by `name`.
+
+    The variance is that of the shuffles, but at least that of uniformly random subspaces, which is
+    2·p·q·(n−p)·(n−q) / (n²·(n−1)·(n+2)) for ‖Q₁ᵀ·Q₂‖²: a few shuffles may be close together by chance.
+    """
+    n, p, q = len(one), one.shape[1], other.shape[1]
+    if not min(p, q):
+        return Null(0.0, 0.0)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    left, right = np.ascontiguousarray(one.T, np.float32), np.ascontiguousarray(other, np.float32)
+    shuffled, found = np.empty_like(right), []
+    for _ in range(shuffles):
+        np.take(right, rng.permutation(n), axis=0, out=shuffled, mode="clip")  # unlike `raise`, copies nothing twice
+        found.append(float(np.sum(np.square(left @ shuffled, dtype=np.float64))))
+    uniform = 2 * p * q * (n - p) * (n - q) / (n**2 * max(1, n - 1) * (n + 2))
+    smaller = min(p, q)
+    return Null(float(np.mean(found)) / smaller, max(float(np.var(found, ddof=1)), uniform) / smaller**2)
+
 
 Expert = Adapter | Checkpoint
-Vectors = npt.NDArray[np.floating]
 Core = npt.NDArray[np.float64]
 
 # A dense ΔW has as many directions as rows. It is represented by at most this many, or by those that reach this error.
@@ -124,9 +193,6 @@ def survey(
         rows: measure the rows of each expert, including matrices that only one expert has.
         pairs: compare every pair.
         progress: called once per matrix, for all experts together.
-
-    Raises:
-        ExpertError: a matrix has different shapes in two experts; see also `matrices` and `delta_reader`.
     """
     matrices_by_expert = {name: matrices(expert, base) for name, expert in experts.items()}
     names = list(dict.fromkeys(name for held in matrices_by_expert.values() for name in held))
@@ -268,11 +334,7 @@ class _Dense:
 def _by_blocks(
     deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples: list[tuple[str, str]], *, rows: bool
 ) -> _Dense:
-    """Form all ΔW block by block, and measure them.
-
-    Raises:
-        UnsupportedError: a product of factors overflows float32.
-    """
+    """Form all ΔW block by block, and measure them."""
     out, width = next(iter(deltas.values())).shape
     wide = max(1, -(-width // max(1, -(-width // _WIDTH))))  # columns at a time, in parts of one size
     step = max(1, min(out, _BLOCK // max(1, wide), _COUNTED))
@@ -407,7 +469,7 @@ def _start(first: Delta, second: Delta) -> float | None:
 
 def _dense_space(delta: npt.NDArray[np.float32]) -> tuple[Vectors, Vectors]:
     """Orthonormal bases (as columns) of the spaces that a full checkpoint's ΔW writes into and reads from."""
-    from adapterswap.arithmetic.approximation import approximate
+    from adapterswap.writing.reduction import approximate
 
     factors = approximate(np.ascontiguousarray(delta), rank=_DIRECTIONS, error=_ERROR).factors
     return _orthonormal(factors.b), _orthonormal(factors.a.T)

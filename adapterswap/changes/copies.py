@@ -16,23 +16,11 @@ import numpy.typing as npt
 
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems
-from adapterswap.experts.adapter_keys import TOKENS
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.files.dtypes import DTYPE_BYTES, FLOATS
+from adapterswap.experts.adapter import Adapter
+from adapterswap.experts.keys import TOKENS
 from adapterswap.files.numbers import decode, encode, open_files, read_bytes, row_ranges
-from adapterswap.files.tensorfile import Tensor
-
-__all__ = [
-    "Carried",
-    "Weight",
-    "check_base",
-    "check_one_base",
-    "check_tied_rows",
-    "copy_beside",
-    "is_one_weight",
-    "stored_weight",
-]
+from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
+from adapterswap.model.checkpoints import Checkpoint
 
 _ELEMENTS = 2**22  # elements to compare at a time
 
@@ -88,11 +76,7 @@ def stored_weight(tensor: Tensor, file: int) -> Weight:
 
 
 def is_one_weight(one: Weight, other: Weight) -> bool:
-    """Whether two weights are equal, or one is the other rounded to its own dtype.
-
-    Raises:
-        ExpertError: see `read_bytes`.
-    """
+    """Whether two weights are equal, or one is the other rounded to its own dtype."""
     if one.shape != other.shape:
         return False
     equal_in = {one.dtype, other.dtype}
@@ -113,11 +97,7 @@ def _rounded(numbers: Numbers, held_in: str, dtype: str) -> Numbers:
 
 
 def check_one_base(adapters: Mapping[str, Adapter]) -> None:
-    """Check that experts carry the same copies of each weight, whether or not a plan uses them.
-
-    Raises:
-        ExpertError: two experts carry different copies; see also `is_one_weight`.
-    """
+    """Check that experts carry the same copies of each weight, whether or not a plan uses them."""
     copies_of: dict[str, dict[str, Tensor]] = {}
     for expert, adapter in adapters.items():
         for module in adapter.factors.values():
@@ -148,9 +128,6 @@ def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
     """Check that trained rows which PEFT stores again under the name of a tied head are the embedding's.
 
     PEFT loads both into one parameter, so the later one would win.
-
-    Raises:
-        ExpertError: they differ; see also `read_bytes`.
     """
     tied = [(name, part) for name, adapter in adapters.items() for part in adapter.tokens.values() if part.tied]
     if not tied:
@@ -185,9 +162,6 @@ def check_base(
         effect: what happens to a copy, for messages: "which PEFT would put in its place".
         remedy: the remedy in messages.
         parameter: the parameter that named the base.
-
-    Raises:
-        BaseModelError: a copy differs from the base's weight.
     """
     compared = [entry for entry in carried if entry.own.tensor.dtype in FLOATS]
     if not compared:

@@ -23,9 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.deltas import Factors
-
-__all__ = ["Basis", "Joint", "Mixture", "Spectrum", "blocks_of", "mixed"]
+from adapterswap.changes.reading import Factors
 
 Matrix = npt.NDArray[np.floating]
 Core = npt.NDArray[np.float64]
@@ -126,11 +124,7 @@ class Joint:
     """
 
     def __init__(self, changes: Sequence[Factors]) -> None:
-        """From one or more pairs of factors with the same shape; equal pairs count once.
-
-        Raises:
-            LinAlgError: a factor holds NaN or infinity.
-        """
+        """From one or more pairs of factors with the same shape; equal pairs count once."""
         self._changes = tuple(changes)
         self.shape = changes[0].shape
         self.ranks = tuple(change.a.shape[0] for change in changes)
@@ -187,21 +181,13 @@ class Joint:
         return self.core([float(i == index) for i in range(len(self._changes))])
 
     def spectrum(self, weights: Sequence[float]) -> Spectrum:
-        """The singular values of Σ w_i·ΔW_i, and its singular vectors in coordinates.
-
-        Raises:
-            LinAlgError: it does not converge.
-        """
+        """The singular values of Σ w_i·ΔW_i, and its singular vectors in coordinates."""
         u, sigma, vt = np.linalg.svd(self.core(weights), full_matrices=False)
         size = float(np.sum(np.abs(self._weighted(weights)) * self._lengths))
         return Spectrum(u, np.where(sigma > _ROUNDING * size, sigma, 0.0), vt)
 
     def spectrum_of(self, index: int) -> Spectrum:
-        """The singular values of ΔW_i, at most r_i, by way of the smaller core between the bases of its own factors.
-
-        Raises:
-            LinAlgError: it does not converge.
-        """
+        """The singular values of ΔW_i, at most r_i, by way of the smaller core between the bases of its own factors."""
         left, right = self.coordinates(index)
         q_left, r_left = np.linalg.qr(left)
         q_right, r_right = np.linalg.qr(right)
@@ -227,11 +213,7 @@ class Joint:
         return self._for_all(Mixture(left * signs, signs[:, None] * right))
 
     def factors(self, core: Core) -> Factors:
-        """A core's ΔW as factors: Q_B·U·√Σ and √Σ·Vᵀ·Q_Aᵀ in float64, without directions that are only rounding.
-
-        Raises:
-            LinAlgError: the core's singular value decomposition does not converge.
-        """
+        """A core's ΔW as factors: Q_B·U·√Σ and √Σ·Vᵀ·Q_Aᵀ in float64, without directions that are only rounding."""
         u, sigma, vt = np.linalg.svd(core, full_matrices=False)
         if not sigma.any():
             return Factors(np.zeros((1, self.shape[1])), np.zeros((self.shape[0], 1)))

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from adapterswap.experts.adapters import LoraModule, OpaqueModule
+from adapterswap.experts.adapter import LoraModule, OpaqueModule
 from adapterswap.files.tensorfile import Tensor
-
-__all__ = ["Change", "ExpertRows", "LowRank", "Opaque", "Whole"]
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,13 @@ from dataclasses import dataclass, replace
 from adapterswap.changes.copies import Carried, copy_beside
 from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.adapter_keys import is_bias
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule
-from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
-from adapterswap.experts.orientation import Orientation
-from adapterswap.experts.shapes import and_more, compare_shapes
-from adapterswap.experts.tying import shared_embeddings, tied_keys
+from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
+from adapterswap.experts.keys import is_bias
+from adapterswap.experts.names import Orientation
 from adapterswap.files.tensorfile import Tensor
-
-__all__ = [
-    "Located",
-    "TiedHead",
-    "carried_copies",
-    "find_tied_head",
-    "locate",
-    "locate_all",
-    "stored_tensor",
-    "with_head",
-]
+from adapterswap.model.anatomy import shared_embeddings, tied_keys
+from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.model.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
 
 _REMEDY = "Pass the base that the experts adapt as `base_model`"
 
@@ -70,9 +58,6 @@ def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> Tie
     """The tied head, if an adapter changes it or its embedding, so that both must be stored; otherwise None.
 
     PEFT changes the module that it adapts but not the one tied to it, so full weights must hold both.
-
-    Raises:
-        BaseModelError: transformers cannot build the model without remote code, and the names do not show the head.
     """
     tied = skeleton.config.get("tie_word_embeddings")
     if tied is False or not any(_changes_an_end(adapter, skeleton) for adapter in adapters.values()):
@@ -341,10 +326,6 @@ def _locate_parameter(
 ) -> dict[str, Located]:
     """The stored tensors of a parameter: a matrix such as a router's weight, or one matrix per expert of a mixture,
     stored together or one by one.
-
-    Raises:
-        BaseModelError: the model has the parameter in another shape.
-        UnsupportedError: the model has no such parameter, or stores it in an unknown way.
     """
     holder, _, last = module.name.rpartition(".")
     alone = stored_name(holder, last) if module.experts == 1 else None
@@ -495,11 +476,7 @@ def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Calla
 
 
 def carried_copies(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Carried]:
-    """An adapter's copies of base weights, each with the base's own weight; `name` is the adapter's, for messages.
-
-    Raises:
-        AdapterswapError: see `find_tied_head` and `locate`.
-    """
+    """An adapter's copies of base weights, each with the base's own weight; `name` is the adapter's, for messages."""
     problems = Problems(ExpertError)
     stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
     located = locate_all({name: adapter}, stored, "the base", base, problems).get(name, {})

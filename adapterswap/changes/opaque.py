@@ -15,9 +15,7 @@ import numpy.typing as npt
 
 from adapterswap.changes.kinds import Opaque
 from adapterswap.errors import ExpertError, UnsupportedError, reason_of
-from adapterswap.experts.peft_kinds import KINDS
-
-__all__ = ["merged_delta", "merged_weight"]
+from adapterswap.experts.keys import KINDS
 
 Numbers = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.floating[Any]]
@@ -33,10 +31,6 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
         parameter: the module's parameter to merge: `weight` or `bias`.
         own: the base's parameter, as the model stores it.
         tensors: the module's tensors by the names in `change.part.tensors`, including those that modules share.
-
-    Raises:
-        UnsupportedError: the weight is that of a convolution, or PEFT has no merge for this kind.
-        ExpertError: the tensors do not fit the weight.
     """
     return np.ascontiguousarray(_merged(change, parameter, own, tensors), np.float32)
 

@@ -1,5 +1,7 @@
 """Read an expert's change of a weight from its files: factors, or rows of the dense ΔW as the model stores it.
 
+numpy arrays in, numpy arrays out. Knows nothing of files, adapters or plans.
+
 Everything is float32, in blocks of rows. Errors for NaN, infinity and overflow name the tensor. Knows changes and open
 files; nothing of plans or coefficients.
 """
@@ -10,25 +12,82 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from adapterswap.changes.deltas import Factors, Rows, finite
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.errors import UnsupportedError
-from adapterswap.experts.adapters import Adapter, LoraModule
-from adapterswap.files.numbers import open_files, read_elements, read_numbers
+from adapterswap.experts.adapter import Adapter, LoraModule
+from adapterswap.files.numbers import open_files, read_elements, read_numbers, too_large
 
-__all__ = [
-    "FactorReader",
-    "RowReader",
-    "factor_reader",
-    "read_difference",
-    "read_factors",
-    "read_matrices",
-    "read_rows",
-    "row_reader",
-]
+Matrix = npt.NDArray[np.floating]
+Rows = npt.NDArray[np.float32]
+
+_BLOCK = 2**22  # elements of ΔW per block: 16 MB in float32
+
+
+class Factors(NamedTuple):
+    """ΔW = b·a, with a (r×in) and b (out×r)."""
+
+    a: Matrix
+    b: Matrix
+
+    @classmethod
+    def scaled(cls, a: Matrix, b: Matrix, scale: float, name: str) -> Factors:
+        """The factors of ΔW = s·B·A, with the scale in b."""
+        with np.errstate(over="ignore"):
+            return cls(a, finite(b * np.float32(scale), name))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of ΔW, (out, in)."""
+        return self.b.shape[0], self.a.shape[1]
+
+    @property
+    def T(self) -> Factors:  # named as in numpy
+        """The factors of ΔWᵀ."""
+        return Factors(self.b.T, self.a.T)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Matrix:
+        """Rows `start` to `stop` of ΔW, dense."""
+        return np.asarray(self.b[start:stop] @ self.a)
+
+    def masked(self, kept: npt.NDArray[np.bool_]) -> Factors:
+        """The factors of ΔW with zeros in the rows where `kept` (out values) is false."""
+        return Factors(self.a, self.b * kept[:, None])
+
+
+Delta = Factors | Rows  # ΔW as factors or dense; out×in
+
+
+def blocks(delta: Delta, name: str) -> Iterator[Rows]:
+    """ΔW in blocks of whole rows, in float32."""
+    out, width = delta.shape
+    step = max(1, _BLOCK // width)
+    for start in range(0, out, step):
+        with np.errstate(all="ignore"):  # what overflows is found by `finite`
+            rows = delta.rows(start, start + step) if isinstance(delta, Factors) else delta[start : start + step]
+        yield finite(rows, name)
+
+
+def finite(rows: Matrix, name: str) -> Matrix:
+    """Return the rows unchanged if all numbers are finite."""
+    if not np.isfinite(rows).all():
+        raise too_large(name)
+    return rows
+
+
+def mean_absolute(rows: Matrix) -> npt.NDArray[np.float64]:
+    """The mean absolute value of each row."""
+    return np.asarray(np.abs(rows).mean(axis=1, dtype=np.float64))
+
+
+def row_magnitudes(delta: Delta, name: str) -> npt.NDArray[np.float64]:
+    """The mean absolute value of each row of ΔW (out values); errors as for `blocks`."""
+    return np.concatenate([mean_absolute(block) for block in blocks(delta, name)])
+
 
 FactorReader = Callable[[str, LoraModule], Factors]  # (expert, module) → its ΔW = b·a in float32, the scale in b
 RowReader = Callable[[Rows, int, int | None], Rows]  # (the base's own rows, start, stop) → the same rows of ΔW
@@ -46,12 +105,7 @@ def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
 
 
 def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
-    """Read a module's factors from the open file `file`, in float32, with the scale in B.
-
-    Raises:
-        ExpertError: see `read_numbers`.
-        UnsupportedError: B overflows float32 when it is scaled.
-    """
+    """Read a module's factors from the open file `file`, in float32, with the scale in B."""
     if module.experts > 1:
         raise UnsupportedError(
             f"{module.name} is a fused parameter of {module.experts} experts in {expert}: its ΔW is not computed here",
@@ -62,11 +116,7 @@ def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
 
 
 def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
-    """The factors of each matrix of a mixture's fused parameter, or of any other module's one weight.
-
-    Raises:
-        ExpertError, UnsupportedError: see `read_factors`.
-    """
+    """The factors of each matrix of a mixture's fused parameter, or of any other module's one weight."""
     if module.experts == 1:
         return [read_factors(expert, file, module)]
     joined = Factors.scaled(
@@ -86,9 +136,6 @@ def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int =
         files: the open files.
         start: the first row.
         stop: the row after the last; by default the end.
-
-    Raises:
-        ExpertError: see `read_elements`.
     """
     *counts, columns = stored.tensor.shape
     stop = math.prod(counts) if stop is None else stop
@@ -101,10 +148,6 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
 
     Call it with the base's own rows, which are subtracted if the expert has whole weights. Factors are read once, when
     the function is created.
-
-    Raises:
-        ExpertError, UnsupportedError: now or when the function is called: see `read_factors` and `read_rows`; or ΔW
-            overflows.
     """
     assert not isinstance(change, Opaque)  # the planner refuses plans that need its rows
     if isinstance(change, LowRank):
@@ -127,9 +170,5 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
 
 
 def read_difference(names: tuple[str, str], full: Whole, own: Whole, files: Mapping[Path, int]) -> Rows:
-    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are those of the fine-tune and its base.
-
-    Raises:
-        ExpertError, UnsupportedError: see `row_reader`.
-    """
+    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are those of the fine-tune and its base."""
     return row_reader(names[0], full, files)(read_rows(names[1], own, files), 0, None)

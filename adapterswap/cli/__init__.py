@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap import __version__
-from adapterswap.cli.flags import with_flags
+from adapterswap.cli.printing import with_flags
 from adapterswap.errors import AdapterswapError, Problem, printable
 from adapterswap.processes import is_first
 

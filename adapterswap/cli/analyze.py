@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.paths import EXPERT, FOLDER, PATH
+from adapterswap.cli.options import EXPERT, FOLDER, PATH
 from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -56,10 +56,9 @@ def command(
     the norm of ΔW. For every pair of experts: cosine, overlap of subspaces, and conflicting signs. EXPERT is an adapter
     or a full checkpoint.
     """
-    from adapterswap.analysis.analyzing import analyze, count_matrices, inputs_of, open_experts, read_analysis
-    from adapterswap.analysis.files import ANALYSIS
-    from adapterswap.experts.checkpoints import open_checkpoint
+    from adapterswap.analysis.analyzing import ANALYSIS, analyze, count_matrices, inputs_of, open_experts, read_analysis
     from adapterswap.files.folders import check_target
+    from adapterswap.model.checkpoints import open_checkpoint
 
     if bool(experts) == (from_csv is not None):
         raise click.UsageError("Pass either experts or --from-csv.")
@@ -99,7 +98,7 @@ def command(
 def _named(references: tuple[str, ...]) -> dict[str, str]:
     """The experts' paths by name: the name in NAME=PATH, or the last part of the path."""
     from adapterswap.errors import ArgumentError, Problems
-    from adapterswap.planning.names import expert_name, own_name
+    from adapterswap.planning.composition import expert_name, own_name
 
     places: dict[str, str] = {}
     problems = Problems(ArgumentError)

@@ -6,17 +6,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options, recipe_dtype
-from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar, working
-from adapterswap.cli.pushing import Push, push_options
+from adapterswap.cli.options import EXPERT, FOLDER, Push, RecipePath, push_options
+from adapterswap.cli.printing import (
+    echo,
+    human_bytes,
+    note,
+    note_output,
+    print_json,
+    progress_bar,
+    rare_collections,
+    working,
+)
 
 if TYPE_CHECKING:
-    from adapterswap.arithmetic.outputs import Form, Layout, Names
-    from adapterswap.experts.layers import Stack
+    from adapterswap.model.layers import Stack
     from adapterswap.planning.plan import Plan
-    from adapterswap.writing import Prepared
+    from adapterswap.writing.adapter import Prepared
+    from adapterswap.writing.outputs import Form, Layout, Names
 
 
 _LAYOUT = "exact keeps every number; portable has one rank and scale 1, for any engine."
@@ -63,10 +70,9 @@ def command(
     it in a RECIPE (YAML) instead: `adapterswap compose RECIPE.yaml --out-path O`. If an expert is a full checkpoint,
     full weights are written, as by `adapterswap merge`.
     """
-    from adapterswap.arithmetic.outputs import Form
     from adapterswap.files.folders import check_target
-    from adapterswap.writing import prepare, write_prepared
-    from adapterswap.writing.folder import COMPOSED
+    from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
+    from adapterswap.writing.outputs import Form
 
     push = Push.of(options)
     form = Form(layout, max_rank, max_error, names)
@@ -77,8 +83,8 @@ def command(
             raise click.UsageError(
                 "--layout, --max-rank, --max-error and --names are for adapters, but an expert is a full checkpoint."
             )
-        from adapterswap.cli.full_weights import write_full_weights
-        from adapterswap.merging import ModelForm
+        from adapterswap.cli.merge import write_full_weights
+        from adapterswap.writing.streaming import ModelForm
 
         form_of_model = ModelForm(dtype=recipe_dtype(recipe))
         write_full_weights(plan, form_of_model, out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
@@ -99,14 +105,14 @@ def command(
 
 
 def _to_truncate(plan: Plan, form: Form) -> int:
-    from adapterswap.arithmetic.reduction import must_reduce
+    from adapterswap.writing.reduction import must_reduce
 
     return sum(must_reduce(module, form) for module in plan)
 
 
 def _as_json(prepared: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.planning.describe import unusual
-    from adapterswap.records.licences import licences
+    from adapterswap.writing.cards import licences
 
     plan, layout = prepared.plan, prepared.layout
     largest = _largest_rank(layout)
@@ -137,7 +143,7 @@ def _largest_rank(layout: Layout) -> int | None:
 
 def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
     from adapterswap.planning.describe import strip, unusual
-    from adapterswap.records.licences import licence_warning, licences
+    from adapterswap.writing.cards import licence_warning, licences
 
     plan, layout = prepared.plan, prepared.layout
     if (zones := _zones_text(plan)) is not None:
@@ -167,7 +173,7 @@ def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
 
 def _tokenizer_remarks(plan: Plan) -> list[str]:
     """Warnings about experts whose tokenizer or chat template differs from the result's."""
-    from adapterswap.writing.tokenizer import united_tokenizer
+    from adapterswap.writing.adapter import united_tokenizer
 
     united = united_tokenizer(plan)
     if united is None:
@@ -225,7 +231,7 @@ def _zones_text(plan: Plan) -> str | None:
 
 
 def _zones_of(plan: Plan, stack: Stack | None) -> str:
-    from adapterswap.experts.layers import depth_of
+    from adapterswap.model.layers import depth_of
 
     composition, count = plan.composition, depth_of(stack, plan.num_layers)
     bottom, top, bottom_transition, top_transition = composition.zones(plan.num_layers, stack)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from adapterswap.cli.paths import EXPERT, name_and_path
+from adapterswap.cli.options import EXPERT, name_and_path
 from adapterswap.cli.printing import note
 from adapterswap.errors import ArgumentError
 from adapterswap.methods.method import Parameter
@@ -22,21 +22,11 @@ from adapterswap.processes import is_first
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from adapterswap.planning.allocation import Rule
-    from adapterswap.planning.compositions import Composition
+    from adapterswap.planning.composition import Composition
     from adapterswap.planning.mergekit import Dtype
     from adapterswap.planning.plan import Plan
+    from adapterswap.planning.rules import Rule
 
-__all__ = [
-    "any_plan_from_options",
-    "composition_from_options",
-    "composition_options",
-    "named_experts",
-    "parsed_rules",
-    "plan_from_options",
-    "plan_of",
-    "recipe_dtype",
-]
 
 _LISTED = 5  # methods in the help of a parameter
 
@@ -200,12 +190,7 @@ def composition_options(function: _Function) -> _Function:
 
 
 def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
-    """The plan of adapters that the options of `composition_options`, or a recipe, describe.
-
-    Raises:
-        click.UsageError: neither or both of options and recipe were passed.
-        AdapterswapError: the experts cannot be composed as requested, or one is a full checkpoint.
-    """
+    """The plan of adapters that the options of `composition_options`, or a recipe, describe."""
     plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
     plan.check_adapter()
     return plan
@@ -219,12 +204,7 @@ def any_plan_from_options(options: dict[str, Any], *, recipe: str | None = None,
 
 
 def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None = None) -> Plan:
-    """The plan of the adapter at `path`, or of the composition that a recipe at `path` or the options describe.
-
-    Raises:
-        click.UsageError: an adapter and options were passed, or neither, or both options and a recipe.
-        AdapterswapError: see `adapter_plan` and `compose`.
-    """
+    """The plan of the adapter at `path`, or of the composition that a recipe at `path` or the options describe."""
     from adapterswap.planning.composing import adapter_plan
 
     if path is None or path.endswith((".yaml", ".yml")):
@@ -238,8 +218,8 @@ def composition_from_options(
     options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
-    from adapterswap.files.yamlfiles import validate
-    from adapterswap.planning.compositions import Composition
+    from adapterswap.files.yaml import validate
+    from adapterswap.planning.composition import Composition
 
     fields = {key: options[key] for key in _KEYS if options.get(key) is not None}
     fields |= _more_parameters(options.get("more_parameters", ()), fields)
@@ -270,9 +250,9 @@ def composition_from_options(
 
 def _from_recipe(recipe: str) -> Composition:
     """A recipe's composition. `recipe_dtype` returns the dtype of a mergekit YAML."""
+    from adapterswap.files.yaml import find_recipe
     from adapterswap.planning.composing import read_composition
     from adapterswap.planning.mergekit import is_mergekit, read_mergekit
-    from adapterswap.shipped import find_recipe
 
     path = find_recipe(recipe, "compose")
     return read_mergekit(path).composition if is_mergekit(path) else read_composition(path)
@@ -280,8 +260,8 @@ def _from_recipe(recipe: str) -> Composition:
 
 def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | None:
     """The dtype of full weights: from the option, or from a mergekit YAML at `path`."""
+    from adapterswap.files.yaml import find_recipe
     from adapterswap.planning.mergekit import mergekit_dtype
-    from adapterswap.shipped import find_recipe
 
     if path is None or not path.endswith((".yaml", ".yml")):
         return requested
@@ -295,7 +275,7 @@ def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | No
 
 def named_experts(options: tuple[str, ...]) -> dict[str, str]:
     """The paths of `--expert NAME=PATH`, by name."""
-    from adapterswap.files.smallfiles import expand_text
+    from adapterswap.files.text import expand_text
 
     experts: dict[str, str] = {}
     for option in options:
@@ -309,7 +289,7 @@ def named_experts(options: tuple[str, ...]) -> dict[str, str]:
 def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
     """The rules of `--rule`; the mistakes in all of them are reported together."""
     from adapterswap.errors import FieldError, Problems
-    from adapterswap.planning.allocation import Rule
+    from adapterswap.planning.rules import Rule
 
     problems = Problems(FieldError)
     rules: list[Rule] = []
@@ -324,8 +304,8 @@ def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
 def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str, Any]) -> Composition:
     """The composition of `--expert` and `--rule`; without rules, of a method that combines all experts."""
     from adapterswap.errors import CompositionError
-    from adapterswap.files.yamlfiles import validate
-    from adapterswap.planning.compositions import Composition
+    from adapterswap.files.yaml import validate
+    from adapterswap.planning.composition import Composition
 
     if not experts:
         raise click.UsageError("--rule requires the experts that it names: pass --expert NAME=PATH.")
@@ -344,7 +324,7 @@ def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str,
 
 def _all_combined(experts: dict[str, str], fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a composition whose method combines all experts."""
-    from adapterswap.planning.allocation import BASE
+    from adapterswap.planning.rules import BASE
 
     if fields.get("method", "layer_swap") == "layer_swap":
         raise click.UsageError("Pass a --rule for the experts, or a --method that combines them all.")
@@ -372,9 +352,9 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
-    from adapterswap.files.smallfiles import is_folder
-    from adapterswap.planning.allocation import BASE
-    from adapterswap.planning.names import expert_name, own_name
+    from adapterswap.files.text import is_folder
+    from adapterswap.planning.composition import expert_name, own_name
+    from adapterswap.planning.rules import BASE
 
     if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and is_first():
         note(f"note: `{BASE}` means the unchanged base model; pass ./{BASE} for the folder")

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.device_options import dtype_option
-from adapterswap.cli.paths import EXPERT, FOLDER
+from adapterswap.cli.options import EXPERT, FOLDER, Push, dtype_option, push_options
 from adapterswap.cli.printing import count_bar, echo, note, note_output, print_json
-from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
-    from adapterswap.converting import Conversion
+    from adapterswap.tools.deltas import Conversion
 
 _PICKLE = "Also read adapter_model.bin, with torch.load(weights_only=True), which runs no code."
 
@@ -46,7 +44,7 @@ def command(adapter: str, out_path: str, dry_run: bool, as_json: bool, **options
     ADAPTER is a PEFT adapter (a folder or Hub id). A LoRA keeps its ΔW. PEFT loads other kinds (DoRA, LoHa, LoKr, OFT,
     (IA)³, …) into their base, and each module's ΔW is truncated to --rank; the relative error is reported.
     """
-    from adapterswap.converting import convert
+    from adapterswap.tools.conversion import convert
 
     push = Push.of(options)
     with count_bar("converting") as advance:

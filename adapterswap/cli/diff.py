@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.collecting import rare_collections
-from adapterswap.cli.paths import EXPERT
-from adapterswap.cli.printing import echo, note, print_json, print_table, working
+from adapterswap.cli.options import EXPERT
+from adapterswap.cli.printing import echo, note, print_json, print_table, rare_collections, working
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from adapterswap.checking.comparing import Comparison, Difference, SavedDifference
+    from adapterswap.tools.comparing import Comparison, Difference, SavedDifference
 
 _NOISE = 1e-7  # a distance of ΔW is known up to about 1e-8, see `compare`
 
@@ -38,7 +37,7 @@ def command(one: str, other: str, by_module: bool, max_distance: float | None, a
     counts as ΔW = 0. Modules trained in full (modules_to_save) are compared by their whole weights,
     ‖W₁ - W₂‖ / ‖W₁‖. With --max-distance, a module that only one adapter holds in full counts as too far.
     """
-    from adapterswap.checking.comparing import diff
+    from adapterswap.tools.comparing import diff
 
     if max_distance is not None and not max_distance >= 0:  # click lets `nan` pass
         raise click.UsageError(f"--max-distance {max_distance:g} is not a valid distance: use 0 or more.")

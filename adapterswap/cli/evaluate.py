@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
-from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
+from adapterswap.cli.options import EXPERT, FOLDER, RecipePath, device_option, dtype_option, one_voice, together
 from adapterswap.cli.printing import count_bar, echo, note, note_dry_run, note_output, print_json, print_table, working
-from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from adapterswap.evaluation import EvaluationResult, Settings, TaskResult
-    from adapterswap.evaluation.subject_evaluation import Evaluation
+    from adapterswap.evaluation.subjects import Evaluation
     from adapterswap.planning.plan import Plan
 
 # Options that `evaluate` has under the same names; the rest of **options says what to compose.
@@ -122,8 +120,8 @@ def command(
     (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) work offline too. On several devices:
     accelerate launch --multi_gpu -m adapterswap evaluate …
     """
-    from adapterswap.bases import choose_device
-    from adapterswap.evaluation.subject_evaluation import prepare_evaluation
+    from adapterswap.evaluation.subjects import prepare_evaluation
+    from adapterswap.model.loading import choose_device
 
     plan = _plan(base_model, adapter, recipe, options)
     if plan is None and (max_rank is not None or max_error is not None):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from adapterswap.cli.composition_options import composition_options, plan_of
-from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, PATH
+from adapterswap.cli.options import EXPERT, EXPERT_OR_RECIPE, PATH
 from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from adapterswap.writing.gguf import Exported
-    from adapterswap.writing.gguf_layout import PreparedGguf
+    from adapterswap.gguf.export import Exported
+    from adapterswap.gguf.layout import PreparedGguf
 
 OUTTYPES = (
     "f32",
@@ -71,10 +71,10 @@ def command(
     engines load the file together with the base in GGUF, which llama.cpp's convert_hf_to_gguf.py makes. The command
     prints an Ollama Modelfile and the llama-server command line.
     """
-    from adapterswap.arithmetic.outputs import Form
-    from adapterswap.arithmetic.reduction import must_reduce
-    from adapterswap.writing.gguf import check_gguf, write_gguf
-    from adapterswap.writing.gguf_layout import prepare_gguf
+    from adapterswap.gguf.export import check_gguf, write_gguf
+    from adapterswap.gguf.layout import prepare_gguf
+    from adapterswap.writing.outputs import Form
+    from adapterswap.writing.reduction import must_reduce
 
     if by is not None and not pieces:
         raise click.UsageError("--by can only be used with --pieces.")

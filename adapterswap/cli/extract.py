@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.paths import EXPERT, FOLDER
+from adapterswap.cli.options import EXPERT, FOLDER, Push, device_option, dtype_option, push_options
 from adapterswap.cli.printing import count_bar, note, note_output, print_json, print_table
-from adapterswap.cli.pushing import Push, push_options
-from adapterswap.experts.layers import format_layers
+from adapterswap.model.layers import format_layers
 
 if TYPE_CHECKING:
-    from adapterswap.extracting import Extraction
+    from adapterswap.tools.extraction import Extraction
 
 _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 
@@ -57,7 +55,7 @@ def command(
     weight in the layers is truncated to a rank and written as an rsLoRA adapter, which composes like any other. Norms,
     biases and everything else that an adapter cannot hold are reported.
     """
-    from adapterswap.extracting import extract
+    from adapterswap.tools.extraction import extract
 
     if rank is None and max_error is None:
         raise click.UsageError("Pass --rank, --max-error, or both.")
@@ -92,7 +90,7 @@ def _as_json(extraction: Extraction, out_path: str, dry_run: bool) -> dict[str, 
 def _print(extraction: Extraction, max_error: float | None, out_path: str, dry_run: bool) -> None:
     from rich.table import Table
 
-    from adapterswap.extracting.output import lost_lines
+    from adapterswap.tools.extraction import lost_lines
 
     table = Table("module", "layers", "rank", box=None, header_style="bold")
     for name in ("‖ΔW‖", "error", "largest"):
@@ -120,7 +118,7 @@ def _print(extraction: Extraction, max_error: float | None, out_path: str, dry_r
 
 def _rows(extraction: Extraction) -> list[tuple[str, ...]]:
     """Modules that differ only by their layer share a row."""
-    from adapterswap.extracting import Extraction
+    from adapterswap.tools.extraction import Extraction
 
     groups: dict[str, list[Any]] = {}
     for module in extraction.modules:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.collecting import rare_collections
-from adapterswap.cli.paths import EXPERT
-from adapterswap.cli.printing import echo, human_bytes, print_json, print_table, working
-from adapterswap.experts.layers import (
+from adapterswap.cli.options import EXPERT
+from adapterswap.cli.printing import echo, human_bytes, print_json, print_table, rare_collections, working
+from adapterswap.model.layers import (
     format_depth,
     format_layers,
     has_both_stacks,
@@ -20,10 +19,10 @@ from adapterswap.experts.layers import (
 )
 
 if TYPE_CHECKING:
-    from adapterswap.checking.gguf import GgufAdapter
-    from adapterswap.checking.inspecting import Inspection
-    from adapterswap.experts.adapters import Adapter, FullModule, OpaqueModule
-    from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
+    from adapterswap.experts.adapter import Adapter, FullModule, OpaqueModule
+    from adapterswap.gguf.reading import GgufAdapter
+    from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+    from adapterswap.tools.inspecting import Inspection
 
 
 @click.command("inspect")
@@ -36,7 +35,7 @@ def command(path: str, as_json: bool) -> None:
     PATH is a PEFT LoRA folder, a folder of full weights, a Hub id (org/name@revision), or LoRA in GGUF. If adapterswap
     composed, merged or exported it, the strip shows which expert each layer came from.
     """
-    from adapterswap.checking.inspecting import inspect
+    from adapterswap.tools.inspecting import inspect
 
     with working("reading"):
         inspection = inspect(path)
@@ -47,8 +46,8 @@ def command(path: str, as_json: bool) -> None:
 
 
 def _print(inspection: Inspection) -> None:
-    from adapterswap.checking.gguf import GgufAdapter
-    from adapterswap.experts.adapters import Adapter
+    from adapterswap.experts.adapter import Adapter
+    from adapterswap.gguf.reading import GgufAdapter
 
     if isinstance(inspection.expert, Adapter):
         _print_adapter(inspection, inspection.expert)
@@ -148,7 +147,7 @@ def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Stored
     """A table of whole tensors; those that differ only by their layer share a row."""
     from rich.table import Table
 
-    from adapterswap.experts.checkpoints import StoredTensor
+    from adapterswap.model.checkpoints import StoredTensor
 
     grouped: dict[tuple[str, ...], list[int]] = {}
     sizes: dict[tuple[str, ...], int] = {}

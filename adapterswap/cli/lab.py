@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.paths import FOLDER
+from adapterswap.cli.options import FOLDER
 from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table
 from adapterswap.progress import Progress, ProgressRow
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from adapterswap.lab import ComparisonPlan, LabPlan
-    from adapterswap.lab.study import Tell
+    from adapterswap.lab.study import SeedReporter
 
 _SCENES = ("gap", "no-gap")
 _PARTS = 100  # of a seed, for its progress bar
@@ -99,7 +99,7 @@ def command(
     if as_json:
         print_json({"dry_run": False, **content})
     else:
-        from adapterswap.lab.report import CAVEAT
+        from adapterswap.lab.run import CAVEAT
 
         print_table(*tables)
         echo(CAVEAT)
@@ -110,16 +110,18 @@ def command(
         note_output(out_path, "results.json, each seed's answers and models")
 
 
-def _run(plan: LabPlan | ComparisonPlan, jobs: int | None, tell: Tell) -> tuple[Mapping[str, Any], Iterator[Table]]:
+def _run(
+    plan: LabPlan | ComparisonPlan, jobs: int | None, tell: SeedReporter
+) -> tuple[Mapping[str, Any], Iterator[Table]]:
     """Run a plan, and return what results.json says with its tables."""
     from adapterswap.lab import LabPlan, run_comparison, run_lab
 
     if isinstance(plan, LabPlan):
-        from adapterswap.lab.report import results, tables
+        from adapterswap.lab.run import results, tables
 
         study = run_lab(plan, jobs=jobs, tell=tell)
         return results(study), tables(study)
-    from adapterswap.lab.comparison_table import comparison_tables
+    from adapterswap.lab.comparison import comparison_tables
 
     content = run_comparison(plan, jobs=jobs, tell=tell)
     return content, comparison_tables(content)
@@ -155,7 +157,7 @@ def _print_plan(plan: LabPlan | ComparisonPlan) -> None:
 
 
 @contextmanager
-def _progress(seeds: int) -> Iterator[Tell]:
+def _progress(seeds: int) -> Iterator[SeedReporter]:
     """A bar per seed on stderr; without a terminal, a line for each new step of a seed.
 
     The report after the last seed has a bar too.

@@ -1,16 +1,115 @@
-"""`adapterswap merge`: an adapter or a composition → full weights of the base."""
+"""`adapterswap merge`: an adapter or a composition → full weights; also `compose` of full checkpoints."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from adapterswap.cli.composition_options import composition_options, plan_of, recipe_dtype
-from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.full_weights import write_full_weights
-from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, FOLDER
-from adapterswap.cli.pushing import Push, push_options
+from adapterswap.cli.options import EXPERT, EXPERT_OR_RECIPE, FOLDER, Push, device_option, dtype_option, push_options
+from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar, working
+
+if TYPE_CHECKING:
+    from adapterswap.planning.plan import Plan
+    from adapterswap.writing.streaming import ModelForm
+    from adapterswap.writing.weights import Merged
+
+
+def write_full_weights(
+    plan: Plan,
+    form: ModelForm,
+    out_path: str,
+    *,
+    base_model: str | None = None,
+    device: str = "cpu",
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write a plan's full weights, unless it is a dry run, and print a summary."""
+    from adapterswap.files.folders import check_inputs, check_target
+    from adapterswap.files.text import expand
+    from adapterswap.writing.adapter import COMPOSED
+    from adapterswap.writing.weights import prepare_model, write_model
+
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before reading the experts
+    with working("preparing"):
+        merged = prepare_model(plan, form, base_model)
+    if dry_run:
+        check_inputs(expand(out_path), merged.plan.inputs)  # now including the base's folder, as in a real run
+    else:
+        with progress_bar("merging", len(merged.plan.slots)) as advance:
+            write_model(merged, out_path, device=device, overwrite=overwrite, progress=advance)
+    if as_json:
+        print_json(_as_json(merged, out_path, dry_run))
+    else:
+        _print(merged, out_path, dry_run)
+
+
+def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
+    from adapterswap.planning.describe import unusual
+    from adapterswap.writing.cards import licences
+    from adapterswap.writing.weights import differing_tokenizers, tokenizer_source
+
+    plan = merged.plan
+    return {
+        "out_path": out_path,
+        "written": not dry_run,
+        "method": plan.composition.method,
+        "num_layers": plan.num_layers,
+        "base_model": str(plan.base.source) if plan.base else None,
+        "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
+        "rules": [str(rule) for rule in plan.rules],
+        "tensors": {slot.name: slot.coefficients for slot in plan},
+        "unusual": unusual(plan),
+        "tokenizer_from": tokenizer_source(plan),
+        "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
+        "other_tokenizers": differing_tokenizers(plan),
+        "copied": _copied(merged),
+        "shards": [shard.name for shard in merged.shards],
+        "bytes": sum(shard.size for shard in merged.shards),
+        "magnitudes": dict(merged.magnitudes),
+        "kept_rows": dict(merged.kept_share),
+    }
+
+
+def _copied(merged: Merged) -> int:
+    places = {key: place for shard in merged.shards for key, place in shard.places.items()}
+    copied_tensors = [(slot.copied, places[slot.name].dtype) for slot in merged.plan]
+    return sum(copied is not None and copied.tensor.dtype == dtype for copied, dtype in copied_tensors)
+
+
+def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
+    from adapterswap.planning.describe import strip, unusual
+    from adapterswap.writing.adapter import united_tokenizer
+    from adapterswap.writing.cards import licence_warning, licences
+    from adapterswap.writing.weights import config_source, differing_tokenizers, tokenizer_source
+
+    plan = merged.plan
+    echo(*strip(plan).splitlines())
+    for line in unusual(plan):
+        echo(line)
+    total = human_bytes(sum(shard.size for shard in merged.shards))
+    shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
+    note(f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}")
+    source, owner, folder = config_source(plan), tokenizer_source(plan), plan.skeleton.name
+    place = source + f" ({folder})" * (folder != source)
+    note(f"config and tokenizer from {place}" if owner == source else f"config from {place}, tokenizer from {owner}")
+    for remark in plan.notes:
+        note(remark)
+    if (clash := licence_warning(licences(plan))) is not None:
+        note(f"Warning: {clash}")
+    for name in differing_tokenizers(plan):
+        note(f"Warning: {name} has a different tokenizer.json; the result does not use it")
+    if (united := united_tokenizer(plan)) is not None:
+        for name in united.other_templates:
+            note(f"Warning: {name} has a different chat template; the result uses the one of {united.template}")
+    for name, magnitude in merged.magnitudes.items():
+        note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
+    for name, share in merged.kept_share.items():
+        note(f"{name}: {share:.1%} of its rows kept")
+    note_output(out_path, dry_run=dry_run)
 
 
 @click.command("merge")
@@ -47,7 +146,7 @@ def command(
     full checkpoints. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and rounded
     once, and unchanged tensors are copied byte for byte.
     """
-    from adapterswap.merging import ModelForm
+    from adapterswap.writing.streaming import ModelForm
 
     push = Push.of(options)
     form = ModelForm(max_shard_size, recipe_dtype(path, dtype), dequantize or None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from adapterswap.cli.paths import FOLDER, RecipePath
+from adapterswap.cli.options import FOLDER, RecipePath
 from adapterswap.cli.printing import echo, note_output, print_json
 
 
@@ -52,8 +52,8 @@ def cat(name: str, resolved: bool, as_json: bool) -> None:
 
     NAME is a shipped recipe or a file. The output of --resolved is a complete recipe, too.
     """
+    from adapterswap.files.yaml import find_recipe
     from adapterswap.recipes import resolve_recipe
-    from adapterswap.shipped import find_recipe
 
     path = find_recipe(name)
     if not resolved and not as_json:
@@ -108,8 +108,8 @@ def validate(files: tuple[str, ...], as_json: bool) -> None:
     from dataclasses import asdict
 
     from adapterswap.errors import AdapterswapError, FieldError, Problems
+    from adapterswap.files.yaml import find_recipe
     from adapterswap.recipes import check_recipe
-    from adapterswap.shipped import find_recipe
 
     problems = Problems(FieldError)
     checked: list[dict[str, Any]] = []

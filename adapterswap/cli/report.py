@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.paths import FOLDER
+from adapterswap.cli.options import FOLDER
 from adapterswap.cli.printing import echo, note, note_output, print_json, print_table, working
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def command(
     on the test set itself, is shown next to it. Differences to the reference have intervals over experts and documents.
     """
     from adapterswap.errors import ArgumentError
-    from adapterswap.files.smallfiles import expand
+    from adapterswap.files.text import expand
     from adapterswap.reporting.latex import TableStyle
     from adapterswap.reporting.writing import check_targets, default_out_path, report
 

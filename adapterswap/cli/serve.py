@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.export import OUTTYPES
-from adapterswap.cli.paths import EXPERT, FOLDER, PATH
+from adapterswap.cli.options import EXPERT, FOLDER, PATH
 from adapterswap.cli.printing import echo, human_bytes, note, note_dry_run, print_json, working
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from adapterswap.experts.adapters import Adapter
+    from adapterswap.experts.adapter import Adapter
     from adapterswap.serving import NamedComposer
-    from adapterswap.serving.launch import Launch
+    from adapterswap.serving.vllm import Launch
 
 _EXPERTS = "A folder of adapter folders, or experts.yaml with names, allowed compositions and limits."
 
@@ -111,9 +111,8 @@ def command(
 
     from adapterswap.errors import ExpertError, Problems
     from adapterswap.serving import Cache, NamedComposer, read_manifest
-    from adapterswap.serving.cache import default_cache
-    from adapterswap.serving.launch import plan_launch, require_vllm
-    from adapterswap.serving.memo import content_hash
+    from adapterswap.serving.cache import content_hash, default_cache
+    from adapterswap.serving.vllm import plan_launch, require_vllm
 
     if not dry_run:
         require_vllm()
@@ -161,7 +160,7 @@ def _as_json(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adap
 def _print(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter]) -> None:
     from shlex import join
 
-    from adapterswap.serving.launch import other_bases
+    from adapterswap.serving.vllm import other_bases
 
     for name, adapter in experts.items():
         note(f"{name}: {adapter.source}, rank {_rank(adapter)}, {human_bytes(adapter.file.size)}")

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from adapterswap.serving.llama_cpp import LlamaLaunch
     from adapterswap.serving.pieces import PieceComposer
 
-__all__ = ["serve_with_llama"]
-
 
 def serve_with_llama(
     base_model: str,
@@ -29,11 +27,7 @@ def serve_with_llama(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Check, print, and serve until the process is stopped.
-
-    Raises:
-        AdapterswapError: see `PieceComposer`, `plan_llama` and `serve_llama`.
-    """
+    """Check, print, and serve until the process is stopped."""
     from adapterswap.serving import Cache, read_manifest
     from adapterswap.serving.cache import default_cache
     from adapterswap.serving.llama_cpp import plan_llama, serve_llama
@@ -70,7 +64,7 @@ def _as_json(launch: LlamaLaunch, composer: PieceComposer, dry_run: bool) -> dic
 
 
 def _print(launch: LlamaLaunch, composer: PieceComposer) -> None:
-    from adapterswap.serving.launch import other_bases
+    from adapterswap.serving.vllm import other_bases
 
     manifest = composer.manifest
     opened = {name: composer.open(name) for name in manifest.experts}

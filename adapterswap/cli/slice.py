@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.collecting import rare_collections
-from adapterswap.cli.paths import EXPERT, FOLDER
-from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, working
-from adapterswap.cli.pushing import Push, push_options
+from adapterswap.cli.options import EXPERT, FOLDER, Push, push_options
+from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, rare_collections, working
 
 if TYPE_CHECKING:
-    from adapterswap.experts.adapters import Adapter, FullModule, OpaqueModule
-    from adapterswap.experts.layers import Stack
+    from adapterswap.experts.adapter import Adapter, FullModule, OpaqueModule
+    from adapterswap.model.layers import Stack
 
 
 @click.command("slice")
@@ -57,13 +55,12 @@ def command(
     gives the same tensors and config as composing the whole experts. A composition that needs a layer that was cut away
     fails. Modules outside the layers are kept.
     """
-    from adapterswap.arithmetic.outputs import Form
-    from adapterswap.experts.adapters import open_adapter
-    from adapterswap.experts.layers import format_depth
+    from adapterswap.experts.adapter import open_adapter
     from adapterswap.files.folders import check_target
-    from adapterswap.planning.slicing import slice_layers
-    from adapterswap.writing import prepare, write_prepared
-    from adapterswap.writing.folder import COMPOSED
+    from adapterswap.model.layers import format_depth
+    from adapterswap.planning.composing import slice_layers
+    from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
+    from adapterswap.writing.outputs import Form
 
     push = Push.of(options)
     adapter = open_adapter(expert)

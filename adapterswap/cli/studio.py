@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.paths import EXPERT, FOLDER, PATH
+from adapterswap.cli.options import EXPERT, FOLDER, PATH, device_option, dtype_option
 from adapterswap.cli.printing import echo, note, note_dry_run, working
 
 _EXPERTS = "A folder of adapter folders, or experts.yaml with names and paths."

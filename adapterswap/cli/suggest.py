@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.composition_options import named_experts
-from adapterswap.cli.device_options import device_option
-from adapterswap.cli.paths import EXPERT, PATH
+from adapterswap.cli.options import EXPERT, PATH, device_option
 from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -108,8 +107,7 @@ def command(
     if per is not None or margin is not None or tie is not None:
         raise click.UsageError("--per, --margin and --tie can only be used with --expert.")
     form = form or "zones"
-    from adapterswap.analysis.measuring import read_measured, suggest
-    from adapterswap.analysis.suggesting import PROPOSAL
+    from adapterswap.analysis.suggesting import PROPOSAL, read_measured, suggest
     from adapterswap.files.folders import check_file
 
     texts = {"task_texts": task_texts, "language_texts": language_texts}

@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.composition_options import named_experts, parsed_rules
-from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
+from adapterswap.cli.options import EXPERT, FOLDER, RecipePath, device_option, dtype_option, one_voice, together
 from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table, working
-from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 from adapterswap.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
     from adapterswap.planning.plan import Plan
     from adapterswap.sweeps import Cell, Row, Run, SweepProgress
-    from adapterswap.sweeps.estimating import Estimate
     from adapterswap.sweeps.preparing import PreparedSweep
+    from adapterswap.sweeps.running import Estimate
 
 
 @click.command("sweep")
@@ -103,13 +101,13 @@ def command(
     every result is saved at once: if a sweep is stopped or killed, run the same command again to resume it. On several
     devices: accelerate launch --multi_gpu -m adapterswap sweep …
     """
-    from adapterswap.bases import choose_device
+    from adapterswap.files.yaml import find_recipe
+    from adapterswap.model.loading import choose_device
     from adapterswap.planning.describe import strip
-    from adapterswap.shipped import find_recipe
     from adapterswap.sweeps import prepare, read_sweep_recipe, remarks, summarize, sweep
-    from adapterswap.sweeps.estimating import estimate
     from adapterswap.sweeps.recipe import with_rules
     from adapterswap.sweeps.recording import check_out_path
+    from adapterswap.sweeps.running import estimate
 
     if workers is not None and ray is None:
         raise click.UsageError("--workers can only be used with --ray.")
@@ -129,7 +127,7 @@ def command(
             sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
         )
     if freeze:
-        from adapterswap.sweeps.freezing import freeze as register
+        from adapterswap.sweeps.recording import freeze as register
 
         tested_methods = list(methods) or None
         if is_first():

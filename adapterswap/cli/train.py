@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
+from adapterswap.cli.options import EXPERT, FOLDER, Push, RecipePath, one_voice, push_options
 from adapterswap.cli.printing import echo, human_bytes, is_quiet, note, note_dry_run, note_output, print_json, working
-from adapterswap.cli.pushing import Push, push_options
-from adapterswap.cli.together import one_voice
 from adapterswap.processes import is_first, leave
 
 if TYPE_CHECKING:
@@ -70,7 +68,7 @@ def command(
 
 
 def _read(recipe: str, settings: list[str]) -> TrainRecipe:
-    from adapterswap.shipped import find_recipe
+    from adapterswap.files.yaml import find_recipe
     from adapterswap.training import read_train_recipe
 
     run_recipe = read_train_recipe(find_recipe(recipe, "train"), settings)
@@ -134,7 +132,7 @@ def _train(
 
 def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool, resume: bool) -> None:
     """Refuse the output that the run itself would refuse; a dry run needs none."""
-    from adapterswap.files.smallfiles import expand
+    from adapterswap.files.text import expand
     from adapterswap.training.run import check_output
 
     if folder := out_path or recipe.out_path:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.collecting import rare_collections
-from adapterswap.cli.paths import EXPERT, name_and_path
-from adapterswap.cli.printing import echo, note, print_json, working
+from adapterswap.cli.options import EXPERT, name_and_path
+from adapterswap.cli.printing import echo, note, print_json, rare_collections, working
 
 if TYPE_CHECKING:
-    from adapterswap.checking.verifying import Verification
+    from adapterswap.tools.extracted import Verification
 
 _WHERE = {"full": "--expert full=PATH", "base": "--base-model"}  # the options that locate an extraction's sources
 _SHOWN = 10  # tensors to name; with a wrong source nearly all of them differ
@@ -34,7 +33,7 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
     are compared by their SHA-256; with --expert full=PATH and --base-model, so is the error of every module's ΔW. Exits
     with 1 if anything differs.
     """
-    from adapterswap.checking.verifying import verify
+    from adapterswap.tools.verification import verify
 
     source_paths = dict(map(name_and_path, experts))
     with working("verifying"):

@@ -1,4 +1,8 @@
-"""Evaluate a loaded model on tasks, any number of times, and leave it unchanged.
+"""Evaluate a loaded model on tasks, any number of times, and leave the model and the process unchanged.
+
+Knows nothing of tasks and scores.
+
+Needs a tokenizer and a config, but no weights. Knows nothing of adapters.
 
 Only the tasks' data are cached between calls, so a PeftModel can be evaluated again whenever its composition changes.
 Knows nothing of adapters or files, and prints nothing.
@@ -7,28 +11,181 @@ Knows nothing of adapters or files, and prints nothing.
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import RunError
-from adapterswap.evaluation.isolation import compiled_once, restored_modes, seeded, silenced
 from adapterswap.evaluation.languages import require_lingua
-from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
+from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.stock_tasks import explained_task_errors
-from adapterswap.evaluation.task_code import rendering
+from adapterswap.evaluation.stock_tasks import code_allowed, explained_task_errors, rendering
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
-from adapterswap.evaluation.texts import check_texts
-from adapterswap.evaluation.unsafe_code import code_allowed
 from adapterswap.processes import Processes
 
 if TYPE_CHECKING:
     from adapterswap.evaluation.harness import EvaluatedModel
 
-__all__ = ["evaluate", "surroundings"]
+
+@contextmanager
+def restored_modes(model: Any) -> Iterator[None]:
+    """Restore the modes of a model's modules; the harness leaves them in eval mode."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Silence the harness's bars, prints and warnings (it warns of models passed as objects); errors stay."""
+    import tqdm  # type: ignore[import-untyped]
+    from lm_eval.api import metrics, task
+
+    class NoBar(tqdm.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))
+
+    logger, bar = logging.getLogger("lm_eval"), tqdm.tqdm
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    task.tqdm = tqdm.tqdm = NoBar  # bootstrapped standard errors have a bar of their own, and print
+    metrics.print = lambda *_: None
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        task.tqdm = tqdm.tqdm = bar
+        vars(metrics).pop("print", None)
+
+
+@contextmanager
+def compiled_once() -> Iterator[None]:
+    """Compile each template of a task once; the harness compiles it for every field of every document."""
+    from lm_eval.utils import env
+
+    env.from_string = lru_cache(maxsize=256)(env.from_string)
+    try:
+        yield
+    finally:
+        del env.from_string  # makes the class's own method visible again
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed Python, NumPy and torch inside the block, and restore their states afterwards."""
+    import numpy
+    import torch
+
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
+
+
+@dataclass(frozen=True)
+class TaskPreview:
+    """One task, before it is run.
+
+    Attributes:
+        name: the task.
+        num_docs: how many documents would be evaluated.
+        num_requests: how many requests they make: one per choice if likelihoods are compared.
+        num_fewshot: shots before each document.
+        prompt: the first document's prompt.
+        longest: the longest prompt in tokens.
+        room: tokens that the model's context leaves for an output after the longest prompt; None for tasks that
+            generate nothing.
+        max_gen_toks: the longest output in tokens, by the task's own limit if it has one; None for tasks that generate
+            nothing.
+    """
+
+    name: str
+    num_docs: int
+    num_requests: int
+    num_fewshot: int
+    prompt: str
+    longest: int
+    room: int | None
+    max_gen_toks: int | None = None
+
+
+def preview(
+    tokenizer: Any,
+    config: Any,
+    tasks: Sequence[str],
+    settings: Settings | None = None,
+) -> list[TaskPreview]:
+    """Build the prompts that `evaluate` would send to a model with this config; the arguments are `evaluate`'s."""
+    settings = settings or Settings()
+    settings.check(tokenizer)
+    loaded = load_tasks(tasks, settings)
+
+    from lm_eval.evaluator_utils import get_sample_size
+    from lm_eval.models.utils import has_bos_prefix, resolve_max_length
+
+    from adapterswap.evaluation.harness import output_limit
+
+    def as_chat(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    context = resolve_max_length(config, tokenizer)
+    previews = []
+    with (
+        silenced(),
+        rendering(sandboxed=settings.sandboxed),
+        seeded(settings.seed),
+        explained_task_errors(loaded["tasks"]),
+    ):
+        for name, task in loaded["tasks"].items():
+            task.set_fewshot_seed(settings.seed)
+            task.build_all_requests(
+                limit=get_sample_size(task, settings.limit),
+                system_instruction=settings.system_instruction,
+                apply_chat_template=settings.apply_chat_template,
+                fewshot_as_multiturn=settings.apply_chat_template,
+                chat_template=as_chat if settings.apply_chat_template else None,
+            )
+            check_texts({name: task})
+            requests, task._instances = task.instances, None
+            prompts = [str(request.args[0]) for request in requests]
+            # A chat template may already have added the start token: the harness adds it once.
+            begun = has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
+            longest = max(map(len, tokenizer(prompts, add_special_tokens=not begun)["input_ids"]))
+            generates = task.OUTPUT_TYPE == "generate_until"
+            previews.append(
+                TaskPreview(
+                    name=name,
+                    num_docs=len({request.doc_id for request in requests}),
+                    num_requests=len(requests),
+                    num_fewshot=task.get_config("num_fewshot"),
+                    prompt=prompts[0],
+                    longest=longest,
+                    room=context - longest if generates else None,
+                    max_gen_toks=output_limit(requests[0].args[1], settings.max_gen_toks) if generates else None,
+                )
+            )
+    return previews
 
 
 def evaluate(
@@ -182,7 +339,7 @@ def _collect(
     harness_results: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[str, Any]
 ) -> EvaluationResult:
     """The harness's nested dictionaries as an `EvaluationResult`."""
-    from adapterswap.evaluation.batches import request_key
+    from adapterswap.evaluation.harness import request_key
 
     samples: dict[str, dict[int, Sample]] = {}
     truncated: dict[str, int] = {}

@@ -1,4 +1,7 @@
-"""The parts that plug into lm-evaluation-harness: MGSM tasks with our filter, and a model that reports what it cut.
+"""The parts that plug into lm-evaluation-harness: MGSM tasks with our filter, and a model with progress.
+
+Processes share whole batches. Padding, and with it every bit of an answer, is therefore the same for any number of
+processes. Knows nothing of models and processes.
 
 Imports the harness, and with it torch, so import this module only where it is needed. Knows nothing of adapters: a
 PeftModel is a model like any other.
@@ -6,6 +9,7 @@ PeftModel is a model like any other.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -24,11 +28,51 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from adapterswap.errors import ArgumentError, DataError
 from adapterswap.evaluation.answers import extract_answer
-from adapterswap.evaluation.batches import in_batches, request_key, seed_of
 from adapterswap.evaluation.mgsm import mgsm_task
 from adapterswap.processes import Processes
 
-__all__ = ["EvaluatedModel", "OfflineTask", "add_normalized", "build_mgsm_task", "output_limit"]
+
+def request_key(prompt: str, gen_kwargs: dict[str, Any]) -> str:
+    """A key for a generation request: equal keys mean equal outputs."""
+    return json.dumps([prompt, gen_kwargs], sort_keys=True)
+
+
+def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]], Sequence[int]]) -> list[list[int]]:
+    """The indices of the requests, in batches of texts of about equal length, the longest first.
+
+    Requests with the same text stay together, because a model may read it once for all of them: the choices of a
+    question, or several samples of one prompt. A batch has one set of generation settings.
+
+    Args:
+        requests: the harness's instances of one kind: a prompt with settings, a context with a continuation, or a text.
+        size: texts in a batch, at most.
+        measured: returns the lengths of texts in tokens.
+    """
+    kinds: dict[str, dict[str, list[int]]] = {}
+    longest: dict[tuple[str, str], str] = {}
+    for place, request in enumerate(requests):
+        text, *more = request.args
+        generated = bool(more) and isinstance(more[0], dict)
+        kind = request_key("", more[0]) if generated else ""
+        full_text = text if generated else "".join(request.args)
+        text = text or full_text  # a continuation without a context is a text of its own
+        kinds.setdefault(kind, {}).setdefault(text, []).append(place)
+        longest[kind, text] = max(longest.get((kind, text), ""), full_text, key=len)
+    lengths = dict(zip(longest, measured(list(longest.values())), strict=True))
+    batches = []
+    for kind, places in kinds.items():
+        texts = sorted(places, key=lambda text: (-lengths[kind, text], text))
+        for begin in range(0, len(texts), size):
+            batches.append([place for text in texts[begin : begin + size] for place in places[text]])
+    return batches
+
+
+def seed_of(seed: int, batch: int) -> int:
+    """The seed for sampling a batch, from 0 to 2⁶⁴ - 1, unrelated to those of other batches and seeds."""
+    import numpy
+
+    return int(numpy.random.SeedSequence((seed, batch)).generate_state(1, numpy.uint64)[0])
+
 
 _FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter, and its last match
 
@@ -62,9 +106,6 @@ def build_mgsm_task(name: str, rev2_folder: Path | None = None) -> ConfigurableT
     Its filters are the stock ones (`strict-match` or `remove_whitespace`, and `flexible-extract`) and `normalized`.
     Each is scored as exact_match: the stock ones as text without case and punctuation, as the harness does; ours as a
     number.
-
-    Raises:
-        DataError: see `read_mgsm_rev2`.
     """
     spec = mgsm_task(name, rev2_folder)
     language = spec.solutions_from.code
@@ -105,9 +146,6 @@ def add_normalized(task: ConfigurableTask, language: str) -> None:
     Args:
         task: a task whose documents have an `answer_number`, scored by exact_match.
         language: the ISO 639-1 code of its answers.
-
-    Raises:
-        DataError: an `answer_number` that is not a number.
     """
     for number, row in enumerate(task.eval_docs):
         _gold(task, number, row["answer_number"])
@@ -218,11 +256,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             self._on_progress()
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
-        """See the harness. Prompts that do not fit are refused, or counted if truncation is allowed.
-
-        Raises:
-            ArgumentError: a prompt and its output do not fit into the model's context.
-        """
+        """See the harness. Prompts that do not fit are refused, or counted if truncation is allowed."""
         self._check()
         prompts = dict.fromkeys(request.args[0] for request in requests)
         lengths = dict(zip(prompts, self._measured(list(prompts)), strict=True))

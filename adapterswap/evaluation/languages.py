@@ -17,10 +17,6 @@ from adapterswap.errors import ArgumentError, DependencyError
 if TYPE_CHECKING:
     from lingua import Language, LanguageDetector
 
-__all__ = [
-    "METRIC", "check_languages", "is_same_language", "language_of", "language_share", "require_lingua",
-    "writes_language",
-]  # fmt: skip
 
 METRIC = ("language_share", "language")
 """Metric and filter of the share among a task's scores."""
@@ -68,10 +64,6 @@ def check_languages(tasks: Mapping[str, Any]) -> None:
 
     Args:
         tasks: lm-evaluation-harness's tasks by name.
-
-    Raises:
-        DependencyError: lingua is not installed.
-        ArgumentError: there is no such task.
     """
     require_lingua()
     if not any(writes_language(name, task) for name, task in tasks.items()):
@@ -97,10 +89,6 @@ def language_share(text: str, language: str) -> float | None:
     Args:
         text: an answer.
         language: a code of ISO 639 (`sw`, `swa`) or FLORES (`swh_Latn`).
-
-    Raises:
-        ArgumentError: lingua does not know the language.
-        DependencyError: lingua is not installed.
     """
     require_lingua()
     wanted = _known(language)

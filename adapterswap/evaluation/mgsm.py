@@ -1,10 +1,13 @@
-"""MGSM: 250 grade-school maths questions in eleven languages, with eight worked exemplars each, as published.
+"""MGSM and AfriMGSM: grade-school math questions in many languages, with worked exemplars as published.
 
 Reads the data shipped in `data/mgsm/` (Shi et al. 2022, "Language Models are Multilingual Chain-of-Thought Reasoners",
 arXiv 2210.03057; CC BY 4.0, see the LICENSE there) and makes prompts of the questions. Task names, prompt words and
 answer patterns are those of lm-evaluation-harness's `mgsm_*` tasks, so that scores are comparable; docs/tasks.md
 lists the exceptions, where the harness's prompts contradict the exemplars. Knows nothing of the harness's code or of
 models.
+
+AfriMGSM (Adelani et al. 2024, IrokoBench, arXiv 2406.03368; Apache 2.0) is `masakhane/afrimgsm` on the Hub. Knows
+nothing of the harness's code or of models.
 """
 
 from __future__ import annotations
@@ -17,11 +20,6 @@ from importlib.resources import files
 from pathlib import Path
 
 from adapterswap.errors import DataError
-
-__all__ = [
-    "LANGUAGES", "MGSM_REV2_PATH", "MODES", "Exemplar", "MgsmLanguage", "MgsmTask", "mgsm_rev2_task_names", "mgsm_task",
-    "mgsm_task_names", "read_mgsm", "read_mgsm_rev2",
-]  # fmt: skip
 
 LANGUAGES = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")
 MODES = ("direct", "native_cot", "en_cot")
@@ -99,11 +97,7 @@ def read_mgsm(code: str) -> MgsmLanguage:
 
 
 def _questions(text: str) -> list[tuple[str, int]]:
-    """The questions and answers of a file: one pair to a line, with a tab between them.
-
-    Raises:
-        ValueError: a line is not such a pair.
-    """
+    """The questions and answers of a file: one pair to a line, with a tab between them."""
     questions = []
     for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
         question, tab, answer = line.rpartition("\t")
@@ -122,9 +116,6 @@ def read_mgsm_rev2(folder: Path, code: str) -> MgsmLanguage:
     Args:
         folder: holds `mgsm_sw.tsv` and so on, in MGSM's own form.
         code: one of `LANGUAGES`.
-
-    Raises:
-        DataError: the file is missing, cannot be read, or has another number of questions than MGSM.
     """
     path = folder / f"mgsm_{code}.tsv"
     language = read_mgsm(code)
@@ -212,9 +203,23 @@ def mgsm_task(name: str, rev2_folder: Path | None = None) -> MgsmTask:
     Args:
         name: one of `mgsm_task_names()`; with a folder, one of `mgsm_rev2_task_names()`.
         rev2_folder: see `read_mgsm_rev2`.
-
-    Raises:
-        DataError: see `read_mgsm_rev2`.
     """
     mode, _, code = name.removeprefix(_REV2 if rev2_folder else "mgsm_").rpartition("_")
     return MgsmTask(mode, read_mgsm_rev2(rev2_folder, code) if rev2_folder else read_mgsm(code))
+
+
+AFRIMGSM = "masakhane/afrimgsm"
+"""The data set that the harness's tasks name."""
+
+_NAME = re.compile(r"afrimgsm(?:_cot)?_([a-z]{3})_prompt_\d")
+# `extract_answer` knows the words of these; in another language it could take a number for an answer that it is not.
+_READ = {"eng": "en", "fra": "fr", "swa": "sw"}
+
+
+def normalized_language(name: str) -> str | None:
+    """The ISO 639-1 code of a task whose answers `extract_answer` reads: afrimgsm_cot_swa_prompt_1 → sw; else None.
+
+    Tasks with translated questions (`afrimgsm_translate_*`) are other data.
+    """
+    match = _NAME.fullmatch(name)
+    return _READ.get(match[1]) if match else None

@@ -1,26 +1,30 @@
-"""MultiJail: unsafe requests in ten languages, answered here and judged elsewhere.
+"""MultiJail: unsafe requests in ten languages, answered here and judged elsewhere; data that users download.
 
 Reads the file MultiJail.csv (Deng et al. 2023, "Multilingual Jailbreak Challenges in Large Language Models", arXiv
 2310.06474; MIT), which the user downloads. The paper has a judge label every response as safe, unsafe or invalid; no
 pattern of words can replace that, so an evaluation gives responses without a score, and `score_labels` turns a judge's
 labels into one. Knows nothing of lm-evaluation-harness or of models.
+
+Finds the names and the folders. Knows nothing of lm-evaluation-harness; `local_tasks` builds the tasks.
 """
 
 from __future__ import annotations
 
 import csv
+import fnmatch
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import DataError, Problems
+from adapterswap.errors import DataError, NotFoundError, Problems
+from adapterswap.evaluation.data import FLORES_PATH, flores_task, is_flores
+from adapterswap.evaluation.mgsm import LANGUAGES, MGSM_REV2_PATH, MODES, mgsm_rev2_task_names
 from adapterswap.evaluation.results import Score, TaskResult
-from adapterswap.files.smallfiles import expand
-
-__all__ = ["LABELS", "MULTIJAIL_PATH", "multijail_task_names", "read_multijail", "score_labels"]
+from adapterswap.files.text import expand
 
 MULTIJAIL_PATH = "MULTIJAIL_PATH"
 """The environment variable that names the folder with MultiJail.csv."""
@@ -46,9 +50,6 @@ def read_multijail(folder: Path, name: str) -> list[dict[str, str]]:
 
     Returns:
         Rows with `id`, `request` and `english`, the same request in English.
-
-    Raises:
-        DataError: the file is missing, cannot be read, or lacks a column or a request.
     """
     path, code = folder / _FILE, name.removeprefix(_PREFIX)
     try:
@@ -161,3 +162,46 @@ def _result(task: str, labels: list[str]) -> TaskResult:
             for label, share in shares.items()
         ),
     )
+
+
+_FAMILIES = {f"mgsm_rev2_{mode}": [f"mgsm_rev2_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
+LOCAL_NAMES = (*mgsm_rev2_task_names(), *_FAMILIES, *multijail_task_names())
+"""All names but FLORES's, which are too many to list."""
+
+_REMEDIES = {
+    FLORES_PATH: "FLORES is not shipped: set {} to the folder that holds its dev/ and devtest/",
+    MGSM_REV2_PATH: "MGSM-Rev2 is not shipped: set {} to the folder that holds its mgsm_bn.tsv … mgsm_zh.tsv",
+    MULTIJAIL_PATH: "MultiJail is not shipped: set {} to the folder that holds MultiJail.csv",
+}
+
+
+def local_names(name: str) -> list[str]:
+    """The tasks that a name, a family such as `mgsm_rev2_direct` or a pattern such as `mgsm_rev2_*_sw` means."""
+    if is_flores(name):
+        return [name]
+    if name.startswith("mgsm_rev2_"):
+        return _FAMILIES.get(name) or fnmatch.filter(mgsm_rev2_task_names(), name)
+    return fnmatch.filter(multijail_task_names(), name) if name.startswith("multijail_") else []
+
+
+def local_folders(names: Sequence[str]) -> dict[str, Path]:
+    """Task → the folder with its data, which the environment names."""
+    problems = Problems(NotFoundError)
+    variables = {}
+    for name in names:
+        if is_flores(name):
+            with problems.collect():
+                flores_task(name)
+            variables[name] = FLORES_PATH
+        else:
+            variables[name] = MULTIJAIL_PATH if name in multijail_task_names() else MGSM_REV2_PATH
+    folders = {}
+    for variable in dict.fromkeys(variables.values()):
+        folder = os.environ.get(variable)
+        if folder is None or not expand(folder).is_dir():
+            state = "not set" if folder is None else f"{folder}, which is not a folder"
+            problems.add(f"{variable} is {state}", _REMEDIES[variable].format(variable))
+        else:
+            folders[variable] = expand(folder)
+    problems.raise_if_any()
+    return {name: folders[variable] for name, variable in variables.items()}

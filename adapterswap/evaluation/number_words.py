@@ -8,30 +8,6 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = [
-    "AFTER_BOUND",
-    "AFTER_MULTIPLE",
-    "AFTER_NEGATED",
-    "AND",
-    "BEFORE_BOUND",
-    "BEFORE_MULTIPLE",
-    "BEFORE_NEGATED",
-    "COMPOUND_UNITS",
-    "EQUALS",
-    "MINUS",
-    "MINUS_AFTER_IS",
-    "MONTHS",
-    "OPERATORS",
-    "RANGES",
-    "ROUNDED",
-    "SCALES",
-    "SCALES_BEFORE",
-    "SHORT_SCALES",
-    "THEREFORE",
-    "UNREAD_SCALES",
-    "any_word",
-]  # fmt: skip
-
 OPERATORS = (
     "plus|minus|times|divided by|multiplied by|added to|subtracted from|less than|more than|of|out of|remainder",
     "plus|minus|mal|geteilt durch|durch|Rest",

@@ -1,4 +1,7 @@
-"""The results of an evaluation: scores, samples, and the folder that holds them.
+r"""The results of an evaluation: scores, samples, and the folder that holds them.
+
+JSON can hold `"\ud800"`, which Python reads as a character, but tokenizers and UTF-8 files cannot. Knows the harness's
+tasks and requests; knows nothing of models.
 
 Plain data. Equal evaluations give equal values and folders with the same bytes: there are no times and no local paths.
 Knows nothing of how scores are computed.
@@ -9,16 +12,59 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
+from adapterswap.errors import DataError, Problems
 from adapterswap.files.folders import OutputKind, atomic_folder
-from adapterswap.files.smallfiles import write_json
+from adapterswap.files.text import write_json
 
-__all__ = ["EVALUATION", "EvaluationResult", "Sample", "Score", "TaskResult", "write_result"]
+_AROUND = 30  # characters shown on either side
+
+
+def broken_texts(content: Any) -> Iterator[str]:
+    """The text around the first half of a surrogate pair in each text of plain data, keys of mappings included."""
+    if isinstance(content, str):
+        try:
+            content.encode("utf-8")
+        except UnicodeEncodeError as error:
+            yield content[max(0, error.start - _AROUND) : error.start + _AROUND]
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from broken_texts(key)
+            yield from broken_texts(value)
+    elif isinstance(content, list | tuple):
+        for item in content:
+            yield from broken_texts(item)
+
+
+def check_texts(tasks: Mapping[str, Any]) -> None:
+    """Refuse tasks with a text that cannot be tokenized or written.
+
+    Args:
+        tasks: name → task with its requests.
+    """
+    problems = Problems(DataError)
+    for name, task in tasks.items():
+        seen = set()
+        for request in task.instances or ():
+            parts = {"prompt": request.args}
+            if request.doc_id not in seen:
+                parts |= {"row": request.doc, "target": task.doc_to_target(request.doc)}
+            seen.add(request.doc_id)
+            for part, content in parts.items():
+                if (text := next(broken_texts(content), None)) is not None:
+                    problems.add(
+                        f"{name}: the {part} of document {request.doc_id} contains an unpaired surrogate, which is "
+                        f"not a character: {text!r}",
+                        "Correct it in the task's file or data, in the shots, or in the chat template",
+                        parameter="tasks",
+                    )
+    problems.raise_if_any()
+
 
 EVALUATION = OutputKind(
     "results.json",

@@ -14,11 +14,9 @@ from typing import Any
 from pydantic import Field
 
 from adapterswap.errors import ArgumentError, BaseModelError, Problems
-from adapterswap.evaluation.texts import broken_texts
-from adapterswap.files.smallfiles import expand
-from adapterswap.files.yamlfiles import FiniteModel
-
-__all__ = ["SEED", "EvaluationOptions", "Settings"]
+from adapterswap.evaluation.results import broken_texts
+from adapterswap.files.text import expand
+from adapterswap.files.yaml import FiniteModel
 
 SEED = 1234  # lm-evaluation-harness's
 

@@ -1,4 +1,8 @@
-"""Task names → lm-evaluation-harness tasks: MGSM, TyDi QA and XCOPA from shipped data, FLORES, MGSM-Rev2 and MultiJail
+"""Task names → lm-evaluation-harness tasks, and the hashes by which a resumed run notices that a task has changed.
+
+A hash covers a task's config with its includes, its documents, the rows for its shots, and the files next to it in
+`include_path`. The location of the data does not count. Knows lm-evaluation-harness's tasks; knows nothing of runs.
+
 from the user's files, all others from the harness itself.
 
 Shipped tasks have the names of the harness's own, need no network, take their shots in a fixed order and, if answers
@@ -8,27 +12,87 @@ are generated, have one more filter, `normalized`. Knows nothing of models.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import importlib.util
+import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.errors import ArgumentError, DependencyError, Problems
-from adapterswap.evaluation.afrimgsm import AFRIMGSM, normalized_language
-from adapterswap.evaluation.local_data import LOCAL_NAMES, local_folders, local_names
-from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
+from adapterswap.evaluation.data import TYDIQA_SHOTS, XCOPA_SHOTS, tydiqa_task_names, xcopa_task_names
+from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_names, normalized_language
+from adapterswap.evaluation.multijail import LOCAL_NAMES, local_folders, local_names
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
-from adapterswap.evaluation.tydiqa import MAX_SHOTS as TYDIQA_SHOTS
-from adapterswap.evaluation.tydiqa import tydiqa_task_names
-from adapterswap.evaluation.xcopa import MAX_SHOTS as XCOPA_SHOTS
-from adapterswap.evaluation.xcopa import xcopa_task_names
-from adapterswap.files.smallfiles import expand
+from adapterswap.files.text import expand
+from adapterswap.model.checkpoints import fingerprint
 
-__all__ = ["MAX_SHOTS", "check_task_names", "load_tasks", "require_lm_eval", "split_shots", "task_names"]
+_PLACES = (
+    "dataset_path",
+    "dataset_name",
+    "dataset_kwargs",
+)  # the location of the documents, which are hashed themselves
+_SOURCE = "config_source"  # the path of the task's file, which the harness adds to the metadata
+_PASSING = ("__pycache__", ".")  # prefixes of caches and hidden files
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def task_fingerprint(task: Any) -> str:
+    """A hash of a loaded task's config, its documents, and the rows for its shots."""
+    config = {name: value for name, value in vars(task.config).items() if name not in _PLACES}
+    if isinstance(metadata := config.get("metadata"), Mapping):
+        config["metadata"] = {key: value for key, value in metadata.items() if key != _SOURCE}
+    digest = hashlib.sha256(_json(config))
+    sampler = getattr(task, "sampler", None)
+    shots = task.fewshot_docs() if sampler is None else sampler.df
+    for rows in (task.eval_docs, shots or ()):
+        digest.update(b"\n")
+        for row in rows:
+            digest.update(_json(row) + b"\n")
+    return digest.hexdigest()
+
+
+def task_files(include_path: str | Path | None) -> dict[str, str]:
+    """Path below the folder → fingerprint, of all files in a folder with the user's own tasks."""
+    if include_path is None:
+        return {}
+    folder = expand(include_path)
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {
+        name.as_posix(): fingerprint(folder / name)
+        for name in names
+        if not any(part.startswith(_PASSING) for part in name.parts)
+    }
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(_plain(value), ensure_ascii=False, default=_unknown).encode("utf-8", errors="surrogatepass")
+
+
+def _unknown(value: Any) -> str:
+    return _ADDRESS.sub("", repr(value))
+
+
+def _plain(value: Any) -> Any:
+    """A value of a task's config as plain data; functions and classes as their source, which may be the user's."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if not isinstance(value, str | bytes) and isinstance(value, Iterable) and not isinstance(value, type):
+        return [_plain(item) for item in value]
+    if callable(value):
+        try:
+            return inspect.getsource(value)
+        except (OSError, TypeError):
+            return _unknown(value)
+    return value
+
 
 MAX_SHOTS = 8  # as many exemplars as MGSM has
 _SHIPPED = {**dict.fromkeys(tydiqa_task_names(), TYDIQA_SHOTS), **dict.fromkeys(xcopa_task_names(), XCOPA_SHOTS)}
@@ -48,10 +112,6 @@ def check_task_names(names: Sequence[str], include_path: str | Path | None = Non
 
     Other names than those of shipped tasks are searched for in the harness's task files, as text. `load_tasks` is
     exact.
-
-    Raises:
-        ArgumentError: no task is named; an unknown name.
-        DependencyError: lm-evaluation-harness is not installed.
     """
     require_lm_eval()
     if not names:
@@ -81,14 +141,6 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
             settings say, and keeps this name in all results.
         settings: tasks depend on `num_fewshot`, `gen_kwargs`, `include_path`, `trust_task_code` and
             `confirm_run_unsafe_code`.
-
-    Raises:
-        ArgumentError: an unknown name, with the nearest known ones; too many shots; a task runs code that the user has
-            not allowed: the model's, or that of `include_path`.
-        DataError: a task's data cannot be loaded.
-        DependencyError: lm-evaluation-harness is not installed.
-        NotFoundError: `include_path` is not a folder, or the environment names no folder for a task of `local_data`.
-        UnsupportedError: a task needs images or sound.
     """
     settings = settings or Settings()
     check_task_names(names, settings.include_path)
@@ -188,8 +240,7 @@ def _load(
     trust_task_code: bool,
 ) -> dict[str, Any]:
     from adapterswap.evaluation.harness import add_normalized, build_mgsm_task
-    from adapterswap.evaluation.local_tasks import build_local_task
-    from adapterswap.evaluation.shipped_tasks import build_shipped_task
+    from adapterswap.evaluation.offline_tasks import build_local_task, build_shipped_task
 
     tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in resolved.mgsm}
     tasks |= {name: build_shipped_task(name) for name in resolved.shipped}

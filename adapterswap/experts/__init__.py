@@ -1,1 +1,1 @@
-"""An expert or a base on disk, read from configs and headers alone: no tensor, no torch."""
+"""An expert on disk, from its config and headers alone: no tensor, no torch."""

@@ -1,4 +1,4 @@
-"""Write outputs whole or not at all, and never replace a file that adapterswap did not write.
+"""Write outputs whole or not at all, and never replace a file that adapterswap did not write; temporary folders.
 
 A folder is built next to its target under a temporary name and renamed into place at the end, so an error, a kill or a
 full disk never leaves half of it. Files are synced to disk before the rename, so the same holds for a power loss. A
@@ -16,6 +16,8 @@ import os
 import re
 import shutil
 import stat
+import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,24 +27,39 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import ExpertError, OutputError
-from adapterswap.files.smallfiles import exists, expand, read_small, write_json
+from adapterswap.files.text import exists, expand, read_small, write_json
 
-__all__ = [
-    "FileKind",
-    "OutputKind",
-    "atomic_file",
-    "atomic_folder",
-    "check_file",
-    "check_inputs",
-    "check_place",
-    "check_target",
-    "locked",
-    "refuse_strangers",
-    "replacing",
-    "strangers",
-    "sync_folder",
-    "sync_one",
-]
+_PREFIX = "adapterswap-"
+_LOCK = "adapterswap.lock"
+_YOUNG_S = 60  # a younger folder may not have been locked yet
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """A temporary folder `adapterswap-PURPOSE-…` inside the block. First removes those that killed processes left."""
+    from filelock import FileLock  # here, so that --help stays fast
+
+    _remove_abandoned()
+    # Windows keeps files that are still mapped.
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        (folder / "files").mkdir()
+        with FileLock(folder / _LOCK):  # the kernel frees it when the process dies
+            yield folder / "files"
+
+
+def _remove_abandoned() -> None:
+    """Remove this user's scratch folders whose lock nobody holds."""
+    from filelock import FileLock, Timeout
+
+    user = getattr(os, "geteuid", lambda: 0)()
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError, Timeout):
+            owner = lock.parent.lstat().st_uid  # of the link, if another user made one
+            if owner == user and time.time() - lock.lstat().st_mtime > _YOUNG_S:
+                with FileLock(lock, timeout=0):
+                    shutil.rmtree(lock.parent)
+
 
 _LIST = "files"  # the key of a record that lists what was written
 _MAX_RECORD = 2**30  # bytes
@@ -103,10 +120,6 @@ def atomic_folder(
         kind: what the block writes; its record gets the list of files.
         overwrite: replace `target` if it is of this kind. It stays unchanged until the new folder is complete.
         inputs: everything that is read; see `check_inputs`.
-
-    Raises:
-        OutputError: see `check_target`; the target is being written by another process, or cannot be written
-            (permissions, a full disk).
     """
     target, inputs = expand(target), tuple(inputs)
     check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)
@@ -134,13 +147,7 @@ def check_target(
     overwrite: bool = False,
     inputs: Iterable[str | Path | None] = (),
 ) -> None:
-    """Check whether `atomic_folder` may write `target`. Dry runs and long commands call this before they start.
-
-    Raises:
-        OutputError: the target exists, is not an empty folder, and `overwrite` is false; it contains a file that no
-            command of this kind wrote; it is a file, or contains the current folder or the home folder; it is an input,
-            contains one or is inside one.
-    """
+    """Check whether `atomic_folder` may write `target`. Dry runs and long commands call this before they start."""
     target = expand(target)
     with _os_errors(target):
         place = Path(os.path.realpath(target))
@@ -155,11 +162,7 @@ def check_target(
 
 
 def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Check whether a folder may be written at `target`, regardless of what is in it now.
-
-    Raises:
-        OutputError: it is a file; see `check_inputs`.
-    """
+    """Check whether a folder may be written at `target`, regardless of what is in it now."""
     with _os_errors(target):
         if target.exists() and not target.is_dir():
             raise OutputError(
@@ -186,10 +189,6 @@ def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
         target: the output, a folder or a file.
         inputs: files and folders that are read, with everything that symlinks in a folder point to. None, Hub ids and
             other names that do not exist locally are skipped.
-
-    Raises:
-        OutputError: the target is an input, contains one or is inside one; or it contains the current folder or the
-            home folder.
     """
     place = Path(os.path.realpath(target))
     if any(_contains(place, Path(os.path.realpath(folder))) for folder in (os.curdir, os.path.expanduser("~"))):
@@ -330,9 +329,6 @@ def replacing(path: Path, building: Path) -> Iterator[Path]:
     Args:
         path: the file to write, or to replace.
         building: the temporary file, on the same disk.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     try:
         yield building
@@ -354,9 +350,6 @@ def atomic_file(
         kind: what the block writes.
         overwrite: replace `target` if it is of this kind.
         inputs: everything that is read; see `check_inputs`.
-
-    Raises:
-        OutputError: see `check_file`; the target is being written by another process, or cannot be written.
     """
     target, inputs = expand(target), tuple(inputs)
     check_file(target, kind=kind, overwrite=overwrite, inputs=inputs)
@@ -369,12 +362,7 @@ def atomic_file(
 def check_file(
     target: str | Path, *, kind: FileKind, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Check whether `atomic_file` may write `target`. An existing file is replaced only with `overwrite`.
-
-    Raises:
-        OutputError: the target exists and `overwrite` is false; no command of this kind wrote it; it is a folder, or
-            not a regular file; its folder does not exist; it is an input, or inside one.
-    """
+    """Check whether `atomic_file` may write `target`. An existing file is replaced only with `overwrite`."""
     target = expand(target)
     with _os_errors(target):
         if target.is_dir():
@@ -433,12 +421,7 @@ def _parents(parent: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, message: str) -> Iterator[None]:
-    """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies.
-
-    Raises:
-        OutputError: another process holds the lock; `message` is the error's message.
-        OSError: the file cannot be created.
-    """
+    """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies."""
     from filelock import FileLock, Timeout  # here, so that --help stays fast
 
     lock = FileLock(path, timeout=0)

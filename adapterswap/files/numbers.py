@@ -16,25 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.errors import ExpertError, UnsupportedError
-from adapterswap.files.dtypes import DTYPE_BYTES
-from adapterswap.files.smallfiles import open_regular
-from adapterswap.files.tensorfile import Tensor, TensorFile, open_tensors
-
-__all__ = [
-    "Bytes",
-    "check_finite",
-    "decode",
-    "encode",
-    "finite_bytes",
-    "not_finite",
-    "open_files",
-    "read_bytes",
-    "read_elements",
-    "read_numbers",
-    "row_ranges",
-    "too_large",
-    "write_at",
-]
+from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor, TensorFile, open_tensors
+from adapterswap.files.text import open_regular
 
 _NUMPY = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -81,11 +64,7 @@ def read_numbers(expert: str, file: int, tensor: Tensor) -> npt.NDArray[np.float
 
 
 def read_elements(expert: str, file: int, tensor: Tensor, start: int, stop: int) -> npt.NDArray[np.float32]:
-    """Read elements `start` to `stop` of a tensor of the open file `file`, as a float32 vector.
-
-    Raises:
-        ExpertError: an element is NaN or infinite, or the file is shorter than its header says.
-    """
+    """Read elements `start` to `stop` of a tensor of the open file `file`, as a float32 vector."""
     size = DTYPE_BYTES[tensor.dtype]
     raw = read_bytes(file, tensor, start * size, stop * size)
     if not check_finite(raw, tensor.dtype):
@@ -94,11 +73,7 @@ def read_elements(expert: str, file: int, tensor: Tensor, start: int, stop: int)
 
 
 def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
-    """Read bytes `start` to `stop` of a tensor of the open file `file`.
-
-    Raises:
-        ExpertError: they cannot be read, or the file ends before them.
-    """
+    """Read bytes `start` to `stop` of a tensor of the open file `file`."""
     raw = np.empty(stop - start, np.uint8)
     bytes_read = 0
     while bytes_read < raw.size:
@@ -132,11 +107,7 @@ def not_finite(expert: str, key: str) -> ExpertError:
 
 @contextmanager
 def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> Iterator[dict[Path, int]]:
-    """Open the files for reading; yields their file descriptors by path.
-
-    Raises:
-        ExpertError: a file cannot be opened, or one of `sources` has changed since its header was read.
-    """
+    """Open the files for reading; yields their file descriptors by path."""
     with ExitStack() as stack:
         by_path = {source.path: source for source in sources}
         files = {path: stack.enter_context(open_tensors(source)) for path, source in by_path.items()}

@@ -1,5 +1,7 @@
 """Safetensors files as named byte ranges: read a header, check it, write one.
 
+Imports nothing, so a command's help can list them.
+
 The safetensors library reads and checks headers: every byte belongs to exactly one tensor, and each tensor has the size
 of its shape and dtype. The library does not report where a tensor is in the file, which copying without loading needs;
 that follows from the order and the sizes. This module also refuses dtypes that we do not handle, names that cannot be
@@ -22,10 +24,18 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from adapterswap.errors import ExpertError
-from adapterswap.files.dtypes import DTYPE_BYTES
-from adapterswap.files.smallfiles import check_pointer, open_regular, shown
+from adapterswap.files.text import check_pointer, open_regular, shown
 
-__all__ = ["Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header", "stamp"]
+# Bytes per element of every dtype that a safetensors file may hold and that is a whole number of bytes.
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+FLOATS = ("F32", "F16", "BF16")  # the dtypes used in arithmetic, most precise first
+
+FLOAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # the same, by their names in torch and numpy
+
 
 # In bytes; the safetensors library's own limit is 100 MB, and 140,000 tensors with long names take 21 MB.
 _MAX_HEADER = 32 * 2**20
@@ -70,13 +80,7 @@ class TensorFile:
 
 
 def read_header(path: str | Path) -> TensorFile:
-    """Read and check the header of a safetensors file, without touching the tensors.
-
-    Raises:
-        ExpertError: the file is missing, not a regular file, or damaged according to the safetensors library; its
-            header is longer than 32 MiB, or contains a name that is not printable, a dtype that is not a whole number
-            of bytes, or a shape of more than eight dimensions.
-    """
+    """Read and check the header of a safetensors file, without touching the tensors."""
     path = Path(path)
     with open_regular(path, "Pass the path of a readable file") as file:
         try:
@@ -108,11 +112,7 @@ def read_header(path: str | Path) -> TensorFile:
 
 @contextmanager
 def open_tensors(source: TensorFile) -> Iterator[BufferedReader]:
-    """Open a file whose header has been read, to read its tensors.
-
-    Raises:
-        ExpertError: the file has been removed, replaced or written to since then, or was changed inside the block.
-    """
+    """Open a file whose header has been read, to read its tensors."""
     with open_regular(source.path, "Run the command again once the file is complete") as file:
         _check_stamp(file, source)
         yield file

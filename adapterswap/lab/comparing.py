@@ -1,4 +1,7 @@
-"""One seed of the comparison of all methods: experts, configurations, a development set, a test set.
+"""One seed of the comparison of all methods: the configurations of each method, a development set, a test set.
+
+They were fixed before the comparison was run, for two experts that both change every layer. The first of each list is
+the method's default, if the list has it, and wins ties. Knows compositions' fields; knows nothing of models.
 
 Every composition is written as full float32 weights by `merge`, so all methods are exact. A method's configurations
 (`choices`) are evaluated on development problems in xx, and only the chosen ones on the test set, which shares no
@@ -8,7 +11,7 @@ problem with them. Knows nothing of other seeds, intervals and tables.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -19,25 +22,113 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapterswap.analysis.dominance import suggest_owners
-from adapterswap.files.scratch import scratch_folder
-from adapterswap.files.smallfiles import exists, read_json, write_json
-from adapterswap.lab.bases import write_base
-from adapterswap.lab.choices import SCALES, SUGGESTED, ZONES, Fields, choices
-from adapterswap.lab.pretraining import NUM_LAYERS
+from adapterswap.errors import ArgumentError
+from adapterswap.files.folders import scratch_folder
+from adapterswap.files.text import exists, read_json, write_json
+from adapterswap.lab.bases import NUM_LAYERS, write_base
 from adapterswap.lab.scenes import Scene, draw_problems, language_rows, math_rows, source_rows
-from adapterswap.lab.scoring import Questions, exact_match
-from adapterswap.lab.seed import LEARNING_RATES, train_expert
+from adapterswap.lab.seed import LEARNING_RATES, Questions, exact_match, train_expert
 from adapterswap.lab.tasks import LabRow
-from adapterswap.methods.registry import find_method
-from adapterswap.planning.allocation import BASE
+from adapterswap.methods.method import Method
+from adapterswap.methods.registry import all_methods, find_method
 from adapterswap.planning.composing import compose
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.rules import BASE
 
 if TYPE_CHECKING:
     from adapterswap.lab.world import WordProblem
 
-__all__ = ["CONTROLS", "DEFAULT_SIZES", "FEW", "REFERENCE", "ComparisonSizes", "compare_seed", "trained"]
+Fields = Mapping[str, Any]
+"""Fields of a composition, apart from its experts and its method."""
+
+BUDGET = 8
+
+
+def _grid(**values: Sequence[Any]) -> tuple[Fields, ...]:
+    return tuple(dict(zip(values, point, strict=True)) for point in product(*values.values()))
+
+
+def _shares(*language: float) -> tuple[Fields, ...]:
+    return tuple({"task_weight": round(1 - share, 2), "language_weight": share} for share in language)
+
+
+ZONES = _grid(bottom=(3, 1, 2, 4), top=(0, 1))
+SCALES = _grid(scale=(1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2))
+_SHARES = _shares(0.5, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8)
+_DENSITIES = (0.3, 0.8)
+_SUMS = _grid(density=_DENSITIES, scale=(1.0, 0.6, 0.8, 1.2))
+_ELECTED = _grid(density=_DENSITIES, scale=(1.0, 0.8, 1.3, 1.6))  # entries of one expert alone keep their size
+
+_CHOICES: dict[str, tuple[Fields, ...]] = {
+    "layer_swap": ZONES,
+    "soup": _SHARES,
+    "task_arithmetic": SCALES,
+    "ties": _ELECTED,
+    "dare_linear": _SUMS,
+    "dare_ties": _ELECTED,
+    "slerp": _SHARES,
+    "magnitude_prune": _SUMS,
+    "adamergex": _grid(scale=(1.0, 0.2, 0.4, 0.6, 0.8, 1.2, 1.4, 1.6)),
+    "della": _ELECTED,
+    "della_linear": _SUMS,
+    "breadcrumbs": _SUMS,
+    "breadcrumbs_ties": _ELECTED,
+    "sce": _grid(select_topk=(1.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)),
+    "nuslerp": tuple(
+        {**share, "nuslerp_flatten": flatten} for share in _shares(0.5, 0.2, 0.35, 0.65) for flatten in (True, False)
+    ),
+    "multislerp": _SHARES,
+    "model_stock": _grid(filter_wise=(False, True)),
+    "nearswap": _grid(t=(1e-3, 1e-4, 3e-4, 3e-3, 1e-2, 2e-2, 5e-2, 1e-1)),
+    "karcher": ({},),
+    "arcee_fusion": ({},),
+    "tsv": SCALES,
+    "iso_c": _grid(scale=(1.0, 0.6, 0.8, 1.2, 1.4, 1.6, 2.0, 2.5)),
+    "iso_cts": _grid(common_space_fraction=(0.8, 0.5), scale=(1.0, 0.7, 1.4, 2.0)),
+    "knots_ties": _ELECTED,
+    "knots_dare_ties": _ELECTED,
+    "core_ties": _ELECTED,
+    "core_dare_ties": _ELECTED,
+}
+
+SUGGESTED: Mapping[str, tuple[Fields, ...]] = {
+    "dominance": (
+        *_grid(margin=(0.15, 0.5), per=("layer", "module")),  # AraSwap's margin first
+        *_grid(tie=(0.001, 0.05), per=("layer", "module")),  # arXiv:2601.22620's τ first
+    ),
+}
+"""Rules that `suggest_owners` derives from the experts, compared like methods; the fields are its arguments."""
+
+
+def choices(method: Method) -> tuple[Fields, ...]:
+    """The configurations of a method. Without a list here, as for a package's, they are its defaults with shares."""
+    if method.name in _CHOICES:
+        return _CHOICES[method.name]
+    required = {parameter.name: parameter.default for parameter in method.parameters if parameter.required}
+    return tuple({**share, **required} for share in (_SHARES if method.weighted else ({},)))
+
+
+def chosen_methods(names: str | Iterable[str]) -> tuple[str, ...]:
+    """`all`, or names separated by commas: methods that two or three experts can be composed with, and `SUGGESTED`."""
+    listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    if listed == ["all"]:
+        return (*(name for name, method in all_methods().items() if method.as_composition), *SUGGESTED)
+    chosen = []
+    for name in listed:
+        if name in SUGGESTED:
+            chosen.append(name)
+            continue
+        method = find_method(name)
+        if not method.as_composition:
+            raise ArgumentError(
+                f"{name!r} can only be used in rules",
+                "Leave it out, since `soup` gives the same result",
+                parameter="methods",
+            )
+        chosen.append(method.name)
+    return tuple(dict.fromkeys(chosen))
+
 
 REFERENCE = "layer_swap"
 
@@ -113,9 +204,6 @@ def compare_seed(
         The content of seed-N.json: `rows`, by method and control. A row has its `configurations`; `development`, the
         accuracy of each; `chosen`, the index of the best, on all development problems (`all`) and on few; `xx`, by
         index, and `en`: a character per test problem, 1 for a right answer.
-
-    Raises:
-        AdapterswapError: training or merging failed.
     """
     record = folder / f"seed-{seed}.json"
     if exists(record):
@@ -128,7 +216,7 @@ def compare_seed(
     problem_sets = _ProblemSets(scene, few, sizes)
     rows: dict[str, Any] = {}
     jobs = _jobs(methods, place)
-    from adapterswap.training.isolation import isolated
+    from adapterswap.training.run import isolated
 
     with isolated(), scratch_folder("lab") as scratch:
         judge = _Judge(place / "base", scratch / "merged")
@@ -148,7 +236,7 @@ def compare_seed(
 def _experts(scene: Scene, seed: int, place: Path, rebuild_base: bool, tell: Tell) -> None:
     """Make the base and the experts that are missing."""
     from adapterswap.lab.bases import shipped_file
-    from adapterswap.training.isolation import isolated
+    from adapterswap.training.run import isolated
 
     if not exists(place / "base"):
         rebuild = rebuild_base or not shipped_file(scene, seed).exists()
@@ -169,7 +257,7 @@ def _experts(scene: Scene, seed: int, place: Path, rebuild_base: bool, tell: Tel
 
 def _trainings(few: Sequence[WordProblem], seed: int, place: Path, tell: Tell) -> None:
     """Merge the math expert into the base, and train rsLoRA on top of it on problems in xx."""
-    from adapterswap.merging import merge
+    from adapterswap.writing.weights import merge
 
     if not exists(place / "math-merged"):
         merge(place / "math", place / "base", out_path=place / "math-merged")
@@ -277,7 +365,7 @@ class _Judge:
         """The model with a composition's weights."""
         from safetensors.torch import load_file
 
-        from adapterswap.merging import merge
+        from adapterswap.writing.weights import merge
 
         folder = self._base
         if plan is not None:

@@ -1,4 +1,8 @@
-"""The whole lab: run a study and write its folder.
+"""The whole lab: run a study, write its folder, its tables and its pictures.
+
+Knows the study's numbers and rich; knows nothing of pictures, training or the command line.
+
+Knows the study's numbers and matplotlib; knows nothing of training or tables.
 
 Knows the files; knows nothing of the terminal.
 """
@@ -6,24 +10,251 @@ Knows the files; knows nothing of the terminal.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from adapterswap import __version__
+from adapterswap.drawing import HATCH
 from adapterswap.errors import DependencyError
-from adapterswap.experts.slices import PROVENANCE
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
-from adapterswap.files.smallfiles import expand
+from adapterswap.files.text import expand
 from adapterswap.lab.bases import pretrained_seeds
-from adapterswap.lab.report import LAB_FORMAT
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, METHODS, Sizes
-from adapterswap.lab.study import Study, Tell, run_study
+from adapterswap.lab.study import SeedReporter, Study, Summary, run_study
+from adapterswap.model.sources import PROVENANCE
 from adapterswap.reporting.writing import REPORT_FILES
-from adapterswap.writing.folder import ADAPTER_FILES, MODEL_FILES
+from adapterswap.writing.adapter import ADAPTER_FILES, MODEL_FILES
 
-__all__ = ["LAB", "LabPlan", "plan_lab", "require_libraries", "run_lab"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+LAB_FORMAT = "adapterswap-lab/1"
+CAVEAT = (
+    "A constructed demonstration of a mechanism on models of 0.3 million parameters. It is not evidence for the "
+    "numbers of the layer-swapping papers, or for any real language."
+)
+_COMPARED = tuple(method for method in METHODS if method not in ("base", "layer swap"))
+_REPORTED_LIBRARIES = ("torch", "transformers", "peft", "trl")
+
+
+def tables(study: Study) -> Iterator[Table]:
+    """The scores, the paired differences, and the scores by number of unfamiliar words."""
+    from rich.table import Table
+
+    number = len(study.seeds)
+    problems = len(study.seeds[0].unfamiliar)
+    over = f"{number} seed{'s' if number > 1 else ''} × {problems} held-out problems"
+
+    spread = " (mean ± standard deviation over seeds)" if number > 1 else ""
+    scores = Table(title=f"Exact match, {over}{spread}", title_justify="left")
+    for heading in ("method", "xx maths", "English maths", "description"):
+        scores.add_column(heading, justify="right" if "maths" in heading else "left", no_wrap=heading != "description")
+    for method, description in METHODS.items():
+        values = [_with_spread(study.score(method, language)) for language in ("xx", "en")]
+        scores.add_row(method, *values, description, style="bold" if method == "layer swap" else "")
+    yield scores
+
+    differences = Table(
+        title="Layer swap minus the other method, xx maths, paired\n"
+        "(clearly: a seed's 95 % interval over its problems excludes 0)",
+        title_justify="left",
+    )
+    for heading in ("than", "difference", "95 % over seeds", "clearly better : worse", "seed by seed"):
+        differences.add_column(heading, justify="left" if heading in ("than", "seed by seed") else "right")
+    for method in _COMPARED:
+        paired = study.against(method)
+        summary = paired.over_seeds
+        differences.add_row(
+            method,
+            f"{summary.mean:+.3f}",
+            "" if summary.interval is None else f"± {summary.interval:.3f}",
+            f"{paired.won} : {paired.lost} of {number}",
+            " ".join(f"{value:+.3f}" for value in summary.values),
+        )
+    yield differences
+
+    if study.scene.unfamiliar:
+        groups = {method: study.by_unfamiliar(method) for method in METHODS}
+        words = Table(title="xx maths by unfamiliar words", title_justify="left")
+        words.add_column("method")
+        for label in groups["base"]:
+            words.add_column(label, justify="right")
+        for method, by_label in groups.items():
+            words.add_row(method, *(f"{summary.mean:.3f}" for summary in by_label.values()))
+        yield words
+
+
+def _with_spread(summary: Summary) -> str:
+    return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
+
+
+def results(study: Study) -> dict[str, Any]:
+    """All results as plain data, except the single answers."""
+    scene = study.scene
+    return {
+        "format": LAB_FORMAT,
+        "caveat": CAVEAT,
+        "scene": {"name": scene.name, "question": scene.question, "unfamiliar": sorted(scene.unfamiliar)},
+        "methods": METHODS,
+        "problems": len(study.seeds[0].unfamiliar),
+        "seeds": [
+            {
+                "seed": seed.seed,
+                "bottom": seed.bottom,
+                "top": seed.top,
+                "scale": seed.scale,
+                "development": {
+                    "grid": [{"bottom": b, "top": u, "xx": value} for (b, u), value in seed.grid.items()],
+                    "scales": [{"scale": scale, "xx": value} for scale, value in seed.scales.items()],
+                },
+                "test": {
+                    method: {language: float(right.mean()) for language, right in by_language.items()}
+                    for method, by_language in seed.right.items()
+                },
+                "training_losses": seed.losses,
+            }
+            for seed in study.seeds
+        ],
+        "scores": {
+            method: {language: asdict(study.score(method, language)) for language in ("xx", "en")} for method in METHODS
+        },
+        "layer_swap_minus": {method: asdict(study.against(method)) for method in _COMPARED},
+        "by_unfamiliar_words": {
+            method: {label: asdict(summary) for label, summary in study.by_unfamiliar(method).items()}
+            for method in METHODS
+        },
+        "versions": {"adapterswap": __version__, **{name: version(name) for name in _REPORTED_LIBRARIES}},
+    }
+
+
+def answers(study: Study) -> Iterator[dict[str, Any]]:
+    """A row per seed, method and language, with a character per test problem: 1 for right, 0 for wrong."""
+    for seed in study.seeds:
+        for method, by_language in seed.right.items():
+            for language, right in by_language.items():
+                marks = "".join("01"[int(value)] for value in right)
+                yield {"seed": seed.seed, "method": method, "language": language, "right": marks}
+
+
+_SWAP, _OTHER, _GREY = "#c2410c", "#1d4ed8", "#6b7280"
+_DPI = 160
+
+
+def draw_pictures(study: Study, folder: Path) -> list[Path]:
+    """Write grid.png, scores.png and, if the scene has unfamiliar words, words.png to `folder`."""
+    drawn = {"grid": _grid(study), "scores": _scores(study)}
+    if study.scene.unfamiliar:
+        drawn["words"] = _words(study)
+    paths = []
+    for name, figure in drawn.items():
+        path = folder / f"{name}.png"
+        # Without the software's version and the time, the same study gives the same bytes.
+        figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+        paths.append(path)
+    return paths
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _grid(study: Study) -> Figure:
+    import numpy as np
+    from matplotlib.patches import Rectangle
+
+    grid = study.mean_grid()
+    bottoms, tops = (1 + max(zone[i] for zone in grid) for i in (0, 1))
+    values = np.full((tops, bottoms), np.nan)
+    for (bottom, top), value in grid.items():
+        values[top, bottom] = value
+    figure, axes = _figure(6.4, 3.6)
+    for top, bottom in np.argwhere(np.isnan(values)).tolist():  # not evaluated; a score of 0 would look different
+        axes.add_patch(
+            Rectangle((bottom - 0.5, top - 0.5), 1, 1, facecolor="white", edgecolor=_GREY, hatch=HATCH, lw=0)
+        )
+    image = axes.imshow(values, origin="lower", cmap="Blues", vmin=0, aspect="auto")
+    dark = 0.65 * np.nanmax(values)  # above this, white is easier to read than black
+    chosen = [(seed.bottom, seed.top) for seed in study.seeds]
+    for (bottom, top), value in grid.items():
+        votes = chosen.count((bottom, top))
+        text = f"{value:.2f}" + (f"\nchosen {votes}×" if votes else "")
+        axes.text(bottom, top, text, ha="center", va="center", color="white" if value > dark else "black", fontsize=9)
+    axes.set_xticks(range(bottoms))
+    axes.set_yticks(range(tops))
+    axes.set_xlabel("b: bottom layers from the language expert")
+    axes.set_ylabel("u: top layers from the language expert")
+    axes.set_title("Layer swap on the development set, xx maths", loc="left", fontsize=11)
+    figure.colorbar(image, label="exact match, mean over seeds")
+    return figure
+
+
+def _scores(study: Study) -> Figure:
+    figure, axes = _figure(7.2, 4.0)
+    for row, method in enumerate(METHODS):
+        colour = _SWAP if method == "layer swap" else _OTHER
+        summary = study.score(method, "xx")
+        axes.scatter(summary.values, [row] * len(summary.values), zorder=3, **_one_seed(colour))
+        half = summary.interval or 0.0  # a share is between 0 and 1, and so is its interval
+        ends = [[min(half, summary.mean)], [min(half, 1 - summary.mean)]]
+        axes.errorbar(summary.mean, row, xerr=ends, fmt="o", ms=6, color=colour, capsize=4 if half else 0, lw=1.2)
+        english = study.score(method, "en")
+        axes.scatter(english.mean, row, marker="|", s=90, color=_GREY)
+    axes.scatter([], [], marker="|", s=90, color=_GREY, label="English, mean")
+    axes.scatter([], [], **_one_seed(_OTHER), label="xx, one seed")
+    axes.errorbar(
+        [], [], xerr=[], fmt="o", ms=6, color=_OTHER, capsize=4, label="xx, mean and 95 % interval over seeds"
+    )
+    axes.set_yticks(range(len(METHODS)), list(METHODS))
+    axes.invert_yaxis()
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_xlabel("exact match on held-out word problems")
+    axes.set_title(f"Scene “{study.scene.name}”, {len(study.seeds)} seeds", loc="left", fontsize=11)
+    _tidy(axes)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.34), ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def _words(study: Study) -> Figure:
+    figure, axes = _figure(6.4, 3.6)
+    colours = {"math expert": _GREY, "reset": "#9ca3af", "soup": "#93c5fd", "sum": _OTHER, "layer swap": _SWAP}
+    labels = list(study.by_unfamiliar("base"))
+    width = 0.8 / len(colours)
+    for position, (method, colour) in enumerate(colours.items()):
+        summaries = study.by_unfamiliar(method)
+        left = [group + (position - (len(colours) - 1) / 2) * width for group in range(len(labels))]
+        means = [summaries[label].mean for label in labels]
+        axes.bar(left, means, width * 0.9, color=colour, label=method)
+        for place, label in zip(left, labels, strict=True):
+            values = summaries[label].values
+            axes.scatter([place] * len(values), values, zorder=3, **_one_seed("black"))
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("words of the problem that the base hardly knows")
+    axes.set_ylabel("exact match, xx maths")
+    axes.set_title("Where the gain comes from (dots: seeds)", loc="left", fontsize=11)
+    _tidy(axes)
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    return figure
+
+
+def _one_seed(colour: str) -> dict[str, Any]:
+    return {"s": 12, "facecolors": "white", "edgecolors": colour, "linewidths": 0.8}
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="both", lw=0.4, color="#e5e7eb")
+    axes.set_axisbelow(True)
+
 
 _LIBRARIES = ("trl", "datasets", "matplotlib", "scipy", "jinja2")
 _RECORD = "results.json"
@@ -101,7 +332,7 @@ def plan_lab(
     return LabPlan(scene, seeds, Path(out_path), rebuild_base, sizes, overwrite)
 
 
-def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: Tell = lambda seed, step, share: None) -> Study:
+def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: SeedReporter = lambda seed, step, share: None) -> Study:
     """Run a plan and write results.json, answers.jsonl, a report, pictures and the models of each seed.
 
     The folder appears when it is complete. On the same machine and with the same versions, the same plan gives the same
@@ -118,8 +349,6 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: Tell = lambda seed,
         AdapterswapError: a seed failed; see `run_study`.
     """
     require_libraries()
-    from adapterswap.lab.pictures import draw_pictures
-    from adapterswap.lab.report import answers, results
     from adapterswap.reporting import lab_source, make_report, write_files
 
     with atomic_folder(plan.out_path, kind=LAB, overwrite=plan.overwrite) as folder:

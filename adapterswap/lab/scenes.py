@@ -11,11 +11,8 @@ from functools import partial
 from random import Random
 
 from adapterswap.lab import tasks
-from adapterswap.lab.lexicon import word
 from adapterswap.lab.tasks import LabRow
-from adapterswap.lab.world import WordProblem, draw_problem
-
-__all__ = ["SCENES", "Scene", "draw_problems", "language_rows", "math_rows", "pretraining_rows", "source_rows"]
+from adapterswap.lab.world import WordProblem, draw_problem, word
 
 _Kind = Callable[[Random], LabRow]
 

@@ -1,4 +1,7 @@
-"""One seed of the lab, from base to scores: a base, two experts, their compositions, a development set, a test set.
+"""One seed of the lab, from base to scores: a base, two experts, their compositions, exact match of greedy answers.
+
+The greedy answer is right exactly if each token of the right answer is the most likely one after the right tokens
+before it. So all positions are compared at once, with the right answer as input. Knows nothing of experts.
 
 Experts are trained by `adapterswap.training` and composed by the library's plans and `LiveComposer`. The swap's b and u
 and the tuned sum's scale λ are chosen on the development set; nothing is chosen on the test set. Knows nothing of other
@@ -8,27 +11,64 @@ seeds, tables or pictures.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.experts.adapters import open_adapter
-from adapterswap.lab.bases import shipped_file, write_base
-from adapterswap.lab.lexicon import LANGUAGES
-from adapterswap.lab.pretraining import NUM_LAYERS
+from adapterswap.experts.adapter import open_adapter
+from adapterswap.lab.bases import BOS, EOS, NUM_LAYERS, PAD, ids_of, padded, shipped_file, write_base
 from adapterswap.lab.scenes import Scene, draw_problems, language_rows, math_rows
-from adapterswap.lab.scoring import Questions, exact_match
 from adapterswap.lab.tasks import LabRow
+from adapterswap.lab.world import LANGUAGES
 from adapterswap.live import LiveComposer, load_experts
-from adapterswap.planning.allocation import BASE
 from adapterswap.planning.composing import layer_swap, soup, task_arithmetic
 from adapterswap.planning.plan import Plan
-from adapterswap.writing import write_adapter
+from adapterswap.planning.rules import BASE
+from adapterswap.writing.adapter import write_adapter
 
-__all__ = ["LEARNING_RATES", "METHODS", "SCALES", "ZONES", "SeedResult", "Sizes", "run_seed", "train_expert"]
+if TYPE_CHECKING:
+    from adapterswap.lab.world import WordProblem
+
+_BATCH = 250
+
+
+class Questions:
+    """Problems in one language, tokenised and batched once for many models.
+
+    Attributes:
+        number: how many problems.
+        batches: per batch the indices of its problems, the ids (problems, tokens), and a mask (problems, tokens - 1) of
+            the answers' tokens with the end of sequence, shifted by one like the model's predictions.
+    """
+
+    def __init__(self, problems: Sequence[WordProblem], language: str) -> None:
+        prompts = [[BOS, *ids_of(problem.prompt(language))] for problem in problems]
+        answers = [[*ids_of(problem.answer), EOS] for problem in problems]
+        order = sorted(range(len(problems)), key=lambda i: len(prompts[i]) + len(answers[i]))
+        self.number = len(problems)
+        self.batches: list[tuple[list[int], Any, Any]] = []
+        for start in range(0, len(order), _BATCH):
+            chosen = order[start : start + _BATCH]
+            ids = padded([prompts[i] + answers[i] for i in chosen], PAD)
+            in_answer = padded([[0] * (len(prompts[i]) - 1) + [1] * len(answers[i]) for i in chosen], 0).bool()
+            self.batches.append((chosen, ids, in_answer))
+
+
+def exact_match(model: Any, questions: Questions) -> NDArray[np.bool_]:
+    """Whether the model's greedy answer to each problem is right in every token (problems,)."""
+    import torch
+
+    right = np.zeros(questions.number, bool)
+    with torch.inference_mode():
+        for chosen, ids, in_answer in questions.batches:
+            likeliest = model(input_ids=ids).logits[:, :-1].argmax(-1)
+            right[chosen] = ((likeliest == ids[:, 1:]) | ~in_answer).all(-1).numpy()
+    return right
+
 
 # In the order of the table, with descriptions.
 METHODS = {
@@ -110,12 +150,8 @@ def run_seed(
         rebuild_base: pretrain the base even if it is shipped.
         sizes: numbers of problems.
         tell: called with the current step, and with the finished share of the seed.
-
-    Raises:
-        DependencyError: the `train` extra is not installed.
-        AdapterswapError: training failed; see `adapterswap.training.train`.
     """
-    from adapterswap.training.isolation import isolated
+    from adapterswap.training.run import isolated
 
     pretrains = rebuild_base or not shipped_file(scene, seed).exists()
     # The share of a seed's time at which each part begins.
@@ -169,9 +205,6 @@ def train_expert(
 
     Returns:
         The last training loss.
-
-    Raises:
-        AdapterswapError: see `adapterswap.training.train`.
     """
     from adapterswap.training import TrainRecipe, train
 

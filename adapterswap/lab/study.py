@@ -1,4 +1,7 @@
-"""Run seeds in parallel, each in its own process, and combine their results.
+"""Run seeds in parallel, each in its own process, and combine their results: means, spreads, paired differences.
+
+Numbers in, numbers out. A seed is a base and its experts, so seeds are independent; they share their problems. Knows
+nothing of models.
 
 Each seed runs on one thread, so its numbers do not depend on how many run at once. Knows nothing of tables, pictures or
 the command line.
@@ -19,14 +22,81 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from adapterswap.errors import RunError
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, SeedResult, Sizes, run_seed
-from adapterswap.lab.statistics import PairedDifference, Summary, difference, summarize
 
-__all__ = ["Study", "run_seeds", "run_study"]
+_NORMAL = 1.959964
 
-Tell = Callable[[int, str, float], None]
+
+@dataclass(frozen=True)
+class Summary:
+    """A score over seeds.
+
+    Attributes:
+        values: one per seed.
+        mean: their mean.
+        spread: their standard deviation (n - 1); None for one seed.
+        interval: half of the 95 % t interval of the mean over seeds; None for one seed.
+    """
+
+    values: tuple[float, ...]
+    mean: float
+    spread: float | None
+    interval: float | None
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """One method's accuracy minus another's, paired.
+
+    Attributes:
+        over_seeds: the summary of the seeds' differences.
+        over_problems: per seed, half of the 95 % interval of the difference over problems (paired, normal).
+        won, lost: numbers of seeds whose difference is above or below zero by more than that.
+    """
+
+    over_seeds: Summary
+    over_problems: tuple[float, ...]
+    won: int
+    lost: int
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Mean, standard deviation and the t interval t·s/√n."""
+    from scipy import stats
+
+    array = np.asarray(values, float)
+    number = len(array)
+    if number < 2:
+        return Summary(tuple(values), float(array.mean()), None, None)
+    spread = float(array.std(ddof=1))
+    return Summary(
+        tuple(values), float(array.mean()), spread, float(stats.t.ppf(0.975, number - 1)) * spread / number**0.5
+    )
+
+
+def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool_]]) -> PairedDifference:
+    """Compare two methods' answers.
+
+    Args:
+        one, other: per seed, whether each problem was answered correctly (problems,); the same problems in both.
+    """
+    pairs = [a.astype(float) - b.astype(float) for a, b in zip(one, other, strict=True)]
+    means = [float(pair.mean()) for pair in pairs]
+    halves = tuple(_NORMAL * float(pair.std(ddof=1)) / len(pair) ** 0.5 for pair in pairs)
+    return PairedDifference(
+        summarize(means),
+        halves,
+        won=sum(mean > half for mean, half in zip(means, halves, strict=True)),
+        lost=sum(mean < -half for mean, half in zip(means, halves, strict=True)),
+    )
+
+
+SeedReporter = Callable[[int, str, float], None]
 _Result = TypeVar("_Result")
 _SeedFunction = Callable[[int, Callable[[str, float], None]], _Result]
 _POLL_SECONDS = 0.2
@@ -72,7 +142,7 @@ def run_study(
     rebuild_base: bool = False,
     sizes: Sizes = DEFAULT_SIZES,
     jobs: int | None = None,
-    tell: Tell = lambda seed, step, share: None,
+    tell: SeedReporter = lambda seed, step, share: None,
 ) -> Study:
     """Run seeds 0…`seeds`-1, each in `folder`/seed-N.
 
@@ -81,10 +151,6 @@ def run_study(
         sizes: numbers of problems.
         jobs: seeds at once; by default as many as there are cores.
         tell: called with a seed, its current step, and its finished share.
-
-    Raises:
-        RunError: a seed's process died.
-        AdapterswapError: see `run_seed`.
     """
     run_one = partial(_run_one, scene, folder, rebuild_base, sizes)
     return Study(scene, tuple(run_seeds(run_one, range(seeds), jobs=jobs, tell=tell)))
@@ -95,17 +161,13 @@ def run_seeds(
     seeds: Sequence[int],
     *,
     jobs: int | None = None,
-    tell: Tell = lambda seed, step, share: None,
+    tell: SeedReporter = lambda seed, step, share: None,
 ) -> list[_Result]:
     """The results of `function(seed, tell)` for each seed, each in its own process, on one thread.
 
     Args:
         function: a function that can be pickled.
         jobs, tell: as for `run_study`.
-
-    Raises:
-        RunError: a seed's process died.
-        AdapterswapError: whatever `function` raises.
     """
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     news: Any = context.Queue()
@@ -159,7 +221,7 @@ def _run_one(
     return run_seed(scene, seed, folder / f"seed-{seed}", rebuild_base=rebuild_base, sizes=sizes, tell=tell)
 
 
-def _follow(futures: dict[int, Future[_Result]], news: Any, tell: Tell) -> None:
+def _follow(futures: dict[int, Future[_Result]], news: Any, tell: SeedReporter) -> None:
     """Pass on the workers' news until all have finished or one has failed."""
     pending = set(futures.values())
     while pending and not any(future.done() and future.exception() for future in futures.values()):

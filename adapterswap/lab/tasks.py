@@ -9,21 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from adapterswap.lab.lexicon import ADJECTIVES, LARGEST, NAMES, OBJECTS, PLACES, WORDS, digit, word
-from adapterswap.lab.world import Fact, draw_fact, draw_problem, number_word
-
-__all__ = [
-    "LabRow",
-    "code_switched",
-    "code_switched_question",
-    "counting",
-    "more_or_fewer",
-    "question",
-    "read_off",
-    "story",
-    "translation",
-    "word_problem",
-]
+from adapterswap.lab.world import (
+    ADJECTIVES,
+    LARGEST,
+    NAMES,
+    OBJECTS,
+    PLACES,
+    WORDS,
+    Fact,
+    digit,
+    draw_fact,
+    draw_problem,
+    number_word,
+    word,
+)
 
 
 @dataclass(frozen=True)

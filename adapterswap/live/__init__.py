@@ -3,9 +3,9 @@
 Begin with `LiveComposer`. torch, transformers and PEFT are imported only when it is used.
 """
 
+from adapterswap.live.batching import Answers, stream
 from adapterswap.live.composer import LiveComposer
 from adapterswap.live.loading import load_expert, load_experts
-from adapterswap.live.streaming import Answers, stream
 from adapterswap.live.switching import why_not_live
 
 __all__ = ["Answers", "LiveComposer", "load_expert", "load_experts", "stream", "why_not_live"]

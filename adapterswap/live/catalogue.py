@@ -1,31 +1,117 @@
-"""Turn what a user asks for into settings of a model's layers: parse names and plan with the loaded experts.
+"""Turn a user's request into settings of a model's layers; plan the active composition from experts on disk.
+
+An expert is read from its own file if the file still holds the numbers in the model. A composition saved live then has
+the same bytes as one composed from files. Otherwise PEFT saves the expert first. Knows inventories and plans.
 
 Knows compositions and inventories; sets nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import BaseModelError, CompositionError, Problems, check_type
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.layers import format_depth
-from adapterswap.live.inventory import Inventory, LoadedFrom, is_unloaded
-from adapterswap.live.saving import plan_on_disk
+from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, Problems, check_type
+from adapterswap.experts.adapter import Adapter, LoraModule, OpaqueModule, Part, open_adapter
+from adapterswap.experts.keys import LORA_PARTS
+from adapterswap.files.folders import scratch_folder
+from adapterswap.files.numbers import open_files, read_numbers
+from adapterswap.files.tensorfile import Tensor
+from adapterswap.live.inventory import Inventory, LoadedFrom, beside, factors, is_unloaded
 from adapterswap.live.switching import Switch, make_switch
-from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.model.layers import format_depth
+from adapterswap.planning.base import least_depth
 from adapterswap.planning.checks import check_names
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.depth import least_depth
+from adapterswap.planning.composition import Composition, parse_composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.short_names import parse_composition
+from adapterswap.planning.rules import BASE, Rule
 
 if TYPE_CHECKING:
+    import torch
     from peft import PeftModel
 
-__all__ = ["Catalogue", "Composable"]
+
+@contextmanager
+def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
+    """The same plan, made with experts that are on disk until the block ends.
+
+    Args:
+        plan: a plan of loaded experts.
+        inventory: what is loaded.
+    """
+    with ExitStack() as stack:
+        experts = {}
+        for name, file in plan.adapters.items():
+            if _holds(file, name, inventory):
+                experts[name] = file
+            else:
+                saved = stack.enter_context(_saved(name, inventory))
+                experts[name] = replace(saved, kept_layers=file.kept_layers)
+        composition = plan.composition
+        bases = {(adapter.config.base_model, adapter.config.revision): None for adapter in experts.values()}
+        if len(bases) > 1 and composition.base_model is None:  # they are loaded in one model, so they have one base
+            declared = next(name for name, _ in bases if name)
+            composition = composition.model_copy(update={"base_model": declared})
+        yield make_plan(composition, experts, num_layers=plan.num_layers)
+
+
+def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
+    """Whether a file holds exactly the numbers of a loaded expert."""
+    loaded = {module: layer for module, layer in inventory.layers.items() if name in layer.r}
+    saved = {module: wrapper for module, wrapper in inventory.in_full.items() if name in wrapper.modules_to_save}
+    if loaded.keys() != file.factors.keys() or saved.keys() != file.saved.keys():
+        return False
+    for module, layer in loaded.items():
+        part = file.factors[module]
+        if (part.rank, part.alpha, part.rslora) != (layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]):
+            return False
+    try:
+        with open_files([file.file]) as files:
+            handle = files[file.file.path]
+            pairs = [pair for module, layer in loaded.items() for pair in _tensors(file.parts[module], layer, name)]
+            for module, wrapper in saved.items():
+                state = wrapper.modules_to_save[name].state_dict()
+                pairs += [(place, state.get(key)) for key, place in file.saved[module].tensors.items()]
+            return all(_equal(name, handle, place, tensor) for place, tensor in pairs)
+    except AdapterswapError:  # the file is gone or was replaced
+        return False
+
+
+def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
+    """The tensors of an adapted module in the file, each with its tensor in the model; None if there is none."""
+    lora = part.lora if isinstance(part, OpaqueModule) else part
+    assert isinstance(lora, LoraModule)
+    loaded = factors(layer, name)
+    pairs: list[tuple[Tensor, Any]] = [(lora.a, loaded and loaded.a), (lora.b, loaded and loaded.b)]
+    if isinstance(part, OpaqueModule):
+        extra = beside(layer, name)
+        pairs += [(place, extra.get(key)) for key, place in part.tensors.items() if key in LORA_PARTS]
+    return pairs
+
+
+def _equal(name: str, handle: int, place: Tensor, tensor: torch.Tensor | None) -> bool:
+    import torch
+
+    return tensor is not None and torch.equal(
+        torch.from_numpy(read_numbers(name, handle, place)).reshape(tensor.shape), tensor.detach().float().cpu()
+    )
+
+
+@contextmanager
+def _saved(name: str, inventory: Inventory) -> Iterator[Adapter]:
+    """A loaded expert as PEFT saves it, in a temporary folder."""
+    with scratch_folder("live") as place:
+        with warnings.catch_warnings():
+            # PEFT mistakes the biases of `lora_bias` for factors that ZeRO-3 left empty.
+            warnings.filterwarnings("ignore", r"Adapter .* LoRA tensor\(s\) have invalid shape")
+            inventory.model.save_pretrained(place, selected_adapters=[name], save_embedding_layers=False)
+        folder = place / name
+        yield open_adapter(folder if folder.is_dir() else place)
+
 
 Composable = str | Composition | Plan | None
 
@@ -37,9 +123,6 @@ class Catalogue:
 
     Attributes:
         inventory: what is loaded, as of the last `refresh`.
-
-    Raises:
-        ArgumentError: see `Inventory`.
     """
 
     def __init__(self, model: PeftModel) -> None:
@@ -59,15 +142,7 @@ class Catalogue:
             self._look()
 
     def switch(self, composition: Composable) -> Switch:
-        """The settings for a composition, remembered for names and `Composition`s.
-
-        Raises:
-            ArgumentError: it is not of a type that can stand for a composition.
-            FieldError: it is a name that cannot be parsed.
-            CompositionError: it is not a composition of the loaded experts.
-            UnsupportedError: it cannot be computed live.
-            BaseModelError: the model's number of layers is not known.
-        """
+        """The settings for a composition, remembered for names and `Composition`s."""
         check_type(
             composition, (str, Composition, Plan, type(None)), "composition",
             "Pass a name such as 'math+swahili', a Composition, a plan, or None for the base",

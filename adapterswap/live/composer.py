@@ -1,4 +1,10 @@
-"""Compose on a loaded PeftModel: each LoRA layer gets its own active adapters and scalings; no tensor changes.
+"""Compose on a loaded PeftModel: activate one composition after another, guarded against PEFT's own calls.
+
+PEFT resets every layer when an adapter is added, and makes adapters trainable when `disable_adapter` ends. Setting or
+deleting an adapter changes layers whose settings a composition relies on. These methods are replaced on this one model
+and restored when the composition ends. Knows PEFT's methods, but not compositions.
+
+Knows switches, rows and pins, and PEFT's calls that disturb them, but not the names of compositions.
 
 The entry point for users, and an executor of plans like `writing`. Layers are set in `switching`, put back in
 `session` and split by rows in `batching`.
@@ -6,31 +12,179 @@ The entry point for users, and an executor of plans like `writing`. Layers are s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.errors import ArgumentError, UnsupportedError
-from adapterswap.experts.adapters import Adapter, open_adapter
+from adapterswap.experts.adapter import Adapter, open_adapter
 from adapterswap.files.folders import check_place
-from adapterswap.files.smallfiles import expand
+from adapterswap.files.text import expand
 from adapterswap.live.batching import Rows, pad_left
-from adapterswap.live.catalogue import Catalogue, Composable
+from adapterswap.live.catalogue import Catalogue, Composable, plan_on_disk
+from adapterswap.live.inventory import is_unloaded
 from adapterswap.live.loading import as_in_model, layers_taken, load_expert, slice_of
-from adapterswap.live.saving import plan_on_disk
-from adapterswap.live.session import Session
-from adapterswap.live.switching import Switch
-from adapterswap.planning.compositions import Composition
+from adapterswap.live.switching import InitialState, Pin, Switch, apply_switch, unmerge
+from adapterswap.planning.composition import Composition, expert_name
 from adapterswap.planning.describe import headline
-from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-__all__ = ["LiveComposer"]
+
+class Guard:
+    """Guards a PeftModel until `remove`.
+
+    * After `add_adapter`, which `load_adapter` calls, `changed` is called, whether it succeeded or not.
+    * After `enable_adapter_layers`, which `disable_adapter` calls at its end, `enabled` is called.
+    * `set_adapter` and `delete_adapter` are refused.
+
+    Args:
+        model: the PeftModel.
+        changed: restores the composition after the model's adapters changed.
+        enabled: freezes the adapters again.
+    """
+
+    def __init__(self, model: Any, changed: Callable[[], None], enabled: Callable[[], None]) -> None:
+        guarded = [
+            (model, "add_adapter", _followed(model.add_adapter, changed)),
+            (model.base_model, "enable_adapter_layers", _followed(model.base_model.enable_adapter_layers, enabled)),
+            (model, "set_adapter", _refused("set_adapter")),
+            (model, "delete_adapter", _refused("delete_adapter")),
+        ]
+        self._before = [(owner, name, vars(owner).get(name)) for owner, name, _ in guarded]
+        for owner, name, method in guarded:
+            setattr(owner, name, method)
+
+    def remove(self) -> None:
+        for owner, name, method in self._before:
+            delattr(owner, name)  # the class's own method is visible again
+            if method is not None:
+                setattr(owner, name, method)
+
+
+def _followed(method: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            after()
+
+    return call
+
+
+def _refused(name: str) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            f"{name} was called while a composition is active",
+            "Leave the composition first: call composer.reset() or leave the `with` block",
+        )
+
+    return refuse
+
+
+class Session:
+    """Tracks the active composition of a model.
+
+    Attributes:
+        active: what the model computes now; None if no composition is active.
+        pin: the experts that stay active for a compiled graph, if any.
+    """
+
+    def __init__(self, model: PeftModel, catalogue: Catalogue) -> None:
+        self.active: Switch | Rows | None = None
+        self.pin: Pin | None = None
+        self._model = model
+        self._catalogue = catalogue
+        self._baseline: InitialState | None = None
+        self._guard: Guard | None = None
+
+    def set(self, wanted: Switch | Rows) -> None:
+        """Compute `wanted` from now on. If that fails, restore what was computed before."""
+        self._catalogue.refresh()
+        if any(layer.merged for layer in self._catalogue.inventory.layers.values()):
+            raise UnsupportedError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+        if self.pin is not None and isinstance(wanted, Switch):
+            self.pin.check(wanted)
+        before = self.active
+        if self._baseline is None:
+            self._baseline = InitialState(self._catalogue.inventory)
+            self._guard = Guard(self._model, self._reapply, self._baseline.freeze)
+        try:
+            self._apply(wanted)
+        except BaseException:
+            if before is None:
+                self.reset()
+            else:
+                self._apply(before)
+            raise
+
+    def reset(self) -> None:
+        """Restore the state before any composition. A model without its LoRA layers is not changed."""
+        baseline, guard, self._baseline, self._guard = self._baseline, self._guard, None, None
+        if isinstance(self.active, Rows):
+            self.active.withdraw()
+        self.active = None
+        if guard is not None:
+            guard.remove()
+        if baseline is not None and not is_unloaded(self._model):
+            baseline.restore()
+
+    @contextmanager
+    def using(self, wanted: Switch | Rows) -> Iterator[None]:
+        """Compute `wanted` inside the block, and restore what was computed before; raises the errors of `set`."""
+        before = self.active
+        self.set(wanted)
+        try:
+            yield
+        finally:
+            self._return_to(before)
+
+    @contextmanager
+    def pinned(self, experts: Sequence[str]) -> Iterator[None]:
+        """Keep the experts active inside the block, where compositions only change numbers in tensors; see `Pin`."""
+        if self.active is not None:
+            raise UnsupportedError("a composition is active", "Leave it first: call pinned() before use() or set()")
+        self.pin = Pin(experts)
+        try:
+            self.set(Switch())
+            yield
+        finally:
+            self.pin = None
+            self.reset()
+
+    def _return_to(self, before: Switch | Rows | None) -> None:
+        if before is None or is_unloaded(self._model):
+            self.reset()
+            return
+        try:
+            unmerge(self._catalogue.inventory.layers.values())
+            self.set(before)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _apply(self, wanted: Switch | Rows) -> None:
+        inventory = self._catalogue.inventory
+        if isinstance(self.active, Rows):
+            self.active.withdraw()
+        if isinstance(wanted, Rows):
+            wanted.apply(inventory)
+        elif self.pin is not None:
+            self.pin.apply(wanted, inventory)
+        else:
+            apply_switch(wanted, inventory)
+        self.active = wanted
+
+    def _reapply(self) -> None:
+        """Restore the composition after PEFT reset all layers to add an adapter."""
+        if self._baseline is not None and self.active is not None:
+            self._catalogue.refresh()
+            self._baseline.extend(self._catalogue.inventory)
+            self._apply(self.active)
 
 
 class LiveComposer:
@@ -219,7 +373,7 @@ class LiveComposer:
         Raises:
             UnsupportedError: no composition with experts is active; see also `write_adapter`.
         """
-        from adapterswap.writing import write_adapter
+        from adapterswap.writing.adapter import write_adapter
 
         if self.plan is None:
             raise UnsupportedError("no composition with experts is active", "Call save inside `with composer.use(…)`")

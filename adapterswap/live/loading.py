@@ -1,4 +1,7 @@
-"""Load experts from disk into a running model, whole or only some of their layers, checked before anything changes.
+"""Load experts from disk into a running model, whole or only some layers, and compare their copies of base weights.
+
+PEFT would overwrite the base's weights for every expert, in the copies' dtype, and untie weights that are tied to them;
+it would also hold the expert's factors in that dtype. Knows PEFT's folders and layers, but not compositions.
 
 Knows adapters and PEFT's loading, but not which composition is active.
 """
@@ -6,6 +9,7 @@ Knows adapters and PEFT's loading, but not which composition is active.
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.bases import quiet_peft
+from adapterswap.changes.copies import Weight, is_one_weight, stored_weight
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
@@ -24,34 +28,114 @@ from adapterswap.errors import (
     UnsupportedError,
     reason_of,
 )
-from adapterswap.experts.adapters import Adapter, open_adapter
-from adapterswap.experts.anatomy import shape_of
-from adapterswap.experts.layers import NumLayers, format_layers, is_ahead
-from adapterswap.experts.naming import ModelNames, under_canonical_names
-from adapterswap.experts.peft_kinds import LORA
-from adapterswap.experts.shapes import and_more, compare_shapes
-from adapterswap.experts.slices import KeptLayers
-from adapterswap.experts.sources import Source
-from adapterswap.files.scratch import scratch_folder
-from adapterswap.files.smallfiles import expand, is_folder
-from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
-from adapterswap.live.in_full import find_wrappers, match_dtypes
-from adapterswap.live.inventory import factors, find_layers, layers_of_base
+from adapterswap.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
+from adapterswap.experts.keys import LORA, copies_in
+from adapterswap.experts.names import ModelNames, under_canonical_names
+from adapterswap.files.folders import atomic_folder, scratch_folder
+from adapterswap.files.numbers import open_files
+from adapterswap.files.tensorfile import FLOAT_NAMES, FLOATS, TensorFile
+from adapterswap.files.text import expand, is_folder
+from adapterswap.live.inventory import factors, find_layers, find_wrappers, layers_of_base, match_dtypes
 from adapterswap.live.switching import put_over_the_base
-from adapterswap.planning.allocation import BASE
-from adapterswap.planning.compositions import Composition
+from adapterswap.model.anatomy import shape_of
+from adapterswap.model.layers import KeptLayers, NumLayers, format_layers, is_ahead
+from adapterswap.model.loading import quiet_peft
+from adapterswap.model.sources import CONFIG, WEIGHTS, Source
+from adapterswap.planning.base import check_base_weights
+from adapterswap.planning.composing import slice_layers, whole_rules
+from adapterswap.planning.composition import Composition, fits_peft, parse_composition
 from adapterswap.planning.making import make_plan
-from adapterswap.planning.names import fits_peft
-from adapterswap.planning.one_base import check_base_weights
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.short_names import parse_composition
-from adapterswap.planning.slicing import slice_layers, whole_rules
+from adapterswap.planning.rules import BASE
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-__all__ = ["as_in_model", "layers_taken", "load_expert", "load_experts", "slice_of"]
+
+def check_copies(
+    file: TensorFile, owner: str, modules: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> None:
+    """Compare every copy with the model's own weight, up to the rounding of the narrower of their dtypes.
+
+    Args:
+        file: the header of the safetensors file of the expert, or of any kind of adapter that PEFT loads.
+        owner: what to call the expert in messages, such as `the expert 'math'`.
+        modules: the base's modules by full name, possibly inside LoRA layers of other experts.
+        names: the model's name of each module that has another name in the file, by the name in the file.
+    """
+    copies = {(names or {}).get(module, module): copy for module, copy in copies_in(file).items()}
+    carried = {module: copy for module, copy in copies.items() if module in modules}
+    if not carried:
+        return
+    if any(getattr(modules[module], "merged", False) for module in carried):
+        raise UnsupportedError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+    problems = Problems(ExpertError)
+    with open_files([file]) as files:
+        for module, copy in carried.items():
+            model_weight = _own_weight(modules[module])
+            conflict = (
+                f"{owner} carries a copy of {module}.weight ({copy.name}), with which PEFT would overwrite the model's "
+                "own"
+            )
+            if copy.dtype not in FLOATS:
+                problems.add(
+                    f"{conflict}, and its dtype is {copy.dtype}",
+                    f"Save it as one of {', '.join(FLOATS)}",
+                    parameter="expert",
+                )
+            elif model_weight is None:
+                problems.add(
+                    f"{conflict}. The two cannot be compared, because the model's is quantised, sharded or offloaded",
+                    "Load the model with that weight whole, in float32, bfloat16 or float16",
+                    parameter="model",
+                    kind=UnsupportedError,
+                )
+            elif not is_one_weight(stored_weight(copy, files[file.path]), model_weight):
+                problems.add(
+                    f"{conflict}. The two differ, so the expert was trained on another base",
+                    "Load it into the base that it was trained on, in the dtype in which that base is stored",
+                    parameter="expert",
+                )
+    problems.raise_if_any()
+
+
+def _own_weight(module: Any) -> Weight | None:
+    """The weight of a module, or of the one inside a LoRA layer; None unless it is a plain floating-point tensor."""
+    import torch
+
+    weight: Any = getattr(module.get_base_layer() if hasattr(module, "get_base_layer") else module, "weight", None)
+    names = {getattr(torch, name): stored for name, stored in FLOAT_NAMES.items()} | {torch.float64: "F32"}
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.dtype not in names:
+        return None
+    flat = weight.detach().reshape(-1)
+    return Weight(names[weight.dtype], tuple(weight.shape), lambda start, stop: flat[start:stop].float().cpu().numpy())
+
+
+def without_copies(adapter: Adapter) -> Adapter:
+    """The adapter without the copies of the base's weights that it carries."""
+    return replace(adapter, modules={name: replace(module, base=None) for name, module in adapter.modules.items()})
+
+
+@contextmanager
+def folder_without_copies(file: TensorFile) -> Iterator[Path]:
+    """A folder with an adapter's config and its tensors without the copies: its own folder if it carries none."""
+    source = file.path.parent
+    copies = {copy.name for copy in copies_in(file).values()}
+    if not copies:
+        yield source
+        return
+    from safetensors import safe_open
+    from safetensors.torch import save
+
+    with scratch_folder("live") as place:
+        bare = place / "bare"
+        with atomic_folder(bare) as folder, safe_open(file.path, "pt") as tensors:
+            others = {key: tensors.get_tensor(key) for key in file.tensors if key not in copies}
+            (folder / WEIGHTS).write_bytes(save(others))
+            shutil.copyfile(source / CONFIG, folder / CONFIG)
+        yield bare
+
 
 _WITHOUT_SWITCHING = "Write the composition with `compose` and load the result, or write full weights with `merge`"
 
@@ -184,11 +268,7 @@ def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
 
 
 def slice_of(adapter: Adapter, layers: str, num_layers: NumLayers | None) -> Adapter:
-    """The adapter with only `layers` of it.
-
-    Raises:
-        AdapterswapError: of the classes that `slice_layers` raises.
-    """
+    """The adapter with only `layers` of it."""
     plan = slice_layers(adapter, layers, num_layers=num_layers)
     modules = {name: module for name, module in adapter.modules.items() if plan.slots[name].terms}
     opaque = {name: part for name, part in adapter.opaque.items() if plan.slots[name].terms}
@@ -199,12 +279,7 @@ def slice_of(adapter: Adapter, layers: str, num_layers: NumLayers | None) -> Ada
 def layers_taken(
     adapter: Adapter, name: str, compositions: Iterable[str | Composition], num_layers: NumLayers | None
 ) -> str:
-    """The layers that compositions take from an expert, in the form `0-4,30-31`.
-
-    Raises:
-        CompositionError: they take none, or one of them is not a composition's name.
-        BaseModelError: the model's number of layers is not known.
-    """
+    """The layers that compositions take from an expert, in the form `0-4,30-31`."""
     if num_layers is None:
         raise BaseModelError(
             "the config of the model does not say how many layers it has", "Pass `layers` instead", parameter="model"
@@ -340,7 +415,7 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | Non
         with folder_without_copies(adapter.file) as folder:
             yield folder
         return
-    from adapterswap.writing import write_adapter
+    from adapterswap.writing.adapter import write_adapter
 
     adapter = replace(adapter, original={})  # the names are the model's own: see `as_in_model`
     if layers is None:

@@ -1,39 +1,33 @@
-"""Set which experts every LoRA layer uses, and with which coefficients, through PEFT's own calls; and restore it.
+"""Set which experts every LoRA layer uses and with which coefficients, also in a compiled model.
 
 No tensor is copied or changed: only each layer's list of active adapters and its scalings are. Knows layers and
 finished plans, but not the names of compositions.
+
+torch.compile bakes PEFT's lists of active adapters and its scalings, which are Python numbers, into the graph, and
+recompiles when they change. Here both stay the same for the compiler: a scaling is a view of one vector per device, and
+switching fills that vector. Every pinned expert is computed in every layer where it is loaded, so pin few. Knows LoRA
+layers and switches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import CompositionError, Problems, UnsupportedError
-from adapterswap.experts.adapter_keys import is_bias
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.layers import format_depth
-from adapterswap.experts.peft_kinds import LORA
-from adapterswap.live.in_full import forget_average, use_in_full
-from adapterswap.live.inventory import Inventory, scale_of
-from adapterswap.planning.names import fits_peft
+from adapterswap.experts.adapter import Adapter
+from adapterswap.experts.keys import LORA, is_bias
+from adapterswap.live.inventory import Inventory, factors, forget_average, parameter_of, scale_of, use_in_full
+from adapterswap.model.layers import format_depth
+from adapterswap.planning.composition import fits_peft
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
+from adapterswap.writing.resolving import resolve
 
-__all__ = [
-    "InitialState",
-    "Switch",
-    "apply_switch",
-    "check_loaded",
-    "clash",
-    "make_switch",
-    "put_over_the_base",
-    "unmerge",
-    "why_not_live",
-]
+if TYPE_CHECKING:
+    import torch
 
 _RESIDENT = "Write it with `compose` and load the result, or write full weights with `merge`"
 
@@ -121,13 +115,7 @@ def clash(adapters: Mapping[str, Adapter]) -> str | None:
 
 
 def make_switch(plan: Plan, inventory: Inventory) -> Switch:
-    """The settings that compute `plan` with the adapters in the model.
-
-    Raises:
-        UnsupportedError: the plan cannot be computed live.
-        CompositionError: the plan is for another number of layers, or its experts are not those in the model.
-        ExpertError: an expert's file cannot be read, which magnitude weights and SLERP need.
-    """
+    """The settings that compute `plan` with the adapters in the model."""
     if (reason := why_not_live(plan)) is not None:
         raise UnsupportedError(reason, _RESIDENT, parameter="composition")
     problems = Problems(CompositionError)
@@ -175,11 +163,7 @@ def _mismatch(layer: Any, expert: str, rank: int, scale: float) -> str | None:
 
 
 def apply_switch(switch: Switch, inventory: Inventory) -> None:
-    """Set every layer's active adapters and scalings. Layers that are already right are not changed.
-
-    Raises:
-        CompositionError: an expert was deleted since the switch was made. Nothing is set then.
-    """
+    """Set every layer's active adapters and scalings. Layers that are already right are not changed."""
     check_loaded(switch, inventory)
     for module, layer in inventory.layers.items():
         terms = switch.terms.get(module, {})
@@ -192,11 +176,7 @@ def apply_switch(switch: Switch, inventory: Inventory) -> None:
 
 
 def apply_in_full(switch: Switch, inventory: Inventory) -> None:
-    """Set the weights of the modules that experts trained in full, and switch trainable tokens off.
-
-    Raises:
-        UnsupportedError: see `use_in_full`.
-    """
+    """Set the weights of the modules that experts trained in full, and switch trainable tokens off."""
     for module, wrapper in inventory.in_full.items():
         use_in_full(module, wrapper, switch.in_full.get(module, {}))
     for wrapper in inventory.wrappers:
@@ -274,3 +254,73 @@ class InitialState:
         for (module, name), trainable in self._trainable.items():
             if (parameter := getattr(module, name)).requires_grad != trainable:
                 parameter.requires_grad_(trainable)
+
+
+class Pin:
+    """Experts that stay active, with their scalings in tensors.
+
+    Args:
+        experts: their names.
+    """
+
+    def __init__(self, experts: Sequence[str]) -> None:
+        self.experts = tuple(experts)
+        self._slots: dict[tuple[str, str], tuple[torch.device, int, float]] = {}
+        self._vectors: dict[torch.device, torch.Tensor] = {}
+        self._layers: dict[str, Any] = {}
+
+    def check(self, switch: Switch) -> None:
+        """Raise `CompositionError` if a switch needs an expert that is not pinned."""
+        for terms in (*switch.terms.values(), *switch.in_full.values()):
+            for name in terms:
+                if name not in self.experts:
+                    raise CompositionError(
+                        f"the expert {name!r} is not pinned (pinned: {', '.join(self.experts)})",
+                        "Add it to composer.pinned(…), which compiles the model again",
+                        parameter="composition",
+                    )
+
+    def apply(self, switch: Switch, inventory: Inventory) -> None:
+        """Fill the scalings: c·s with the switch's coefficients c, and 0 where an expert is not used."""
+        import torch
+
+        if inventory.layers != self._layers:
+            self._prepare(inventory.layers)
+        for layer in inventory.layers.values():
+            active = [name for name in self.experts if name in layer.scaling]
+            if layer.active_adapters != active:
+                layer.set_adapter(active, inference_mode=True)
+        values = {device: [0.0] * len(vector) for device, vector in self._vectors.items()}
+        for (module, name), (device, slot, scale) in self._slots.items():
+            values[device][slot] = scale * switch.terms.get(module, {}).get(name, 0.0)
+        for device, vector in self._vectors.items():
+            vector.copy_(torch.tensor(values[device]))
+        apply_in_full(switch, inventory)
+
+    def _prepare(self, layers: Mapping[str, Any]) -> None:
+        import torch
+
+        if (fused := next((name for name, layer in layers.items() if parameter_of(layer)), None)) is not None:
+            raise UnsupportedError(
+                f"{fused} is a parameter with a matrix for each expert of a mixture, which PEFT computes anew in "
+                "every forward pass, so a compiled graph cannot hold it",
+                "Switch without `pinned`",
+            )
+        self._layers, self._slots = dict(layers), {}
+        counts: dict[torch.device, int] = {}
+        for module, layer in layers.items():
+            for name in self.experts:
+                if name in layer.lora_variant:
+                    raise UnsupportedError(
+                        f"the expert {name!r} is DoRA ({module}), which changes the base even with scaling 0",
+                        "Pin only the other experts, or switch without `pinned`",
+                        parameter="experts",
+                    )
+                if (tensors := factors(layer, name)) is not None:
+                    device = tensors.b.device
+                    slot = counts.get(device, 0)
+                    self._slots[module, name] = (device, slot, scale_of(layer, name))
+                    counts[device] = slot + 1
+        self._vectors = {device: torch.zeros(count, device=device) for device, count in counts.items()}
+        for (module, name), (device, slot, _) in self._slots.items():
+            layers[module].scaling[name] = self._vectors[device][slot]

@@ -13,19 +13,6 @@ import numpy.typing as npt
 
 from adapterswap.methods.method import MethodSettings
 
-__all__ = [
-    "drop",
-    "drop_mask",
-    "gram_of",
-    "keep_between",
-    "keep_largest",
-    "keep_ranked",
-    "ranked_chances",
-    "sum_agreeing",
-    "summed",
-    "weighted_sum",
-]
-
 _BLOCK = 2**20  # entries per block
 
 Delta = npt.NDArray[np.float32]

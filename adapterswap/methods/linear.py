@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from adapterswap.methods.method import SCALE, Method
 
-__all__ = ["AdaMergeX", "LayerSwap", "Linear", "Soup", "TaskArithmetic"]
-
 
 class LayerSwap(Method):
     name = "layer_swap"

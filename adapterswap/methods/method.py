@@ -16,17 +16,6 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, npt.NDArray[np.float32]]
 
-__all__ = [
-    "DENSITY",
-    "LARGEST",
-    "SCALE",
-    "SEED",
-    "Method",
-    "MethodSettings",
-    "NonlinearMethod",
-    "Parameter",
-    "SpanMethod",
-]
 
 LARGEST = 1e9  # bound of weights and factors, so that no sum of them overflows
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from adapterswap.errors import ArgumentError, DependencyError, did_you_mean, reason_of
 from adapterswap.methods.linear import AdaMergeX, LayerSwap, Linear, Soup, TaskArithmetic
 from adapterswap.methods.method import Method, NonlinearMethod, Parameter, SpanMethod
-from adapterswap.methods.selecting import ArceeFusion, NearSwap, Sce
 from adapterswap.methods.sparse import (
+    ArceeFusion,
     Breadcrumbs,
     BreadcrumbsTies,
     DareLinear,
@@ -28,6 +28,8 @@ from adapterswap.methods.sparse import (
     Della,
     DellaLinear,
     MagnitudePrune,
+    NearSwap,
+    Sce,
     Ties,
 )
 from adapterswap.methods.spectral import (
@@ -45,19 +47,6 @@ from adapterswap.methods.spherical import Karcher, ModelStock, MultiSlerp, NuSle
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = [
-    "ALIASES",
-    "BUILT_IN",
-    "PARAMETERS",
-    "RESERVED",
-    "all_methods",
-    "check_name",
-    "find_method",
-    "having",
-    "in_adapters",
-    "names_of",
-    "own_parameters",
-]
 
 GROUP = "adapterswap.methods"
 
@@ -95,12 +84,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def find_method(name: str) -> Method:
-    """The method with this name or alias.
-
-    Raises:
-        ArgumentError: the method is unknown.
-        DependencyError: a package adds it, but not as a valid method.
-    """
+    """The method with this name or alias."""
     name = ALIASES.get(name, name)
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -115,11 +99,7 @@ def find_method(name: str) -> Method:
 
 
 def check_name(name: str, *, in_rules: bool) -> str:
-    """The method's own name, after a check that rules, or whole compositions, may use it.
-
-    Raises:
-        ValueError: they may not. Validators of fields raise this class.
-    """
+    """The method's own name, after a check that rules, or whole compositions, may use it."""
     try:
         method = find_method(name)
     except (ArgumentError, DependencyError) as error:
@@ -131,11 +111,7 @@ def check_name(name: str, *, in_rules: bool) -> str:
 
 
 def all_methods() -> dict[str, Method]:
-    """All methods by name: built-in ones, then those of installed packages.
-
-    Raises:
-        DependencyError: a package adds an invalid method.
-    """
+    """All methods by name: built-in ones, then those of installed packages."""
     return BUILT_IN | {name: _loaded(name) for name in sorted(_added())}
 
 
@@ -156,11 +132,7 @@ def in_adapters(method: Method) -> str:
 
 
 def own_parameters(name: str) -> tuple[Parameter, ...]:
-    """The method's parameters that each rule sets itself, without those that all rules share.
-
-    Raises:
-        AdapterswapError: see `find_method`.
-    """
+    """The method's parameters that each rule sets itself, without those that all rules share."""
     return tuple(parameter for parameter in find_method(name).parameters if not parameter.shared)
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     Pair = tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]
     Pairs = Mapping[str, Pair]
 
-__all__ = ["CoreDareTies", "CoreMethod", "CoreTies", "IsoC", "IsoCts", "KnotsDareTies", "KnotsTies", "Tsv"]
 
 # Directions below this share of the largest singular value count as none: for ΔW, which may be rounded to float32, and
 # for factors.
@@ -118,8 +117,8 @@ def _joint(pairs: Pairs, weights: Mapping[str, float]) -> tuple[Joint, Cores]:
     """The joint space of the sides, and the core of each; the core is zero for a side that changes nothing."""
     import numpy as np
 
-    from adapterswap.changes.deltas import Factors
     from adapterswap.changes.joint import Joint
+    from adapterswap.changes.reading import Factors
 
     joint = Joint([Factors(a, b) for b, a in pairs.values()])
     cores = {side: joint.core_of(index) for index, side in enumerate(pairs)}

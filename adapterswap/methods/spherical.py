@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, npt.NDArray[np.float32]]
     Gram = npt.NDArray[np.float64]
 
-__all__ = ["Karcher", "ModelStock", "MultiSlerp", "NuSlerp", "Slerp"]
 
 _ALIKE = 0.9995  # |cosine| above which SLERP treats two directions as the same
 # Sines up to which NuSLERP interpolates linearly. mergekit has 1e-8 for both, but between opposite directions the path

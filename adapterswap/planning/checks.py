@@ -9,15 +9,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
-from adapterswap.experts.adapter_keys import is_bias
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part
-from adapterswap.experts.checkpoints import OTHER_NAMES, Checkpoint
-from adapterswap.experts.layers import (
+from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
+from adapterswap.experts.keys import is_bias
+from adapterswap.files.tensorfile import FLOATS
+from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint
+from adapterswap.model.layers import (
     NO_LAYER,
     STACKS,
     NumLayers,
     Stack,
     depth_of,
+    every_layer,
     extra_rows,
     format_layers,
     has_both_stacks,
@@ -26,34 +28,10 @@ from adapterswap.experts.layers import (
     stack_in,
     stack_of,
 )
-from adapterswap.experts.shapes import and_more, compare_shapes
-from adapterswap.experts.slices import every_layer
-from adapterswap.files.dtypes import FLOATS
-from adapterswap.planning.allocation import Rule
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.rule_text import place_of
+from adapterswap.planning.rules import Rule, place_of
 from adapterswap.planning.slots import Slot
-
-__all__ = [
-    "check_architecture",
-    "check_depth",
-    "check_experts",
-    "check_factors",
-    "check_matches",
-    "check_matrices",
-    "check_names",
-    "check_numbers",
-    "check_opaque",
-    "check_rules",
-    "check_saved",
-    "check_shapes",
-    "check_used",
-    "check_vocabulary",
-    "requested_by_layer",
-    "silenced_experts",
-]
-
 
 # The config keys that two checkpoints of one architecture must agree on, if both have them.
 _ARCHITECTURE = (
@@ -441,7 +419,7 @@ def _field_naming(expert: str, composition: Composition) -> str:
 def check_architecture(first_name: str, first: Checkpoint, name: str, other: Checkpoint, problems: Problems) -> None:
     """Check that two checkpoints have the same architecture and hold the same tensors in the same shapes.
 
-    Embeddings and heads may differ in their numbers of rows; see `vocabulary`.
+    Embeddings and heads may differ in their numbers of rows; see `rows`.
     """
     for who, checkpoint in ((first_name, first), (name, other)):
         if checkpoint.config.get("quantization_config"):

@@ -21,9 +21,9 @@ from adapterswap.errors import (
     UnsupportedError,
     check_type,
 )
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part, by_layer
-from adapterswap.experts.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.experts.layers import (
+from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, Part, by_layer
+from adapterswap.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
+from adapterswap.model.layers import (
     NumLayers,
     check_one_list,
     extra_rows,
@@ -32,7 +32,15 @@ from adapterswap.experts.layers import (
     same_depth,
     stacked_layers_in_config,
 )
-from adapterswap.planning.allocation import Rule
+from adapterswap.planning.base import (
+    check_base_weights,
+    check_bases,
+    outside_the_layers,
+    reference_of,
+    settle_depth,
+    unchecked_bases,
+    under_one_name,
+)
 from adapterswap.planning.checks import (
     check_architecture,
     check_depth,
@@ -49,18 +57,11 @@ from adapterswap.planning.checks import (
     check_used,
     check_vocabulary,
 )
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.depth import outside_the_layers, settle_depth
-from adapterswap.planning.lent_rows import with_lent_rows
-from adapterswap.planning.one_base import check_base_weights, check_bases, unchecked_bases
+from adapterswap.planning.composition import Composition, as_composition
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.reconciling import reference_of, under_one_name
-from adapterswap.planning.short_names import as_composition
+from adapterswap.planning.rows import check_sizes, settle_vocabulary, with_lent_rows, with_rows_of_base
+from adapterswap.planning.rules import Rule
 from adapterswap.planning.slots import Rows, Slot, Term
-from adapterswap.planning.token_rows import with_rows_of_base
-from adapterswap.planning.vocabulary import check_sizes, settle_vocabulary
-
-__all__ = ["base_of", "make_plan", "merge_plan"]
 
 Expert = Adapter | Checkpoint
 
@@ -314,15 +315,7 @@ def _filled(
     *,
     apart: bool = False,
 ) -> list[Slot]:
-    """The slots, filled with the terms of the first rule that matches.
-
-    Args:
-        rules: in order.
-        slots: without terms.
-        changes: by expert, then by the slot's name.
-        problems: collects slots that no rule covers.
-        apart: keep a term for each average that an expert is in, as a row threshold needs.
-    """
+    """The slots, filled with the terms of the first rule that matches."""
     weights_of = [rule.side_weights() for rule in rules]
     parts_of = [
         rule.split(weights, apart=apart or rule.combines_sides) for rule, weights in zip(rules, weights_of, strict=True)
@@ -372,12 +365,7 @@ def _whole(checkpoint: Checkpoint, key: str, tied: TiedHead | None) -> Whole:
 
 
 def base_of(plan: Plan, base_model: str | None = None) -> Checkpoint:
-    """The base of a plan of adapters: `base_model`, or the one that the experts or the composition name.
-
-    Raises:
-        BaseModelError: none of them names a base.
-        NotFoundError, BaseModelError, UnsupportedError: see `open_checkpoint`.
-    """
+    """The base of a plan of adapters: `base_model`, or the one that the experts or the composition name."""
     reference = base_model or plan.base_reference
     if reference is None:
         raise BaseModelError("the experts do not say which base model they adapt", _PASS_BASE, parameter="base_model")
@@ -388,13 +376,8 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     """Turn a plan of adapters into a plan of full weights: the adapters merged into their base.
 
     Args:
-        plan: with its final coefficients; see `arithmetic.resolving.resolve`.
+        plan: with its final coefficients; see `writing.resolving.resolve`.
         base: the base that the experts adapt.
-
-    Raises:
-        BaseModelError: the base lacks a module, or has it in another shape.
-        UnsupportedError: the base is quantised, or a weight is not a floating point tensor.
-        AdapterswapError: several of these, reported together.
     """
     problems = Problems(BaseModelError)
     check_architecture("the base", base, "the base", base, problems)

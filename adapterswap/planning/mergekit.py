@@ -16,17 +16,14 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from adapterswap.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
-from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, num_layers_in_config
-from adapterswap.experts.opening import open_expert
-from adapterswap.experts.tokenizers import Tokens, read_tokens, tokenizer_bytes
-from adapterswap.files.smallfiles import expand, is_folder
-from adapterswap.files.yamlfiles import FieldMistake, StrictModel, read_content, validate
-from adapterswap.planning.allocation import BASE, Rule
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.names import expert_name
-
-__all__ = ["MergekitMerge", "is_mergekit", "mergekit_dtype", "read_mergekit"]
+from adapterswap.experts.adapter import open_expert
+from adapterswap.files.text import expand, is_folder
+from adapterswap.files.yaml import FieldMistake, StrictModel, read_content, validate
+from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.model.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, num_layers_in_config
+from adapterswap.model.tokenizers import Tokens, read_tokens, tokenizer_bytes
+from adapterswap.planning.composition import Composition, expert_name
+from adapterswap.planning.rules import BASE, Rule
 
 _MARK = "merge_method"  # a key that every mergekit YAML has, and none of our recipes
 
@@ -135,20 +132,12 @@ class MergekitMerge:
 
 
 def is_mergekit(path: str | Path) -> bool:
-    """Whether the YAML file at `path` is a mergekit YAML.
-
-    Raises:
-        AdapterswapError: the file cannot be read; see `read_content`.
-    """
+    """Whether the YAML file at `path` is a mergekit YAML."""
     return _MARK in read_content(path)[0]
 
 
 def mergekit_dtype(path: str | Path) -> Dtype | None:
-    """The dtype that a mergekit YAML sets for its result; None for other recipes, or if it sets none.
-
-    Raises:
-        AdapterswapError: see `read_content`; and the YAML's mistakes, see `read_mergekit`.
-    """
+    """The dtype that a mergekit YAML sets for its result; None for other recipes, or if it sets none."""
     return _read(Path(path)).written_dtype if is_mergekit(path) else None
 
 

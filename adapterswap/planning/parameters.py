@@ -26,11 +26,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from adapterswap.files.yamlfiles import StrictModel
+from adapterswap.files.yaml import StrictModel
 from adapterswap.methods.method import Parameter
 from adapterswap.methods.registry import BUILT_IN, PARAMETERS, having, own_parameters
-
-__all__ = ["MethodFields", "kind_of", "parameter_keys"]
 
 
 def parameter_keys(*, in_rules: bool = False) -> list[str]:

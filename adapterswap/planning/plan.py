@@ -2,7 +2,7 @@
 
 Plans are made from headers alone (see `making`): no tensors, no torch. A plan says, for every module of an adapter or
 every stored tensor of a model, which experts' changes enter with which coefficients. The executors (`writing`,
-`merging`, `live`) carry it out; `write`, `merge` and `export` call them. `describe` and `notebook` show it.
+`gguf`, `live`) carry it out; `write`, `merge` and `export` call them through the package's face. `describe` shows it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import adapterswap
 from adapterswap.errors import UnsupportedError
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.layers import NumLayers, check_one_list
-from adapterswap.experts.sources import Source, at_revision, find_source, split_revision
-from adapterswap.files.smallfiles import expand, is_folder
-from adapterswap.planning.allocation import Rule
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.one_base import adapt_one_base
+from adapterswap.experts.adapter import Adapter
+from adapterswap.files.text import expand, is_folder
+from adapterswap.model.checkpoints import Checkpoint
+from adapterswap.model.layers import NumLayers, check_one_list
+from adapterswap.model.sources import Source, at_revision, find_source, split_revision
+from adapterswap.planning.base import adapt_one_base
+from adapterswap.planning.composition import Composition
+from adapterswap.planning.rules import Rule
 from adapterswap.planning.slots import Slot
 
 if TYPE_CHECKING:
-    from adapterswap.writing.gguf import Exported
-
-__all__ = ["Plan"]
+    from adapterswap import Exported
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """The same for a notebook, with colours."""
-        from adapterswap.planning.notebook import plan_html
+        from adapterswap.planning.describe import plan_html
 
         return plan_html(self)
 
@@ -99,9 +98,7 @@ class Plan:
         Raises:
             AdapterswapError: see `write_adapter`.
         """
-        from adapterswap.writing import write_adapter
-
-        return write_adapter(
+        return adapterswap.write_adapter(
             self, out_path, layout=layout, max_rank=max_rank, max_error=max_error, names=names,
             overwrite=overwrite,
         )  # fmt: skip
@@ -128,9 +125,7 @@ class Plan:
         Raises:
             AdapterswapError: see `merge`.
         """
-        from adapterswap.merging import merge
-
-        return merge(
+        return adapterswap.merge(
             self, base_model, out_path=out_path, max_shard_size=max_shard_size, dtype=dtype, dequantize=dequantize,
             device=device, overwrite=overwrite,
         )  # fmt: skip
@@ -157,9 +152,7 @@ class Plan:
         Raises:
             AdapterswapError: see `export`.
         """
-        from adapterswap.writing.gguf import export
-
-        return export(
+        return adapterswap.export(
             self, out_path, base_model=base_model, outtype=outtype, pieces=pieces, max_rank=max_rank,
             max_error=max_error, overwrite=overwrite,
         )  # fmt: skip

@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
-from adapterswap.experts.adapters import LoraModule
-from adapterswap.experts.layers import Kind, is_vocabulary
-from adapterswap.planning.allocation import BASE, BlendMethod, Rule
-
-__all__ = ["Rows", "Slot", "Term", "reweighted", "shared_out"]
+from adapterswap.experts.adapter import LoraModule
+from adapterswap.model.layers import Kind, is_vocabulary
+from adapterswap.planning.rules import BASE, BlendMethod, Rule
 
 _NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the experts' coefficients
 

@@ -13,8 +13,6 @@ from adapterswap.reporting.headline import Target
 from adapterswap.reporting.relations import GridCell, Indicator, ZoneGrid
 from adapterswap.reporting.report import Report
 
-__all__ = ["Heatmap", "Scatter", "bars", "heatmaps", "labels_of", "lead_indicators", "number_text", "scatter", "ticks"]
-
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 300, 210, 46, 34, 12
 
 

@@ -1,31 +1,24 @@
-"""The cells that represent a method: its default configuration, the selected one, or the papers' best.
+"""The cells that represent a method, what enters the statistics, and the course of a selection.
 
 Methods are averaged over units: pairs of experts, single experts or seeds. Knows the cells of a run; knows
 nothing of intervals and tables.
+
+Single experts, the base and controls differ from compositions for other reasons than those under test, and every method
+that is far from the others raises Friedman's χ². Knows the cells of a run; knows no statistics.
+
+Knows the cells of a run; knows nothing of figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from adapterswap.errors import ArgumentError, did_you_mean
 from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, best_of
-
-__all__ = [
-    "Choice",
-    "Unit",
-    "choices",
-    "has_split",
-    "matching",
-    "paired",
-    "reported",
-    "score",
-    "table_choice",
-    "unit_of",
-]
 
 Unit = tuple[str | None, str | None, str | None, str | None]
 """(task expert, language expert, variant, experts of other roles), each None if absent. The names of several experts
@@ -164,3 +157,168 @@ def paired(
     documents = [doc for doc in reported(task) if all(doc in a and doc in b for _, a, b in pairs)]
     differences = [[a[doc] - b[doc] for doc in documents] for _, a, b in pairs]
     return [unit for unit, _, _ in pairs], np.array(differences, float).reshape(len(pairs), len(documents))
+
+
+COMPOSITIONS = "compositions"
+"""The name that selects every method that composes something."""
+
+
+def is_single(cell: Cell) -> bool:
+    """Whether a cell composes nothing: the base, an expert, another adapter."""
+    if cell.family == "base" or cell.family.endswith(" expert"):
+        return True
+    rules = cell.composition.get("allocation", ())
+    return len(rules) == 1 and list(rules[0]) == ["expert"]
+
+
+def unit_text(unit: Unit) -> str:
+    """A unit as text: `math1+sw1`, `seed 3`."""
+    return "+".join(part for part in unit if part is not None)
+
+
+def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]:
+    """The families to rank and test, in the run's order; all if `methods` is None.
+
+    Args:
+        methods: families; `compositions` stands for all that compose something.
+    """
+    families = list(dict.fromkeys(result.cell.family for result in run.results))
+    if methods is None:
+        return tuple(families)
+    single = {result.cell.family for result in run.results if is_single(result.cell)}
+    wanted: set[str] = set()
+    for name in methods:
+        if name in families:
+            wanted.add(name)
+        elif name == COMPOSITIONS:
+            wanted |= {family for family in families if family not in single}
+        else:
+            remedy = did_you_mean(name, families, f"Use some of: {', '.join(families)}; or {COMPOSITIONS}")
+            raise ArgumentError(f"the run has no method {name!r}", remedy, parameter="methods")
+    if len(wanted) < 2:
+        raise ArgumentError(
+            f"`methods` leaves {len(wanted)} of the run's methods, but a comparison needs at least two",
+            f"Use two or more of: {', '.join(families)}",
+            parameter="methods",
+        )
+    return tuple(family for family in families if family in wanted)
+
+
+def with_units(run: Run, units: Sequence[str] | None) -> Run:
+    """The run with the cells of some units only; a cell without an expert on a side matches every unit.
+
+    Args:
+        units: pairs (`math1+sw1`), experts (`sw1`, for all pairs that include them), or seeds of a lab run (`seed 3`);
+            None for all.
+    """
+    if units is None:
+        return run
+    listed = full_units({unit_of(result.cell): None for result in run.results})
+    selected: dict[Unit, None] = {}
+    for name in units:
+        matches = [unit for unit in listed if name in (unit_text(unit), *unit)]
+        if not matches:
+            texts = [unit_text(unit) for unit in listed]
+            parts = [part for unit in listed for part in unit if part is not None]
+            names = list(dict.fromkeys([*texts, *parts]))
+            remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
+            raise ArgumentError(f"the run has no finished unit {name!r}", remedy, parameter="units")
+        selected |= dict.fromkeys(matches)
+    if not selected:
+        raise ArgumentError("`units` is empty", "Name a pair, an expert or a seed, or leave it out", parameter="units")
+
+    def stays(cell: Cell) -> bool:
+        return next(matching([unit_of(cell)], selected), None) is not None
+
+    return replace(
+        run,
+        cells=tuple(cell for cell in run.cells if stays(cell)),
+        results=tuple(result for result in run.results if stays(result.cell)),
+    )
+
+
+def full_units(units: Iterable[Unit]) -> list[Unit]:
+    """The units with the most sides; the other units match them."""
+    listed = list(units)
+    most = max((sum(side is not None for side in unit) for unit in listed), default=0)
+    return [unit for unit in listed if sum(side is not None for side in unit) == most]
+
+
+@dataclass(frozen=True)
+class SelectionCurve:
+    """The score of a family if its selection had ended after each number of configurations.
+
+    Attributes:
+        task: the target.
+        family: the method.
+        units: the number of units that have all of these configurations; each point is a mean over them.
+        points: (configurations evaluated, the mean of the best of them on the selection documents, the mean of the same
+            configurations on the others). Configurations are in each unit's order of evaluation.
+    """
+
+    task: str
+    family: str
+    units: int
+    points: tuple[tuple[int, float, float], ...]
+
+
+@dataclass(frozen=True)
+class Truncations:
+    """Cells of a family that were reduced to a lower rank, with the error of the reduction and the score.
+
+    Attributes:
+        task: the target.
+        family: the method.
+        points: (configuration, unit, largest relative error of a module's ΔW, score on the reported documents).
+    """
+
+    task: str
+    family: str
+    points: tuple[tuple[str, Unit, float, float], ...]
+
+
+def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
+    """A curve for each family with several configurations; none if there are no selection documents."""
+    if not has_split(task):
+        return []
+    places = {cell.cell: place for place, cell in enumerate(run.cells)}
+    families: dict[str, dict[Unit, list[CellResult]]] = {}
+    for result in run.results:  # in the order of evaluation
+        if score(result, task, "select") is not None and score(result, task) is not None:
+            families.setdefault(result.cell.family, {}).setdefault(unit_of(result.cell), []).append(result)
+    curves = []
+    for family, units in families.items():
+        most = max(map(len, units.values()))
+        complete = [cells for cells in units.values() if len(cells) == most]
+        if most > 1:
+            points = tuple(_curve_point(number, complete, task, places) for number in range(1, most + 1))
+            curves.append(SelectionCurve(task.name, family, len(complete), points))
+    return curves
+
+
+def _curve_point(
+    number: int, units: Sequence[Sequence[CellResult]], task: TaskInfo, places: dict[str, int]
+) -> tuple[int, float, float]:
+    sign = 1 if task.higher_is_better else -1
+    chosen: list[float] = []
+    reported: list[float] = []
+    for cells in units:
+        evaluated = sorted(cells[:number], key=lambda cell: places.get(cell.cell.cell, len(places)))
+        best = best_of(((score(cell, task, "select"), cell.cell.default, cell) for cell in evaluated), sign)
+        for values, part in ((chosen, "select"), (reported, "report")):
+            value = None if best is None else score(best, task, part)
+            if value is not None:
+                values.append(value)
+    return number, sum(chosen) / len(chosen), sum(reported) / len(reported)
+
+
+def truncations(run: Run, task: TaskInfo) -> list[Truncations]:
+    """Each family's cells whose error is recorded."""
+    families: dict[str, list[tuple[str, Unit, float, float]]] = {}
+    for result in run.results:
+        value = score(result, task)
+        if result.relative_error is not None and value is not None:
+            cell = result.cell
+            point = cell.configuration, unit_of(cell), result.relative_error, value
+            families.setdefault(cell.family, []).append(point)
+    return [Truncations(task.name, family, tuple(points)) for family, points in families.items()]

@@ -29,16 +29,14 @@ from adapterswap.drawing import (
     wrapped,
 )
 from adapterswap.reporting.charts import heatmaps, lead_indicators, number_text, ticks
+from adapterswap.reporting.choosing import unit_text
 from adapterswap.reporting.headline import Target, resampled
-from adapterswap.reporting.including import unit_text
-from adapterswap.reporting.ranks import cliques
 from adapterswap.reporting.report import Report
-from adapterswap.reporting.statistics import MIN_UNITS
+from adapterswap.reporting.statistics import MIN_UNITS, cliques
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PlannedFigure", "draw", "plan_figures"]
 
 _LINE = 0.125  # height of a line of text in inches
 _EQUAL = 1e-9  # scores that differ by less differ by rounding only
@@ -94,11 +92,7 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
 
 
 def draw(planned: PlannedFigure, width: float) -> Figure:
-    """Draw a figure `width` inches wide; its height depends on its content.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-    """
+    """Draw a figure `width` inches wide; its height depends on its content."""
     require_matplotlib("figures")
     with style():
         return _DRAW[planned.kind](planned.data, width)

@@ -25,18 +25,6 @@ from adapterswap.reporting.choosing import (
 from adapterswap.reporting.statistics import bootstrap, standard_error
 from adapterswap.sweeps import CellResult, Run, TaskInfo
 
-__all__ = [
-    "Chosen",
-    "MethodRow",
-    "ScoreDifference",
-    "Spread",
-    "Target",
-    "benchmark_of",
-    "is_english",
-    "resampled",
-    "target_table",
-]
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -1,10 +1,12 @@
-"""A report's table as LaTeX (booktabs): a row for each method, and a group of columns for each of several targets.
+"""A report's tables as CSV, with every number in full, and as LaTeX (booktabs).
 
 The best score shown is bold and the second underlined. Knows reports; knows nothing of files.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +15,49 @@ from itertools import groupby
 
 from adapterswap.errors import ArgumentError, did_you_mean, printable
 from adapterswap.planning.describe import error_text
-from adapterswap.reporting.headline import MethodRow, Target, resampled
-from adapterswap.reporting.ranks import RankComparison
+from adapterswap.reporting.headline import MethodRow, Spread, Target, resampled
 from adapterswap.reporting.report import Report
+from adapterswap.reporting.statistics import RankComparison
 
-__all__ = ["COLUMNS", "TableStyle", "latex_table"]
+_CSV_HEAD = (
+    "target", "method", "choice", "task", "units", "expected_units", "min", "mean", "stderr", "max", "reference",
+    "difference", "low", "high", "papers_min", "papers_mean", "papers_max", "reduced",
+    "relative_error", "language_share",
+)  # fmt: skip
+
+
+def csv_table(report: Report) -> str:
+    """A line for each target, method and task; the target's own line has differences and the papers' protocol."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_CSV_HEAD)
+    for target in report.targets:
+        for row in target.rows:
+            for task in target.tasks:
+                spread = row.tasks.get(task)
+                if spread is not None or task == target.task:
+                    writer.writerow(_line(target, row, task, spread))
+    return text.getvalue()
+
+
+def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> list[object]:
+    own = task == target.task
+    difference, papers = (row.difference, row.papers) if own else (None, None)
+    return [
+        _harmless(target.task), _harmless(row.family), row.kind, _harmless(task),
+        spread.units if spread else 0, row.expected,
+        *((spread.min, spread.mean, spread.stderr, spread.max) if spread else [None] * 4),
+        *((_harmless(difference.to), difference.mean, difference.low, difference.high) if difference else [None] * 4),
+        *((papers.min, papers.mean, papers.max) if papers else [None] * 3),
+        "yes" if row.is_reduced else "no", row.relative_error,
+        row.fidelity if own else None,
+    ]  # fmt: skip
+
+
+def _harmless(name: str) -> str:
+    """The name, quoted if a spreadsheet would read it as a formula."""
+    return f"'{name}" if name[:1] in "=+-@\t\r" else name
+
 
 # Escapes for what LaTeX reads as commands; [ and * would be arguments of the \\ that ends the line before.
 _SPECIAL = {
@@ -131,10 +171,6 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     Args:
         style: how it looks.
         target: the only target to show; by default all of the report's.
-
-    Raises:
-        ArgumentError: a method or a column is unknown; LaTeX cannot read the label or the caption; or `percent` is set
-            and a score is not a share.
     """
     style = style or TableStyle()
     _check(report, style)

@@ -14,21 +14,19 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from adapterswap import __version__
-from adapterswap.files.yamltext import dump_yaml
+from adapterswap.files.yaml import dump_yaml
 from adapterswap.planning.describe import error_text
 from adapterswap.reporting import charts
 from adapterswap.reporting.headline import Target, resampled
-from adapterswap.reporting.latex import TableStyle, latex_table
+from adapterswap.reporting.latex import TableStyle, csv_table, latex_table
 from adapterswap.reporting.report import Report
 from adapterswap.reporting.statistics import MIN_UNITS
-from adapterswap.reporting.tables import csv_table
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
     from adapterswap.reporting.figures import PlannedFigure
 
-__all__ = ["render_page"]
 
 Link = tuple[str, str, list[tuple[str, str]]]
 """(title, the file's name, [(suffix, address)])."""

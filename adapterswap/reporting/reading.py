@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
-from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
+from adapterswap.files.text import exists, expand, open_regular, read_json
 from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, combined, read_run, remarks
-
-__all__ = ["RESULTS", "ReportSource", "lab_source", "open_source"]
 
 RESULTS, ANSWERS = "results.json", "answers.jsonl"
 _LAB = "adapterswap-lab/1"

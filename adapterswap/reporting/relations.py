@@ -9,15 +9,22 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from adapterswap.files.yamlfiles import validate
-from adapterswap.planning.compositions import Composition
-from adapterswap.reporting.choosing import Choice, Unit, choices, has_split, matching, score, table_choice, unit_of
-from adapterswap.reporting.including import full_units, is_single
-from adapterswap.reporting.ranks import Ranks, holm, rank
-from adapterswap.reporting.statistics import Correlation, correlate
+from adapterswap.files.yaml import validate
+from adapterswap.planning.composition import Composition
+from adapterswap.reporting.choosing import (
+    Choice,
+    Unit,
+    choices,
+    full_units,
+    has_split,
+    is_single,
+    matching,
+    score,
+    table_choice,
+    unit_of,
+)
+from adapterswap.reporting.statistics import Correlation, Ranks, correlate, holm, rank
 from adapterswap.sweeps import Cell, Run, TaskInfo
-
-__all__ = ["GridCell", "Indicator", "Ranking", "ZoneGrid", "grids", "indicators", "ranking"]
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _NAMES = {"method", "task", "language"}
@@ -191,11 +198,7 @@ def _corrected(p_values: list[float | None]) -> list[float | None]:
 
 
 def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
-    """Every landscape of bottom and top layers with at least two cells.
-
-    Raises:
-        FieldError: a cell's composition is damaged.
-    """
+    """Every landscape of bottom and top layers with at least two cells."""
     values: dict[tuple[str, str], dict[tuple[int, int], list[float]]] = {}
     votes: Counter[str] = Counter()
     for choice in choices(run, target):

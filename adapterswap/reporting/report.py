@@ -1,10 +1,16 @@
-"""A report as plain data: the content of its page, its tables and its JSON.
+"""A report as plain data: its page, its tables, documents on which methods disagree, and commands to run it again.
+
+Knows a run's experts and settings, and the options of `compose` and `evaluate`; runs nothing.
+
+Reads a sweep's prompts and samples. Their text comes from models and data sets, so callers must escape it before they
+show it. Knows nothing of statistics and pages.
 
 Knows what belongs in a report; knows nothing of how it is shown.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,26 +19,251 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.errors import ArgumentError, DataError, DependencyError
-from adapterswap.reporting.choosing import Choice, choices, table_choice
-from adapterswap.reporting.commands import compose_command, evaluate_command
-from adapterswap.reporting.examples import Disagreements, disagreements
-from adapterswap.reporting.headline import Target, target_table
-from adapterswap.reporting.including import included_methods, is_single, with_units
-from adapterswap.reporting.reading import ReportSource
-from adapterswap.reporting.relations import (
-    GridCell,
-    Indicator,
-    Ranking,
-    ZoneGrid,
-    grids,
-    indicators,
-    ranking,
+from adapterswap.evaluation.settings import SEED
+from adapterswap.files.text import exists
+from adapterswap.planning.rules import write_rule
+from adapterswap.reporting.choosing import (
+    Choice,
+    SelectionCurve,
+    Truncations,
+    Unit,
+    choices,
+    included_methods,
+    is_single,
+    matching,
+    reported,
+    selection_curves,
+    table_choice,
+    truncations,
+    with_units,
 )
-from adapterswap.reporting.selection import SelectionCurve, Truncations, selection_curves, truncations
-from adapterswap.sweeps import Run
-from adapterswap.sweeps.freezing import Preregistration, default_reference, read_frozen
+from adapterswap.reporting.headline import Target, target_table
+from adapterswap.reporting.reading import ReportSource
+from adapterswap.reporting.relations import GridCell, Indicator, Ranking, ZoneGrid, grids, indicators, ranking
+from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, read_samples
+from adapterswap.sweeps.recording import Preregistration, default_reference, read_frozen
+from adapterswap.sweeps.results import prompts_file, read_prompts, samples_file
 
-__all__ = ["DRAWS", "REPORT_FORMAT", "Report", "make_report"]
+_NOT_OPTIONS = {"task", "language", "allocation", "allow_negative"}
+_SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction")
+_FLAGS = ("apply_chat_template", "truncate", "confirm_run_unsafe_code")
+
+
+def compose_command(run: Run, cell: Cell) -> str | None:
+    """The `adapterswap compose` that writes a cell's adapter, or the `adapterswap merge` that writes its full weights.
+
+    None if the cell composes nothing or is a reset.
+    """
+    content = cell.composition
+    experts = run.described.get("experts", {})
+    expert_names = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
+    if is_single(cell) or not experts.keys() >= expert_names.keys():
+        return None
+    words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
+    if "allocation" in content:
+        for name in expert_names:
+            words += ["--expert", f"{name}={_source(experts[name])}"]
+        for rule in content["allocation"]:
+            words += ["--rule", write_rule(rule)]
+    elif not cell.task_expert or not cell.language_expert:
+        return None
+    else:
+        for option, names in (("-t", cell.task_expert), ("-l", cell.language_expert)):
+            for name in names:
+                words += [option, _source(experts[name])]
+    words += ["--base-model", _source(run.described["base_model"])]
+    for key, value in {**content, **cell.output}.items():
+        if key not in _NOT_OPTIONS | {"full_rank"} and (key, value) != ("method", "layer_swap"):
+            words += [f"--{key.replace('_', '-')}", str(value)]
+    words += ["--allow-negative"] if content.get("allow_negative") else []
+    return shlex.join([*words, "--out-path", cell.cell])
+
+
+def evaluate_command(run: Run, cell: Cell) -> str:
+    """The `adapterswap evaluate` that evaluates the output of `compose_command` on the cell's tasks."""
+    settings: Mapping[str, Any] = run.described.get("settings", {})
+    base_model = ["--base-model", _source(run.described["base_model"]), "--adapter", cell.cell]
+    words = ["adapterswap", "evaluate", *(["--base-model", cell.cell] if _is_merged(run, cell) else base_model)]
+    words += ["--tasks", ",".join(cell.tasks)]
+    for key in _SETTINGS:
+        if settings.get(key) is not None:
+            words += [f"--{key.replace('_', '-')}", str(settings[key])]
+    words += [f"--{key.replace('_', '-')}" for key in _FLAGS if settings.get(key)]
+    if own_tasks := run.described["recipe"].get("settings", {}).get("include_path"):
+        words += ["--include-path", str(own_tasks)]
+    if settings.get("seed", SEED) != SEED:
+        words += ["--sampling-seed", str(settings["seed"])]
+    if generation := settings.get("gen_kwargs"):
+        words += ["--gen-kwargs", ",".join(f"{key}={value}" for key, value in generation.items())]
+    return shlex.join(words)
+
+
+def _is_merged(run: Run, cell: Cell) -> bool:
+    """Whether a cell was evaluated as full weights: at full rank, or because an expert is a full checkpoint."""
+    experts = run.described.get("experts", {})
+    expert_names = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
+    return bool(cell.output.get("full_rank")) or any("files" in experts.get(name, {}) for name in expert_names)
+
+
+def _source(described: Mapping[str, Any]) -> str:
+    revision = described.get("revision")
+    return f"{described['source']}@{revision}" if revision else str(described["source"])
+
+
+_EACH_WAY = 3
+_LONGEST = 1500  # characters shown of a text
+
+
+@dataclass(frozen=True)
+class Output:
+    """A method's output for a document: its text, the answers that filters extracted from it, and its primary score.
+
+    If the task asks for likelihoods, they are the text and there are no answers.
+    """
+
+    method: str
+    text: str
+    answers: Mapping[str, str]
+    score: float | None
+
+
+@dataclass(frozen=True)
+class AnswerExample:
+    """A document: the end of its prompt, the right answer, and the outputs."""
+
+    doc_id: int
+    question: str
+    target: str
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class Disagreements:
+    """Where one method does better or worse than another in one unit.
+
+    Attributes:
+        task: the target task.
+        language: the code of its language.
+        unit: the experts.
+        one, other: the labels of the two methods' rows.
+        better, worse: the number of reported documents on which `one` does better, and worse.
+        examples: some of each, evenly spaced.
+    """
+
+    task: str
+    language: str | None
+    unit: Unit
+    one: str
+    other: str
+    better: int
+    worse: int
+    examples: tuple[AnswerExample, ...]
+
+
+def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagreements | None:
+    """Where the first two of `shown` disagree, and the outputs of all; None if they cannot be compared.
+
+    Args:
+        shown: the two methods to compare, and others whose outputs are shown too.
+    """
+    common = _cells(shown, task)
+    if common is None:
+        return None
+    unit, cells = common
+    first, second = (cell.results[task.name].docs for cell in cells[:2])
+    sign = 1 if task.higher_is_better else -1
+    differences = {doc: sign * (first[doc] - second[doc]) for doc in reported(task) if doc in first and doc in second}
+    better = [doc for doc, difference in differences.items() if difference > 0]
+    worse = [doc for doc, difference in differences.items() if difference < 0]
+    chosen = [*_spaced(better), *_spaced(worse)]
+    folders = [run.folder_of(cell.cell.cell) for cell in cells]
+    files = [samples_file(folder, cell.cell) for folder, cell in zip(folders, cells, strict=True)]
+    examples: list[AnswerExample] = []
+    if chosen and all(map(exists, [*files, prompts_file(folders[0], task.name)])):
+        try:
+            prompts = read_prompts(folders[0], task.name)
+            samples = [
+                {row["doc_id"]: row for row in read_samples(folder, cell.cell.cell) if row["task"] == task.name}
+                for folder, cell in zip(folders, cells, strict=True)
+            ]
+            labels = [choice.label for choice in shown]
+            examples = [
+                _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
+                for doc in chosen
+                if all(doc in rows for rows in samples)
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"samples or prompts of {task.name} in {folders[0]} are damaged: {error!r}",
+                "Run the sweep again with `overwrite=True`",
+                parameter="run",
+            ) from None
+    return Disagreements(
+        task.name, task.language, unit, shown[0].label, shown[1].label, len(better), len(worse), tuple(examples)
+    )
+
+
+def _cells(shown: Sequence[Choice], task: TaskInfo) -> tuple[Unit, list[CellResult]] | None:
+    """The first unit that all of `shown` have, and their cells in it."""
+    if len(shown) < 2:
+        return None
+    for unit in shown[0].cells:
+        cells = []
+        for choice in shown:
+            matched = next((other for _, _, other in matching([unit], choice.cells)), None)
+            if matched is not None and choice.cells[matched].results[task.name].docs:
+                cells.append(choice.cells[matched])
+        if len(cells) == len(shown):
+            return unit, cells
+    return None
+
+
+def _spaced(documents: list[int]) -> list[int]:
+    """At most `_EACH_WAY` of the documents, evenly spaced."""
+    if len(documents) <= _EACH_WAY:
+        return documents
+    return [documents[place * len(documents) // _EACH_WAY] for place in range(_EACH_WAY)]
+
+
+def _example(
+    doc: int, prompt: str, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], cells: Sequence[CellResult],
+    task: TaskInfo,
+) -> AnswerExample:  # fmt: skip
+    outputs = tuple(
+        Output(
+            label,
+            _text(row["output"]),
+            {}
+            if _likelihoods(row["output"])
+            else {str(name): _text(answer) for name, answer in row["answers"].items()},
+            cell.results[task.name].docs.get(doc),
+        )
+        for label, row, cell in zip(labels, rows, cells, strict=True)
+    )
+    return AnswerExample(doc, _question(prompt), _text(rows[0]["target"]), outputs)
+
+
+def _question(prompt: str) -> str:
+    """The last paragraph of a prompt, which is the question after the shots."""
+    last = prompt.rstrip().rpartition("\n\n")[2]
+    return last if len(last) <= _LONGEST else f"…{last[-_LONGEST:]}"
+
+
+def _likelihoods(output: Any) -> list[tuple[float, bool]]:
+    """(log-likelihood, whether greedy decoding produces it) of each continuation, as lm-eval records likelihoods."""
+    pairs = output if isinstance(output, list) and output and isinstance(output[0], list) else [output]
+    are_pairs = [isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], bool) for pair in pairs]
+    return [(float(likelihood), greedy) for likelihood, greedy in pairs] if all(are_pairs) else []
+
+
+def _text(value: Any) -> str:
+    if likelihoods := _likelihoods(value):
+        lines = [f"log-likelihood {likelihood:.2f}" + ", greedy" * greedy for likelihood, greedy in likelihoods]
+        return lines[0] if len(lines) == 1 else "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = text.strip()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
 
 DRAWS = 10_000
 REPORT_FORMAT = "adapterswap-report/1"

@@ -1,21 +1,25 @@
-"""Standard errors, paired bootstrap intervals, and correlations.
+"""Standard errors, paired bootstrap intervals, correlations, Friedman's test and the comparisons that follow it.
 
 Takes and returns numbers. A result that the numbers cannot determine (the spread of one value, a correlation with a
-constant) is None, never NaN. Ranks over settings are in `ranks`. Knows nothing of runs, cells and tasks.
+constant) is None, never NaN. Knows nothing of runs, cells and tasks.
+
+Friedman's test is that of the second paper (Bandarkar & Peng 2025, section 5): settings are blocks, methods are
+treatments. It is followed by Nemenyi's test, which compares mean ranks, and by Wilcoxon's signed-rank test with Holm's
+correction, which also weighs the size of differences (Demšar 2006, Journal of Machine Learning Research 7). All three
+assume independent settings, which settings that share an expert or documents are not. Effect sizes are Kendall's W for
+Friedman's test, and the rank-biserial correlation of matched pairs (Kerby 2014, Comprehensive Psychology 3) for
+Wilcoxon's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-__all__ = [
-    "MIN_LEVELS", "MIN_UNITS", "Correlation", "Interval", "bootstrap", "correlate", "standard_error",
-]  # fmt: skip
 
 MIN_LEVELS = 3  # of each factor: with two experts, 95 % intervals contained the mean in 85 % of simulated runs
 MIN_UNITS = 5  # for a p-value: with four, no order of them has a two-sided p below 0.08
@@ -173,3 +177,168 @@ def _over_all_orders(x: NDArray[np.float64], y: NDArray[np.float64]) -> Any:
         (x,), strength, permutation_type="pairings", n_resamples=np.inf, alternative="greater", vectorized=True
     )
     return test.pvalue
+
+
+@dataclass(frozen=True)
+class RankComparison:
+    """Two methods over all settings.
+
+    Attributes:
+        one, other: the methods.
+        difference: the mean score of `one` minus that of `other`; higher scores are better.
+        nemenyi: p for their mean ranks; None if there are only two methods, which need no correction, or too few
+            settings.
+        wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm's method over the
+            comparisons with the reference, or over all comparisons if there is no reference; None for comparisons
+            without the reference, and if there are too few settings.
+        effect: the rank-biserial correlation of the matched pairs: the share of the ranks of absolute differences where
+            `one` is ahead minus the share where `other` is; from -1 to 1, and 0 if nothing differs.
+    """
+
+    one: str
+    other: str
+    difference: float
+    nemenyi: float | None
+    wilcoxon: float | None
+    effect: float
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Methods ranked within each setting.
+
+    Attributes:
+        settings: the number of settings.
+        mean_ranks: method → its mean rank; 1 is best, ties share the mean of their ranks.
+        statistic, p: Friedman's χ² and its p with k - 1 degrees of freedom. Both are None for fewer than three methods;
+            p is None below `MIN_UNITS` settings, where χ² is a poor approximation and Wilcoxon's p is at least 0.125.
+        critical_difference: mean ranks that are further apart differ at 0.05 by Nemenyi's test; None if `p` is None.
+        agreement: Kendall's W = χ² / (settings · (k - 1)): 1 if all settings order the methods alike, 0 if all mean
+            ranks are equal; None if χ² is None.
+        comparisons: one for every pair of methods.
+        reference: the method with which Wilcoxon's test compares the others; None if it compares every pair.
+    """
+
+    settings: int
+    mean_ranks: dict[str, float]
+    statistic: float | None
+    p: float | None
+    critical_difference: float | None
+    agreement: float | None
+    comparisons: tuple[RankComparison, ...]
+    reference: str | None = None
+
+    def against(self, method: str, other: str) -> RankComparison | None:
+        """The comparison of `method` with `other`, whichever of them was first."""
+        for found in self.comparisons:
+            if (found.one, found.other) == (method, other):
+                return found
+            if (found.other, found.one) == (method, other):
+                return replace(found, one=method, other=other, difference=-found.difference, effect=-found.effect)
+        return None
+
+
+def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None) -> Ranks | None:
+    """Rank methods over settings and compare them; None for fewer than two settings or two methods.
+
+    Args:
+        scores: (settings, methods), higher is better.
+        methods: their names.
+        reference: the method with which Wilcoxon's test compares the others. With few settings, a correction over all
+            comparisons would leave no test any power.
+    """
+    from scipy import stats
+
+    # Equal scores may differ in their last bits; without rounding they would get different ranks.
+    table = np.round(np.asarray(scores, float).reshape(-1, len(methods)), 12)
+    settings, number = table.shape
+    if settings < 2 or number < 2:
+        return None
+    mean_ranks = stats.rankdata(-table, axis=1).mean(0)
+    statistic, p, step = None, None, None
+    enough = settings >= MIN_UNITS
+    if number > 2:
+        tied_throughout = bool((np.ptp(table, axis=1) == 0).all())  # scipy would divide 0 by 0
+        friedman = (0.0, 1.0) if tied_throughout else stats.friedmanchisquare(*table.T)
+        statistic, p = float(friedman[0]), float(friedman[1]) if enough else None
+        step = (number * (number + 1) / (6 * settings)) ** 0.5 if enough else None
+    pairs = list(combinations(range(number), 2))
+    methods = list(methods)
+    tested = [
+        (i, j) for i, j in pairs if enough and (reference not in methods or reference in (methods[i], methods[j]))
+    ]
+    corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
+    wilcoxon = dict(zip(tested, corrected, strict=True))
+    comparisons = [
+        RankComparison(
+            methods[i],
+            methods[j],
+            float((table[:, i] - table[:, j]).mean()),
+            None if step is None else _nemenyi(abs(mean_ranks[i] - mean_ranks[j]) / step, number),
+            wilcoxon.get((i, j)),
+            _rank_biserial(table[:, i] - table[:, j]),
+        )
+        for i, j in pairs
+    ]
+    return Ranks(
+        settings,
+        dict(zip(methods, map(float, mean_ranks), strict=True)),
+        statistic,
+        p,
+        None if step is None else float(stats.studentized_range.ppf(0.95, number, np.inf) / 2**0.5 * step),
+        None if statistic is None else statistic / (settings * (number - 1)),
+        tuple(comparisons),
+        reference if reference in methods else None,
+    )
+
+
+def cliques(mean_ranks: Mapping[str, float], critical_difference: float) -> list[tuple[str, ...]]:
+    """The largest groups of methods whose mean ranks are no further apart than the critical difference, best first.
+
+    A critical-difference diagram joins each group by a line (Demšar 2006, section 3.2.4). Single methods are left out.
+    """
+    ordered = sorted(mean_ranks, key=lambda method: (mean_ranks[method], method))
+    groups: list[tuple[str, ...]] = []
+    end = 0
+    for start, first in enumerate(ordered):
+        stop = start
+        while stop < len(ordered) and mean_ranks[ordered[stop]] - mean_ranks[first] <= critical_difference:
+            stop += 1
+        if stop > end and stop - start > 1:
+            groups.append(tuple(ordered[start:stop]))
+        end = max(end, stop)
+    return groups
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's correction: the smallest of m times m, the next times m - 1, and so on, never falling, at most 1."""
+    corrected = [0.0] * len(p_values)
+    highest = 0.0
+    for place, index in enumerate(np.argsort(p_values, kind="stable")):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = highest
+    return corrected
+
+
+def _nemenyi(distance: float, number: int) -> float:
+    """p for two mean ranks that are `distance` standard errors apart, by the studentized range of `number` means."""
+    from scipy import stats
+
+    return min(1.0, max(0.0, float(stats.studentized_range.sf(distance * 2**0.5, number, np.inf))))
+
+
+def _rank_biserial(differences: NDArray[np.float64]) -> float:
+    from scipy import stats
+
+    differences = np.round(differences, 12)
+    ranks = stats.rankdata(np.abs(differences))
+    return float((np.sign(differences) * ranks).sum() / ranks.sum())
+
+
+def _signed_rank(differences: NDArray[np.float64]) -> Any:
+    """Wilcoxon's p, exact if there are neither ties nor zeros; 1 if nothing differs."""
+    from scipy import stats
+
+    if not differences.any():
+        return 1.0
+    return float(stats.wilcoxon(np.round(differences, 12), zero_method="zsplit").pvalue)

@@ -15,18 +15,12 @@ from adapterswap.drawing import COLUMN, FORMATS, as_bytes, require_matplotlib, s
 from adapterswap.drawing import column_width as width_in_inches
 from adapterswap.errors import ArgumentError, check_type
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
-from adapterswap.files.smallfiles import expand
+from adapterswap.files.text import expand
 from adapterswap.reporting.figures import draw, plan_figures
-from adapterswap.reporting.latex import TableStyle, latex_table
+from adapterswap.reporting.latex import TableStyle, csv_table, latex_table
 from adapterswap.reporting.page import render_page
 from adapterswap.reporting.reading import open_source
 from adapterswap.reporting.report import REPORT_FORMAT, Report, make_report
-from adapterswap.reporting.tables import csv_table
-
-__all__ = [
-    "FIGURES", "FIGURES_FORMAT", "REPORT", "REPORT_FILES", "check_targets", "default_out_path", "report",
-    "write_figures", "write_files", "write_report",
-]  # fmt: skip
 
 REPORT_FILES = ("report.html", "tables.csv", "tables.tex", "summary.json")
 REPORT = OutputKind("summary.json", lambda record: REPORT_FILES if record.get("format") == REPORT_FORMAT else ())
@@ -118,13 +112,7 @@ def report(
 def check_targets(
     runs: Sequence[Path], out_path: str | Path | None, figures: str | Path | None, *, overwrite: bool = False
 ) -> None:
-    """Check whether both folders may be written. A dry run calls this too.
-
-    Raises:
-        ArgumentError: the folders are the same, or one contains the other.
-        DependencyError: `figures` is set, and matplotlib is not installed.
-        OutputError: see `check_target`.
-    """
+    """Check whether both folders may be written. A dry run calls this too."""
     if out_path is not None:
         check_target(out_path, kind=REPORT, overwrite=overwrite, inputs=runs)
     if figures is None:
@@ -186,10 +174,6 @@ def write_figures(
 
     Returns:
         The kinds of figures that the report lacks: kind → reason.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-        OutputError: see `atomic_folder`.
     """
     require_matplotlib("figures")
     planned, lacking = plan_figures(report)

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adapterswap.serving.cache import Cache as Cache
     from adapterswap.serving.composer import NamedComposer as NamedComposer
-    from adapterswap.serving.manifest import Manifest as Manifest
-    from adapterswap.serving.manifest import read_manifest as read_manifest
+    from adapterswap.serving.names import Manifest as Manifest
     from adapterswap.serving.names import UnknownNameError as UnknownNameError
+    from adapterswap.serving.names import read_manifest as read_manifest
 
 _HOME = {
     "Cache": "cache",
-    "Manifest": "manifest",
+    "Manifest": "names",
     "NamedComposer": "composer",
     "UnknownNameError": "names",
-    "read_manifest": "manifest",
+    "read_manifest": "names",
 }
 
 __all__ = [*_HOME]

@@ -1,4 +1,7 @@
-"""The folders from which a server loads compositions. Each is named by a hash of its sources.
+"""The folders from which a server loads compositions, named by a hash of their sources; and a memo file.
+
+Several processes may use one file. Each replaces it whole, and the last one wins. Lost answers are computed again, and
+so are all answers if the file was altered. Knows nothing of what it stores.
 
 A folder appears whole, by a rename, and stays as long as any server runs that may load it again: vLLM reads an evicted
 adapter a second time, and crashes if its folder is gone. Simultaneous requests, also of several processes, make a
@@ -10,6 +13,7 @@ not know what their files contain.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -18,15 +22,55 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from adapterswap.errors import AdapterswapError, OutputError, RunError
-from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import replacing, sync_folder, sync_one
-from adapterswap.files.smallfiles import expand, read_json
-from adapterswap.files.tensorfile import stamp
-from adapterswap.serving.memo import Memo
+from adapterswap.files.tensorfile import open_tensors, stamp
+from adapterswap.files.text import expand, is_sealed, read_json, sealed
+from adapterswap.model.checkpoints import sha256_of
 
-__all__ = ["Cache", "default_cache"]
+_MOST = 2000  # answers; the oldest go first
+
+
+class Memo:
+    """A mapping of text to JSON values in the file `path`. Several threads may use it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._known: dict[str, Any] = {}
+        with suppress(AdapterswapError):  # missing or damaged: everything can be computed again
+            content = read_json(path)
+            self._known = content["known"] if is_sealed(content) else {}
+
+    def get(self, key: str) -> Any:
+        """The value stored for `key`, or None."""
+        with self._lock:
+            return self._known.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Store `value`. A disk that cannot be written to is not an error."""
+        with self._lock:
+            self._known[key] = value
+            for oldest in list(self._known)[:-_MOST]:
+                del self._known[oldest]
+            with suppress(OSError), replacing(self._path, self._path.with_name(f"{self._path.name}.tmp")) as building:
+                building.write_text(json.dumps(sealed({"known": self._known})), encoding="utf-8")
+
+
+def content_hash(adapter: Adapter, memo: Memo) -> str:
+    """SHA-256 of an adapter's safetensors file, in hexadecimal. The file is read again only if its stamp is new."""
+    file = adapter.file
+    key = f"sha256 {os.path.realpath(file.path)} {file.stamp}"
+    weights = memo.get(key)
+    if not isinstance(weights, str):
+        with open_tensors(file) as opened:
+            weights = hashlib.file_digest(opened, "sha256").hexdigest()
+        memo.put(key, weights)
+    return weights
+
 
 _MEMO = "known.json"
 _WAIT_S = 600  # for another process that makes the same folder; it may have to read from a slow disk

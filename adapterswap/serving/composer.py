@@ -1,4 +1,12 @@
-"""Turn a name into the folder of the adapter that it means, composed on first use.
+"""Turn a name into the folder of the adapter that it means, checked against the base and composed on first use.
+
+A server that loads an adapter of the wrong width answers with garbage, and a module that the base does not have is
+ignored. Both are refused here. transformers builds the model without memory for its weights, so names and shapes are
+right for every architecture that it knows. Knows nothing of compositions.
+
+vLLM leaves copies out: with an expert of another base it would compute base + ΔW, where PEFT computes copy + ΔW. They
+are compared once, and only if the base is a folder on this machine; nothing is downloaded. Knows nothing of
+compositions.
 
 Opens experts, checks them against the base, plans, checks the rank, and writes the result into the cache in a layout
 with one rank, one scale and no patterns, which every version of every engine reads. Knows nothing of vLLM.
@@ -19,27 +27,138 @@ from importlib.metadata import version
 from pathlib import Path
 
 from adapterswap import __version__
-from adapterswap.arithmetic.layout import total_rank
-from adapterswap.arithmetic.outputs import Form
-from adapterswap.errors import AdapterswapError, BaseModelError, Problem, RunError, UnsupportedError
-from adapterswap.experts.adapters import Adapter, open_adapter
-from adapterswap.experts.layers import num_layers_in_config
-from adapterswap.experts.sources import base_config
-from adapterswap.files.smallfiles import shown
-from adapterswap.planning.compositions import Composition
+from adapterswap.changes.copies import check_base
+from adapterswap.changes.locating import carried_copies
+from adapterswap.errors import (
+    AdapterswapError,
+    BaseModelError,
+    ExpertError,
+    Problem,
+    Problems,
+    RunError,
+    UnsupportedError,
+)
+from adapterswap.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
+from adapterswap.experts.keys import copies_in
+from adapterswap.files.text import expand, is_folder, read_json, shown
+from adapterswap.model.anatomy import adaptable_weights, empty_model_as_saved
+from adapterswap.model.checkpoints import open_checkpoint
+from adapterswap.model.layers import num_layers_in_config
+from adapterswap.model.sources import base_config, find_source
+from adapterswap.planning.base import check_base_weights
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
-from adapterswap.planning.one_base import check_base_weights
 from adapterswap.planning.plan import Plan
-from adapterswap.records.record import FORMAT
-from adapterswap.serving.base_shapes import base_shapes, check_fits
-from adapterswap.serving.cache import Cache
-from adapterswap.serving.copies import check_copies
-from adapterswap.serving.manifest import Manifest
-from adapterswap.serving.memo import content_hash
-from adapterswap.serving.names import UnknownNameError, composition_of
-from adapterswap.writing import Prepared, prepare, write_prepared
+from adapterswap.serving.cache import Cache, Memo, content_hash
+from adapterswap.serving.names import Manifest, UnknownNameError, composition_of
+from adapterswap.writing.adapter import Prepared, prepare, write_prepared
+from adapterswap.writing.layout import total_rank
+from adapterswap.writing.outputs import Form
+from adapterswap.writing.records import FORMAT
 
-__all__ = ["NamedComposer", "largest_rank"]
+_SHOWN = 3  # modules named in one message
+_REMEDY = "Choose the experts' base model, one that the installed transformers knows"
+
+
+def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
+    """Each module of the base that LoRA can adapt, with its shape in the format of `LoraModule.shape`.
+
+    Args:
+        base_model: a folder or Hub id.
+        memo: stores the answer, because building even an empty model of 8B takes about a second.
+    """
+    folder = find_source(base_model, ["config.json"], what="base model").folder
+    config = read_json(folder / "config.json", _REMEDY, kind=BaseModelError)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    key = f"shapes {digest} transformers {version('transformers')}"
+    stored = memo.get(key)
+    if isinstance(stored, dict):
+        return stored
+    shapes = _build(folder, base_model)
+    memo.put(key, shapes)
+    return shapes
+
+
+def _build(folder: Path, base_model: str) -> dict[str, str]:
+    weights = adaptable_weights(empty_model_as_saved(folder, f"the base {base_model}"))
+    return {name: weight.shape for name, weight in weights.items()}
+
+
+def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: str = "vLLM") -> None:
+    """Raise if a server with this base cannot load the adapter, or would answer wrongly with it.
+
+    Messages call the adapter `name` and the server `engine`.
+    """
+    problems = Problems(ExpertError)
+    with problems.collect():
+        adapter.check_low_rank(f"{engine} serves", name)
+    remedy = "Serve experts of this base model"
+    fused = [module.name for module in adapter.modules.values() if module.parameter]
+    if fused:
+        problems.add(
+            f"{name} has LoRA on the experts of a mixture ({and_more(fused, _SHOWN)}, target_parameters), which "
+            f"{engine} cannot serve by name",
+            "Merge the composition into full weights with `merge`, or, for llama.cpp, write it with `export`",
+            parameter="experts",
+            kind=UnsupportedError,
+        )
+    missing = [module for module in adapter.modules if module not in shapes and module not in fused]
+    if missing:
+        problems.add(
+            f"{name} adapts {and_more(missing, _SHOWN)}, which the base does not have", remedy, parameter="experts"
+        )
+    adapter_shapes = {module.name: module.shape for module in adapter.modules.values() if not module.parameter}
+    compare_shapes(
+        adapter_shapes, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts"
+    )
+    if adapter.saved:
+        tokens = bool(adapter.tokens)
+        saved = ", ".join(adapter.saved)
+        problems.add(
+            f"{name} holds {f'trained tokens of {saved}' if tokens else f'{saved} trained in full (modules_to_save)'}, "
+            f"which {engine} does not serve",
+            "Merge it into its base with `merge`, and serve that"
+            if tokens
+            else "Convert them to LoRA with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
+            parameter="experts",
+            kind=UnsupportedError,
+        )
+    if adapter.config.tied and any(module.embedding for module in adapter.modules.values()):
+        problems.add(
+            f"{name} adapts an embedding together with the head tied to it (ensure_weight_tying), which {engine} does "
+            "not support",
+            "Merge it into full weights, or train it without ensure_weight_tying",
+            parameter="experts",
+            kind=UnsupportedError,
+        )
+    problems.raise_if_any()
+
+
+def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engine: str = "vLLM") -> None:
+    """Compare every copy with the base's weight, up to the rounding of the narrower of their dtypes.
+
+    Args:
+        adapter: the expert.
+        base_model: a folder. With a Hub id nothing is compared.
+        memo: stores that they are equal, because the embedding of an 8B model has a gigabyte to read.
+        name: the expert's name in messages.
+        engine: the server's name in messages.
+    """
+    if not copies_in(adapter.file) or not is_folder(folder := expand(base_model)):
+        return
+    try:
+        base = open_checkpoint(folder)
+    except AdapterswapError:  # vLLM reads more kinds of weights, and reports those that it cannot read
+        return
+    files = [adapter.file, *base.shards]
+    key = " ".join(["copies", *(f"{os.path.realpath(file.path)} {file.stamp}" for file in files)])
+    if memo.get(key):
+        return
+    check_base(
+        carried_copies(adapter, base, name), base, "the base",
+        effect=f"which {engine} leaves out", remedy="Serve experts of this base model", parameter="base_model",
+    )  # fmt: skip
+    memo.put(key, True)
 
 
 class NamedComposer:

@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from adapterswap.errors import ArgumentError, BaseModelError, NotFoundError, OutputError, RunError, reason_of
-from adapterswap.experts.sources import find_source
-from adapterswap.files.smallfiles import expand, read_small
+from adapterswap.files.text import expand, read_small
+from adapterswap.gguf.architectures import load_gguf
+from adapterswap.model.sources import find_source
 from adapterswap.serving.llama_engine import KEY, Engine, engine_command, find_program, free_port, running
 from adapterswap.serving.pieces import PieceComposer
-from adapterswap.writing.gguf_architectures import load_gguf
-
-__all__ = ["LlamaLaunch", "check_base_file", "plan_llama", "serve_llama"]
 
 _OURS = {
     "-m": "`gguf` names the base", "--model": "`gguf` names the base", "-a": "the base is served under its own name",
@@ -81,11 +79,6 @@ def plan_llama(
             proxy. The variable LLAMA_API_KEY has more keys, with commas between them.
         llama_server: the program; by default the one on the PATH, or the one in the package xllamacpp.
         max_request_mb: the size of the largest request that is read.
-
-    Raises:
-        NotFoundError, BaseModelError: see `check_base_file`.
-        ArgumentError: an argument conflicts with the set-up, or the port is not valid.
-        DependencyError: see `find_program`.
     """
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -127,12 +120,7 @@ def _keys(file: str | None) -> tuple[str, ...]:
 
 
 def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
-    """Raise unless a GGUF file is complete and has this architecture and depth.
-
-    Raises:
-        NotFoundError: the file does not exist.
-        BaseModelError: it is not a GGUF file, is truncated, or is another model.
-    """
+    """Raise unless a GGUF file is complete and has this architecture and depth."""
     if not path.is_file():
         raise NotFoundError(
             f"{path} is not a file", "Pass the base as llama.cpp's convert_hf_to_gguf.py writes it", parameter="gguf"
@@ -155,12 +143,7 @@ def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
 
 
 def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
-    """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends.
-
-    Raises:
-        RunError: llama.cpp cannot load or run the base with the experts, or has ended.
-        OutputError: the cache cannot be written, or another program listens on the port.
-    """
+    """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         # Take the port before the base is loaded, and accept clients only afterwards.

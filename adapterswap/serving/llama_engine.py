@@ -27,8 +27,6 @@ import httpx
 
 from adapterswap.errors import ArgumentError, DependencyError, RunError, reason_of
 
-__all__ = ["KEY", "Engine", "engine_command", "find_program", "free_port", "running"]
-
 KEY = "LLAMA_API_KEY"  # llama-server's own variable: unlike its command line, other users cannot read it
 _START_S = 1800.0  # a large base from a slow disk
 _END_S = 10.0
@@ -48,11 +46,7 @@ class Engine:
 
 
 def find_program(llama_server: str | None) -> tuple[str, ...]:
-    """How to call llama.cpp's server: `llama_server` if it is passed, the one on the PATH, or xllamacpp's.
-
-    Raises:
-        DependencyError: none of them is installed, or a package is missing that answers clients.
-    """
+    """How to call llama.cpp's server: `llama_server` if it is passed, the one on the PATH, or xllamacpp's."""
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise DependencyError(f"{' and '.join(missing)} not installed", "Run `pip install 'adapterswap[gguf]'`")
     if llama_server is not None:
@@ -76,11 +70,7 @@ def find_program(llama_server: str | None) -> tuple[str, ...]:
 def engine_command(
     program: Sequence[str], base: str, adapters: Sequence[str], alias: str, port: int, arguments: Sequence[str]
 ) -> list[str]:
-    """The command line of a server that loads a base and adapters with scale 0, until a request scales them.
-
-    Raises:
-        ArgumentError: an adapter's path has a colon, which llama.cpp reads as the start of a scale.
-    """
+    """The command line of a server that loads a base and adapters with scale 0, until a request scales them."""
     if unusable := next((path for path in adapters if ":" in path), None):
         raise ArgumentError(
             f"the path {unusable} has a colon, which llama.cpp reads as the start of a scale",
@@ -103,11 +93,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: Sequence[str], port: int) -> Iterator[Engine]:
-    """Start a server, wait until it has decoded two tokens, and stop it at the end of the block.
-
-    Raises:
-        RunError: the server ended, or cannot decode.
-    """
+    """Start a server, wait until it has decoded two tokens, and stop it at the end of the block."""
     key = secrets.token_urlsafe()
     environment, no_input = {**os.environ, KEY: key}, subprocess.DEVNULL
     process = subprocess.Popen(

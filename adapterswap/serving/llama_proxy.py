@@ -25,13 +25,11 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from adapterswap.errors import AdapterswapError, FieldError
-from adapterswap.files.smallfiles import parse_json
+from adapterswap.files.text import parse_json
 from adapterswap.serving.llama_engine import Engine
 from adapterswap.serving.names import UnknownNameError
 from adapterswap.serving.pieces import PieceComposer
 from adapterswap.serving.refusals import NO_KEY, NO_MODEL, has_key, refusal
-
-__all__ = ["Connection", "Proxy", "most_at_once"]
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PATIENCE_S = 30.0  # for a request to arrive, and for a client to read
@@ -140,12 +138,7 @@ class Proxy:
         return bytes(body)
 
     def _translated(self, raw: bytes) -> tuple[str, bytes]:
-        """The model that a client names, and the request as it is sent to llama.cpp: with the scales that this means.
-
-        Raises:
-            FieldError: it is not JSON, names no model, or sets scales itself.
-            AdapterswapError: see `PieceComposer.scales`.
-        """
+        """The model that a client names, and the request as llama.cpp gets it: with the scales that this means."""
         content = parse_json(raw, "the request", "Correct it", kind=FieldError)
         model = content.get("model")
         if not isinstance(model, str) or not model:

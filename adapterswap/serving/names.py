@@ -1,20 +1,24 @@
-"""Names that a client may request: an expert's own, or a composition's short name.
+"""What a server may serve, and the names that a client may request.
 
 A name is untrusted text. It selects among the experts that the operator listed, and is never part of a path.
+
+Read from a folder of adapter folders or from `experts.yaml`. Requests cannot reach anything outside it. Knows neither
+the experts' content nor servers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
-from adapterswap.errors import CompositionError, FieldError
-from adapterswap.files.smallfiles import shown
-from adapterswap.planning.allocation import BASE, Rule
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.names import fits_short_names
-from adapterswap.planning.short_names import parse_composition
+from pydantic import Field
 
-__all__ = ["UnknownNameError", "check_expert_name", "composition_of"]
+from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, FieldError, NotFoundError, Problems
+from adapterswap.files.text import exists, expand, is_folder, shown
+from adapterswap.files.yaml import StrictModel, read_recipe
+from adapterswap.model.sources import CONFIG
+from adapterswap.planning.composition import Composition, fits_short_names, parse_composition
+from adapterswap.planning.rules import BASE, Rule
 
 _LONGEST = 300  # characters; a composition with every setting written out has fewer
 _SHOWN = 30  # experts named in a message
@@ -25,11 +29,7 @@ class UnknownNameError(CompositionError):
 
 
 def check_expert_name(name: str) -> None:
-    """Raise if an expert cannot have this name.
-
-    Raises:
-        FieldError: the name is reserved, too long, or contains a character with a meaning in names of compositions.
-    """
+    """Raise if an expert cannot have this name."""
     if name == BASE:
         raise FieldError(
             f"the expert name {BASE!r} is reserved for the unchanged base", "Rename the expert", parameter="experts"
@@ -48,10 +48,6 @@ def composition_of(name: str, experts: Collection[str]) -> Composition:
     Args:
         name: the name in the client's request.
         experts: the names of all experts.
-
-    Raises:
-        UnknownNameError: the name is neither an expert's nor a composition's, or names an expert that does not exist.
-        FieldError, CompositionError: the name of a composition is malformed or too long.
     """
     if name in experts:
         return Composition(allocation=(Rule(expert=name),))
@@ -70,3 +66,88 @@ def composition_of(name: str, experts: Collection[str]) -> Composition:
             f"{shown(name)}: there is no expert {' or '.join(map(shown, unknown))}", remedy, parameter="name"
         )
     return composition
+
+
+DEFAULT_LIMIT = 256
+
+
+class Manifest(StrictModel):
+    """The content of `experts.yaml`."""
+
+    experts: dict[str, str] = Field(description="Name → folder (relative to this file) or Hub id org/name@revision.")
+    allow: tuple[str, ...] | None = Field(
+        default=None,
+        description="The only names that are served, such as math+swahili, math. Absent: all possible names.",
+    )
+    max_compositions: int = Field(
+        default=DEFAULT_LIMIT,
+        ge=1,
+        description="How many compositions one server serves. Each takes as much disk as an adapter.",
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a server lists: those in `allow` or, without it, the experts."""
+        return self.allow if self.allow is not None else tuple(self.experts)
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read `experts.yaml`, or a folder, in which each folder with an adapter is an expert of that name.
+
+    Raises:
+        NotFoundError: the file or folder does not exist.
+        ArgumentError: the folder is an adapter itself, or has none in it.
+        FieldError: `experts.yaml` has an unknown key or no experts; a name cannot be used; an entry of `allow` is
+            malformed or names an expert that does not exist. All mistakes are reported together.
+    """
+    path = expand(path)
+    if not exists(path):
+        raise NotFoundError(
+            f"{path} does not exist", "Pass a folder of adapter folders, or experts.yaml", parameter="path"
+        )
+    manifest = _from_folder(path) if is_folder(path) else _from_file(path)
+    problems = Problems(FieldError)
+    for name in manifest.experts:
+        with problems.collect():
+            check_expert_name(name)
+    for name in manifest.allow or ():
+        try:
+            composition_of(name, manifest.experts)
+        except AdapterswapError as error:  # here the file is at fault, not a request
+            for problem in error.found:
+                problems.add(problem.message, problem.remedy, parameter="allow")
+    if not manifest.experts:
+        problems.add(f"{path} lists no experts", "Add `NAME: PATH` lines under `experts:`", parameter="experts")
+    if manifest.allow == ():
+        problems.add(
+            f"{path}: `allow` is empty, so nothing would be served",
+            "List names such as math+swahili, or remove `allow`",
+            parameter="allow",
+        )
+    problems.raise_if_any()
+    return manifest
+
+
+def _from_folder(path: Path) -> Manifest:
+    if (path / CONFIG).exists():
+        raise ArgumentError(
+            f"{path} is an adapter, not a folder of adapters", f"Pass its parent, {path.parent}", parameter="path"
+        )
+    experts = {child.name: str(child) for child in sorted(path.absolute().iterdir()) if (child / CONFIG).is_file()}
+    if not experts:
+        raise ArgumentError(
+            f"{path} has no folder with an {CONFIG} in it",
+            "Pass the folder that holds the experts' folders",
+            parameter="path",
+        )
+    return Manifest(experts=experts)
+
+
+def _from_file(path: Path) -> Manifest:
+    manifest = read_recipe(path, Manifest)
+    beside = path.absolute().parent
+    experts = {
+        name: str(beside / reference) if is_folder(beside / reference) else reference
+        for name, reference in manifest.experts.items()
+    }
+    return manifest.model_copy(update={"experts": experts})

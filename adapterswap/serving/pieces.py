@@ -16,24 +16,21 @@ from functools import partial
 from pathlib import Path
 
 from adapterswap import __version__
-from adapterswap.arithmetic.outputs import Form
-from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import Problems, UnsupportedError
-from adapterswap.experts.adapters import Adapter, LoraModule
-from adapterswap.experts.layers import Kind, format_layers
-from adapterswap.experts.sources import base_config
-from adapterswap.files.smallfiles import shown
+from adapterswap.experts.adapter import Adapter, LoraModule
+from adapterswap.files.text import shown
+from adapterswap.gguf.export import check_outtype, write_gguf
+from adapterswap.gguf.layout import PreparedGguf, prepare_gguf
+from adapterswap.model.layers import Kind, format_layers
+from adapterswap.model.sources import base_config
 from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.plan import Plan
-from adapterswap.records.record import FORMAT
-from adapterswap.serving.cache import Cache
+from adapterswap.serving.cache import Cache, content_hash
 from adapterswap.serving.composer import NamedComposer
-from adapterswap.serving.manifest import Manifest
-from adapterswap.serving.memo import content_hash
-from adapterswap.writing.gguf import check_outtype, write_gguf
-from adapterswap.writing.gguf_layout import PreparedGguf, prepare_gguf
-
-__all__ = ["LayerPiece", "PieceComposer"]
+from adapterswap.serving.names import Manifest
+from adapterswap.writing.outputs import Form
+from adapterswap.writing.records import FORMAT
+from adapterswap.writing.resolving import resolve
 
 _MOST_REMEMBERED = 1000  # names whose scales are remembered
 
@@ -65,9 +62,6 @@ class PieceComposer(NamedComposer):
 
     Attributes:
         pieces: all pieces in the order in which the engine loads them. A piece's position is its id.
-
-    Raises:
-        AdapterswapError: experts cannot be opened or exported; all are reported. See `adapterswap.export`.
     """
 
     engine = "llama.cpp"
@@ -98,14 +92,7 @@ class PieceComposer(NamedComposer):
         return self._opened[name]
 
     def scales(self, name: str) -> Mapping[int, float]:
-        """The scale of each piece that `name` uses, by the piece's id. All other pieces have the scale 0.
-
-        Raises:
-            UnknownNameError: the name is unknown, names an expert that does not exist, or is not allowed.
-            FieldError, CompositionError: the name is malformed, or the experts cannot be composed in this way.
-            UnsupportedError: the composition gives modules of one kind in one layer to different experts, sets rows
-                of ΔW to zero, or is not linear.
-        """
+        """The scale of each piece that `name` uses, by the piece's id. All other pieces have the scale 0."""
         with self._remembering:
             by_piece = self._scales.get(name)
         if by_piece is None:
@@ -151,11 +138,7 @@ class PieceComposer(NamedComposer):
         return {place: scale for place, scale in scales.items() if scale}
 
     def write(self) -> None:
-        """Write the pieces that are not in the cache, and keep all of them there while this process runs.
-
-        Raises:
-            AdapterswapError: an expert has NaN or infinity, or changed; the cache cannot be written.
-        """
+        """Write the pieces that are not in the cache, and keep all of them there while this process runs."""
         self.cache.hold()
         problems = Problems()
         for key, prepared in self._prepared.items():

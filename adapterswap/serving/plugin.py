@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from adapterswap.serving.composer import NamedComposer
-    from adapterswap.serving.manifest import Manifest
+    from adapterswap.serving.names import Manifest
 
-__all__ = ["BASE_MODEL", "CACHE", "EXPERTS", "MAX_LORA_RANK", "NAME", "offered", "register", "unloaded"]
 
 NAME = "adapterswap"  # the plugin's, as VLLM_PLUGINS names it, and the resolver's
 BASE_MODEL = "ADAPTERSWAP_BASE_MODEL"  # with a revision, as in adapterswap; vLLM's --model if unset
@@ -58,11 +57,7 @@ def _start(base_model: str) -> NamedComposer:
 
 
 def offered() -> tuple[str, ...]:
-    """The names to list: those in `allow` or, without it, the experts; none if EXPERTS is not set.
-
-    Raises:
-        AdapterswapError: see `read_manifest`.
-    """
+    """The names to list: those in `allow` or, without it, the experts; none if EXPERTS is not set."""
     return _read_manifest().names if os.environ.get(EXPERTS) else ()
 
 

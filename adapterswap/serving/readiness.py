@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAILURES", "announce", "check", "failure", "first_failure", "is_ready", "record_failures"]
-
 FAILURES = "ADAPTERSWAP_FAILURES"  # the file for exceptions that vLLM logs; `start` sets it
 _WAIT_S = 600.0  # for the first token; vLLM has warmed up by then
 

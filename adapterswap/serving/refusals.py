@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-__all__ = ["NO_KEY", "NO_MODEL", "has_key", "refusal"]
-
 NO_KEY = "This server needs a key. Send it as `Authorization: Bearer KEY`."
 NO_MODEL = (
     "The request names no model",

@@ -19,8 +19,6 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.serving.composer import NamedComposer
 from adapterswap.serving.names import UnknownNameError
 
-__all__ = ["CompositionResolver"]
-
 _log = init_logger("vllm.adapterswap")
 
 
@@ -37,12 +35,7 @@ class CompositionResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not in
         self._lock = threading.Lock()
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest:
-        """Called by vLLM, which holds a lock per name and overwrites the id.
-
-        Raises:
-            VLLMNotFoundError: answered to the client as 404.
-            VLLMValidationError: answered to the client as 400.
-        """
+        """Called by vLLM, which holds a lock per name and overwrites the id."""
         try:
             folder = await asyncio.to_thread(self._compose, base_model_name, lora_name)
         except UnknownNameError as error:

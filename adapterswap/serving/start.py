@@ -17,8 +17,6 @@ from adapterswap.errors import RunError, reason_of
 from adapterswap.serving import readiness
 from adapterswap.serving.plugin import BASE_MODEL
 
-__all__ = ["main"]
-
 _REMEDY = (
     "See the log above for details. Use a base that the installed vLLM supports on this device, or change its options"
 )

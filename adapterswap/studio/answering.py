@@ -25,10 +25,7 @@ from adapterswap.studio.choice import Choice
 from adapterswap.studio.controls import Controls
 from adapterswap.studio.strip import error_html
 from adapterswap.studio.trying import COLUMNS, answers_html, columns, score_html, timing_text, waiting_html
-from adapterswap.studio.turns import Visitors
-from adapterswap.studio.workspace import Workspace
-
-__all__ = ["Answering"]
+from adapterswap.studio.workspace import Visitors, Workspace
 
 Draw = Callable[[Choice], Mapping[str, str]]
 

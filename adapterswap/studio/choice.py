@@ -1,4 +1,6 @@
-"""A visitor's choice: the fields of a composition and the layers set by hand; and the address that holds it.
+"""A visitor's choice: the fields of a composition, the layers set by hand, and the address that holds it.
+
+Knows compositions and rules; opens nothing.
 
 Plain data, converted from and to the page's address. Knows nothing of Gradio.
 """
@@ -16,13 +18,78 @@ from pydantic import Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
 from adapterswap.errors import ArgumentError, CompositionError
-from adapterswap.experts.layers import Kind, format_layers, parse_layers
-from adapterswap.files.yamlfiles import validate
-from adapterswap.planning.compositions import ZONES, Composition
-from adapterswap.planning.painting import paint
+from adapterswap.files.yaml import validate
+from adapterswap.model.layers import NO_LAYER, Kind, format_layers, parse_layers
+from adapterswap.planning.composition import ZONES, Composition
 from adapterswap.planning.parameters import parameter_keys
+from adapterswap.planning.rules import Rule
 
-__all__ = ["FIELDS", "LONGEST_PROMPT", "Choice", "check_values", "first_choice", "from_address"]
+Painted = Mapping[tuple[int, Kind], str]
+"""(layer, kind of module) → the expert that owns it, or `base`."""
+
+_KINDS: tuple[Kind, ...] = ("attention", "mlp", "other")
+_KEPT = {"experts", "base_model", "task_type", "num_layers", "row_threshold", "allow_negative"}
+
+
+def paint(composition: Composition, painted: Painted, num_layers: int) -> Composition:
+    """The composition as an allocation in which the painted modules have new owners and all others stay as before.
+
+    Args:
+        composition: any composition.
+        painted: the new owners, by layer and kind. If it is empty, the composition is returned unchanged.
+        num_layers: L.
+    """
+    if not painted:
+        return composition
+    if odd := sorted(layer for layer, _ in painted if not 0 <= layer < num_layers):
+        raise CompositionError(
+            f"layer {odd[0]} does not exist: the model has {num_layers} layers, counted from 0",
+            f"Choose a layer from 0 to {num_layers - 1}",
+            parameter="layers",
+        )
+    layers = {layer for layer, _ in painted}
+    rules = [*_painted_rules(painted), *(_lenient(rule, layers) for rule in composition.rules(num_layers))]
+    return _with_rules(composition, rules)
+
+
+def by_rules(composition: Composition, num_layers: int) -> Composition:
+    """The same composition as an allocation: its method and its sides are written as rules.
+
+    Args:
+        composition: any composition.
+        num_layers: L.
+    """
+    return _with_rules(composition, composition.rules(num_layers))
+
+
+def _with_rules(composition: Composition, rules: Sequence[Rule]) -> Composition:
+    """An allocation with the composition's experts and base."""
+    fields = _KEPT | ({"seed"} if composition.is_random else set())
+    content: dict[str, Any] = {name: getattr(composition, name) for name in fields & composition.model_fields_set}
+    if any(weight < 0 for rule in rules for weight in (rule.blend or {}).values()):
+        content["allow_negative"] = True  # AdaMergeX subtracts an expert
+    return Composition(allocation=tuple(rules), **content)
+
+
+def _lenient(rule: Rule, layers: set[int]) -> Rule:
+    """The rule, made optional if painting these layers may leave it without a module."""
+    shrinks = rule.layers not in (None, NO_LAYER) and not layers.isdisjoint(parse_layers(rule.layers or ""))
+    return rule.model_copy(update={"optional": True}) if shrinks or rule.layers is None else rule
+
+
+def _painted_rules(painted: Painted) -> list[Rule]:
+    """A rule for each owner and set of kinds."""
+    by_layer: dict[tuple[int, str], set[Kind]] = {}
+    for (layer, kind), owner in painted.items():
+        by_layer.setdefault((layer, owner), set()).add(kind)
+    grouped: dict[tuple[str, tuple[Kind, ...]], list[int]] = {}
+    for (layer, owner), kinds in sorted(by_layer.items()):
+        named = tuple(kind for kind in _KINDS if kind in kinds)
+        grouped.setdefault((owner, named), []).append(layer)
+    return [
+        Rule(layers=format_layers(layers), modules=kinds, expert=owner) for (owner, kinds), layers in grouped.items()
+    ]
+
 
 FIELDS = (
     "method", "partition", *ZONES, "task_weight", "language_weight", "weights", "outside", *parameter_keys(), "seed",
@@ -45,9 +112,6 @@ class Choice:
         fields: other fields of the `Composition`, by their names in `FIELDS`.
         painted: (layer, kind) → the owner set by hand.
         prompt: the current prompt, which is part of the address.
-
-    Raises:
-        ValueError: a value has another type.
     """
 
     task: tuple[str, ...]
@@ -66,9 +130,6 @@ class Choice:
         Args:
             num_layers: L.
             more: further fields, such as `experts` and `base_model`.
-
-        Raises:
-            FieldError, CompositionError: see `Composition` and `paint`.
         """
         plain = validate({**self.content(), **more}, Composition, where="this composition")
         return paint(plain, self.painted, num_layers)
@@ -112,11 +173,7 @@ def _has_paper_layers(num_layers: int) -> bool:
 
 
 def from_address(query: str, fallback: Choice) -> Choice:
-    """The choice that an address holds; a side that it does not name is that of `fallback`.
-
-    Raises:
-        ArgumentError: it is too long, or a part of it cannot be read. `Choice.composition` checks the values.
-    """
+    """The choice that an address holds; a side that it does not name is that of `fallback`."""
     if len(query) > _LONGEST:
         raise ArgumentError(f"the address has {len(query)} characters", f"Shorten it to {_LONGEST}", parameter="query")
     sides: dict[str, list[str]] = {"task": [], "language": []}

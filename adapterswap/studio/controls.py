@@ -12,15 +12,13 @@ from typing import Any, get_args
 import gradio as gr
 
 from adapterswap.errors import ArgumentError
-from adapterswap.experts.layers import Kind
 from adapterswap.methods.method import Parameter
 from adapterswap.methods.registry import PARAMETERS, find_method, names_of
-from adapterswap.planning.allocation import BASE
-from adapterswap.planning.compositions import ZONES, Composition, Partition
+from adapterswap.model.layers import Kind
+from adapterswap.planning.composition import ZONES, Composition, Partition
+from adapterswap.planning.rules import BASE
 from adapterswap.studio.choice import Choice
 from adapterswap.studio.workspace import Workspace
-
-__all__ = ["Controls", "presets"]
 
 _PARTITION = "partition "
 _DENSITY = 0.5  # the initial value of a required parameter
@@ -104,11 +102,7 @@ class Controls:
         return {component.elem_id: place for place, component in components if isinstance(component, gr.Slider)}
 
     def choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str = "") -> Choice:
-        """The choice that the controls' values describe: the preset's fields that differ from their defaults.
-
-        Raises:
-            ArgumentError: a value has a type or size that its control cannot send.
-        """
+        """The choice that the controls' values describe: the preset's fields that differ from their defaults."""
         try:
             return self._choice(values, painted, prompt)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

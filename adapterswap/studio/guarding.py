@@ -15,8 +15,6 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["REFUSED", "guards"]
-
 REFUSED = "adapterswap.refused"
 """Set in the scope of a request whose values are not valid."""
 

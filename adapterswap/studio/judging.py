@@ -22,29 +22,14 @@ from pydantic.dataclasses import dataclass
 
 from adapterswap.errors import AdapterswapError, ArgumentError, DataError, RunError, reason_of
 from adapterswap.evaluation import Settings, evaluate
-from adapterswap.evaluation.answers import is_correct
+from adapterswap.evaluation.answers import is_correct, parse_number
 from adapterswap.evaluation.mgsm import mgsm_task_names
-from adapterswap.evaluation.numbers import parse_number
 from adapterswap.lab.scenes import draw_problems
-from adapterswap.lab.scoring import Questions, exact_match
-from adapterswap.planning.compositions import Composition
+from adapterswap.lab.seed import Questions, exact_match
+from adapterswap.planning.composition import Composition
 from adapterswap.studio.choice import check_values
 from adapterswap.studio.strip import text
 from adapterswap.studio.workspace import Workspace
-
-__all__ = [
-    "LARGEST_FILE",
-    "OWN_FILE",
-    "Judged",
-    "Progress",
-    "as_csv",
-    "as_rows",
-    "interval",
-    "judge",
-    "read_rows",
-    "table_html",
-    "tasks",
-]
 
 OWN_FILE = "your own file"
 _LAB = "lab problems in "
@@ -94,9 +79,6 @@ def read_rows(content: str) -> list[tuple[str, str]]:
 
     Args:
         content: the file's text; U+FFFD where it is not UTF-8.
-
-    Raises:
-        DataError: the file is not of that form, or has no rows or too many.
     """
     remedy = 'Write lines such as {"prompt": "2 + 2 =", "answer": "4"}'
     found: list[tuple[str, str]] = []
@@ -161,10 +143,6 @@ def judge(
 
     Yields:
         Progress, and the row at the end unless it was stopped.
-
-    Raises:
-        ArgumentError: there is no such task.
-        AdapterswapError: see `evaluation.evaluate` and `LiveComposer.use`.
     """
     if task not in tasks(workspace):
         raise ArgumentError(f"there is no task {task}", "Choose one of the list", parameter="task")

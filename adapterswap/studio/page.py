@@ -18,8 +18,8 @@ import gradio as gr
 from gradio.exceptions import ComponentProcessingError, InvalidPathError
 
 from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError
-from adapterswap.files.scratch import scratch_folder
-from adapterswap.planning.allocation import BASE
+from adapterswap.files.folders import scratch_folder
+from adapterswap.planning.rules import BASE
 from adapterswap.studio import judging
 from adapterswap.studio.answering import Answering
 from adapterswap.studio.choice import LONGEST_PROMPT, Choice, check_values, first_choice, from_address
@@ -27,12 +27,8 @@ from adapterswap.studio.controls import Controls, packed
 from adapterswap.studio.guarding import REFUSED
 from adapterswap.studio.strip import error_html, legend_html, strip_html, text
 from adapterswap.studio.takeaway import FILES, lines, write_file
-from adapterswap.studio.trying import COLUMNS, waiting_html
-from adapterswap.studio.turns import Visitors
-from adapterswap.studio.understanding import analysis_html, suggestion_html
-from adapterswap.studio.workspace import Workspace
-
-__all__ = ["make_page", "page_css"]
+from adapterswap.studio.trying import COLUMNS, analysis_html, suggestion_html, waiting_html
+from adapterswap.studio.workspace import Visitors, Workspace
 
 _NEXT = "the next expert"
 _FAST: dict[str, Any] = {"queue": False, "show_progress": "hidden", "trigger_mode": "always_last"}

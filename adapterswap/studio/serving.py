@@ -14,12 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.errors import ArgumentError, DependencyError, RunError
-from adapterswap.files.scratch import scratch_folder
+from adapterswap.files.folders import scratch_folder
 from adapterswap.studio.workspace import Workspace
-
-__all__ = ["check_installed", "serve_page"]
+from adapterswap.writing.outputs import cores, torch_threads
 
 _Result = TypeVar("_Result")
 _FIRST_PORT = 7860
@@ -58,11 +56,6 @@ def serve_page(
 
     Returns:
         A function that stops serving.
-
-    Raises:
-        DependencyError: Gradio is not installed.
-        ArgumentError: the port is not from 1 to 65535.
-        RunError: the port is taken, or no port is free.
     """
     check_installed()
     port = _free_port(host) if port is None else port

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from html import escape
 
 from adapterswap.errors import AdapterswapError, printable
-from adapterswap.planning.allocation import BASE
-from adapterswap.planning.describe import blend_of, draw, headline, marks, owner_label, unusual
-from adapterswap.planning.notebook import COLOURS
+from adapterswap.planning.describe import COLOURS, blend_of, draw, headline, marks, owner_label, unusual
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.rules import BASE
 from adapterswap.planning.slots import Slot
-
-__all__ = ["colour_of", "error_html", "legend_html", "strip_html", "text"]
 
 _REMARKS = 4
 _KIND = {"attention": "attention", "mlp": "MLP", "other": "other"}

@@ -13,18 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.files.yamltext import dump_yaml
+from adapterswap.files.yaml import dump_yaml
+from adapterswap.gguf.export import export
 from adapterswap.planning.composing import compose
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.names import own_name
-from adapterswap.planning.painting import by_rules
-from adapterswap.studio.choice import FIELDS
+from adapterswap.planning.composition import Composition, own_name
+from adapterswap.studio.choice import FIELDS, by_rules
 from adapterswap.studio.workspace import Workspace
-from adapterswap.writing import write_adapter
-from adapterswap.writing.folder import CARD
-from adapterswap.writing.gguf import export
-
-__all__ = ["FILES", "Lines", "file_name", "lines", "write_file"]
+from adapterswap.writing.adapter import CARD, write_adapter
 
 FILES = {"adapter": "adapter (.zip)", "gguf": "GGUF for llama.cpp and Ollama", "card": "model card"}
 _RECIPE = "composition.yaml"
@@ -78,11 +73,7 @@ def file_name(composition: Composition) -> str:
 def write_file(
     workspace: Workspace, composition: Composition, kind: str, folder: Path, *, max_rank: int | None = None
 ) -> Path:
-    """Write one of `FILES` into an empty folder, and return its path.
-
-    Raises:
-        AdapterswapError: see `write_adapter` and `export`.
-    """
+    """Write one of `FILES` into an empty folder, and return its path."""
     composition = _for_commands(composition, workspace.num_layers)
     plan = compose(composition, {name: workspace.experts[name] for name in composition.expert_names})
     name = file_name(composition)

@@ -1,5 +1,7 @@
 """A studio's workspace: a base in memory, experts by name, their live composer, and one queue for the model.
 
+Knows nothing of models or pages.
+
 An expert that cannot be opened or loaded is kept with its error, and the others still work. Knows nothing of pages.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.analysis.analyzing import Analysis, analyze
-from adapterswap.analysis.measuring import suggest
-from adapterswap.analysis.suggesting import Suggestion
-from adapterswap.bases import Base, choose_device, load_weights, open_base
+from adapterswap.analysis.suggesting import Suggestion, suggest
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
@@ -27,29 +28,101 @@ from adapterswap.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from adapterswap.experts.adapters import Adapter, open_adapter
-from adapterswap.files.smallfiles import exists, expand, is_folder
-from adapterswap.lab.lexicon import LANGUAGES
-from adapterswap.lab.report import LAB_FORMAT
+from adapterswap.experts.adapter import Adapter, open_adapter
+from adapterswap.files.text import exists, expand, is_folder
+from adapterswap.lab.run import LAB_FORMAT
 from adapterswap.lab.scenes import SCENES, Scene, draw_problems
-from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.lab.seed import Questions, exact_match
+from adapterswap.lab.world import LANGUAGES
 from adapterswap.live import LiveComposer, stream
 from adapterswap.live.inventory import layers_of_base
+from adapterswap.model.loading import Base, choose_device, load_weights, open_base
 from adapterswap.planning.composing import compose
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.names import own_name
+from adapterswap.planning.composition import Composition, own_name
 from adapterswap.planning.plan import Plan
-from adapterswap.serving.manifest import read_manifest
-from adapterswap.serving.names import check_expert_name
+from adapterswap.serving.names import check_expert_name, read_manifest
 from adapterswap.studio.choice import Choice
-from adapterswap.studio.turns import Turns
 
 if TYPE_CHECKING:
     from adapterswap.lab.world import WordProblem
+    from adapterswap.live.batching import Answers
     from adapterswap.live.catalogue import Composable
-    from adapterswap.live.streaming import Answers
 
-__all__ = ["LabProblems", "Workspace", "open_lab", "open_workspace"]
+
+class Turns:
+    """A lock that is acquired in the order of requests.
+
+    A long task that holds it can let others go first between its steps with `step_aside`.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+        self._held = False
+
+    @property
+    def waiting(self) -> int:
+        """The number of waiting threads."""
+        return len(self._waiting)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the lock and hold it inside the block."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def step_aside(self) -> None:
+        """Let everyone who is waiting now go first; call it only while holding the lock."""
+        if self._waiting:
+            self._release()
+            self._acquire()
+
+    def _acquire(self) -> None:
+        with self._guard:
+            if not self._held and not self._waiting:
+                self._held = True
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        mine.wait()
+
+    def _release(self) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().set()  # the lock passes to the next thread
+            else:
+                self._held = False
+
+
+class Visitors:
+    """For each visitor, the event that stops what is running for them."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, threading.Event] = {}
+        self._guard = threading.Lock()
+
+    @contextmanager
+    def work(self, visitor: str) -> Iterator[threading.Event]:
+        """Stop what is running for the visitor, and yield the event that stops the work inside the block."""
+        self.leave(visitor)
+        self._ends[visitor] = mine = threading.Event()
+        try:
+            yield mine
+        finally:
+            mine.set()
+            with self._guard:
+                if self._ends.get(visitor) is mine:
+                    del self._ends[visitor]
+
+    def leave(self, visitor: str) -> None:
+        """Stop what is running for the visitor."""
+        with self._guard:
+            if (before := self._ends.pop(visitor, None)) is not None:
+                before.set()
+
 
 _SHOWN_PROBLEMS = 100
 _STEP = 25
@@ -310,11 +383,6 @@ def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
         folder: the folder that the lab wrote.
         seed: the seed of the models.
         options: `device`, `dtype` and `allow_paths` of `open_workspace`.
-
-    Raises:
-        NotFoundError: the folder has no results.json, or not this seed.
-        DataError: the folder was not written by the lab.
-        AdapterswapError: see `open_workspace`.
     """
     place = expand(folder)
     record = place / "results.json"

@@ -6,14 +6,21 @@ torch nor lm-evaluation-harness until something is evaluated.
 
 from __future__ import annotations
 
-from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.combining import combined
+from adapterswap.sweeps.grid import Cell
 from adapterswap.sweeps.preparing import prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
-from adapterswap.sweeps.results import Run, read_prompts, read_run, read_samples
+from adapterswap.sweeps.results import (
+    CellResult,
+    Run,
+    RungResult,
+    TaskInfo,
+    TaskValue,
+    read_prompts,
+    read_run,
+    read_samples,
+)
 from adapterswap.sweeps.running import SweepProgress, sweep
-from adapterswap.sweeps.summary import Row, best_of, remarks, summarize
-from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
+from adapterswap.sweeps.summary import Row, best_of, combined, remarks, summarize
 
 __all__ = [
     "Cell",

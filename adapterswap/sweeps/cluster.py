@@ -18,13 +18,11 @@ from socket import create_connection
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, ArgumentError, DependencyError, RunError
-from adapterswap.files.smallfiles import exists
-from adapterswap.sweeps.cells import Assignment
+from adapterswap.files.text import exists
+from adapterswap.sweeps.grid import Assignment
 from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, agreed
 from adapterswap.sweeps.preparing import PreparedSweep, prepare
 from adapterswap.sweeps.recipe import SweepRecipe, with_places
-
-__all__ = ["over_ray"]
 
 LOCAL = "local"
 _DEATHS = 3  # of workers, on one cell or while loading, before the sweep ends
@@ -43,12 +41,6 @@ def over_ray(
         workers: how many, each on a GPU if the cluster has any, otherwise each on a CPU; None for one on each GPU.
         device: as for `sweep`; always `cpu` if the cluster has no GPU.
         dtype: as for `sweep`.
-
-    Raises:
-        ArgumentError: the cluster has fewer GPUs or CPUs than `workers`.
-        DependencyError: Ray is not installed.
-        RunError: the cluster cannot be reached; a worker has other experts or versions; workers die repeatedly.
-        AdapterswapError: a worker cannot open the sweep.
     """
     ray = _ray()
     started_here = not ray.is_initialized()
@@ -148,12 +140,7 @@ class _Cluster:
         self.described = self._agreed
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Evaluate cells side by side. Does not call `on_progress`: workers do not report theirs.
-
-        Raises:
-            RunError: workers die repeatedly on a cell.
-            AdapterswapError: the error of a worker.
-        """
+        """Evaluate cells side by side. Does not call `on_progress`: workers do not report theirs."""
         self._deaths = Counter()
         waiting, finished, following = deque(range(len(assignments))), dict[int, Judged](), 0
         ahead = _AHEAD * (len(self._idle) + len(self._busy))

@@ -1,4 +1,8 @@
-"""Make the cells of a recipe: every baseline, and every composition of every pair. Pure data; opens nothing.
+"""The cells of a recipe: every baseline, and every composition of every pair. Pure data; opens nothing.
+
+Knows nothing of how cells are made or evaluated.
+
+Knows compositions; knows nothing of recipes, experts or results.
 
 Knows recipes and `Composition`, which checks settings. Knows nothing of experts on disk, tasks or models.
 """
@@ -7,24 +11,168 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from adapterswap.errors import CompositionError, FieldError, Problems
-from adapterswap.files.yamlfiles import validate
-from adapterswap.methods.registry import find_method
-from adapterswap.planning.allocation import BASE
-from adapterswap.planning.compositions import Composition
-from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.defaults import default_of, overlaps
-from adapterswap.sweeps.families import BASELINES, Family
-from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.sweeps.ruling import LANGUAGE, TASK, bound, casts, expert_row, named_in
-from adapterswap.sweeps.sides import SweepTasks, extra_experts, pairs_of
+from adapterswap.files.yaml import validate
+from adapterswap.methods.registry import find_method, own_parameters
+from adapterswap.planning.composition import Composition, scaled_default
+from adapterswap.planning.rules import BASE
+from adapterswap.sweeps.families import BASELINES, LANGUAGE, TASK, Family, bound, casts, expert_row, named_in
+from adapterswap.sweeps.recipe import SweepRecipe, SweepTasks, extra_experts, pairs_of
 
-__all__ = ["Grid", "Space", "Trial", "composition_of", "make_cells"]
+
+@dataclass(frozen=True)
+class Cell:
+    """The base, an expert alone, or a composition of a pair.
+
+    Attributes:
+        cell: the id: 12 hexadecimal digits of a SHA-256 of the other attributes.
+        family: the name of its row in tables: base, task expert, language expert, layer_swap, soup, partition A, ….
+        task_expert: the names of the experts on the task side. Several are averaged; empty if there is none.
+        language_expert: the same for the language side; also empty for a reset to the base.
+        other_experts: the experts of all other roles.
+        composition: the fields of a `Composition` that are not its defaults; empty for the base.
+        output: `max_rank` or `max_error` if the composition is first reduced to an adapter; `full_rank` if it is
+            merged into full weights.
+        short: the short name: `math1+sw1@bottom=3,top=1`; an expert's name; or `base`.
+        default: whether it is the papers' default configuration of its family; see `defaults.default_of`.
+        tasks: the tasks that it is evaluated on: target tasks, then retention.
+    """
+
+    cell: str
+    family: str
+    task_expert: tuple[str, ...]
+    language_expert: tuple[str, ...]
+    composition: Mapping[str, Any]
+    output: Mapping[str, Any]
+    short: str
+    default: bool
+    tasks: tuple[str, ...]
+    other_experts: tuple[str, ...] = ()
+
+    @property
+    def configuration(self) -> str:
+        """The settings without the experts: `bottom=3,top=1`. Cells of one configuration differ only in their pair."""
+        return self.short.partition("@")[2] if self.composition else ""
+
+    @property
+    def identity(self) -> str:
+        """Equal for cells of different families that are the same composition: only one of them is evaluated."""
+        return repr((sorted(self.composition.items()), sorted(self.output.items()), self.tasks))
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the rank is bounded, so that the evaluated adapter is an approximation."""
+        return bool(self.output.keys() - {"full_rank"})
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, in which a side is a name, a list of names that are averaged, or null."""
+        return {
+            "cell": self.cell,
+            "family": self.family,
+            "task_expert": _side_as_json(self.task_expert),
+            "language_expert": _side_as_json(self.language_expert),
+            **({"other_experts": list(self.other_experts)} if self.other_experts else {}),
+            "composition": dict(self.composition),
+            **({"output": dict(self.output)} if self.output else {}),
+            "short": self.short,
+            "default": self.default,
+            "tasks": list(self.tasks),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Cell:
+        return cls(
+            cell=content["cell"],
+            family=content["family"],
+            task_expert=_side(content["task_expert"]),
+            language_expert=_side(content["language_expert"]),
+            composition=content["composition"],
+            output=content.get("output", {}),
+            short=content["short"],
+            default=content["default"],
+            tasks=tuple(content["tasks"]),
+            other_experts=tuple(content.get("other_experts", ())),
+        )
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A cell to evaluate, on all documents or on those of a rung of successive halving.
+
+    Attributes:
+        cell: the cell.
+        documents: target task → the documents to evaluate on, the same number for each task; None for all documents.
+    """
+
+    cell: Cell
+    documents: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def rung(self) -> int | None:
+        """The number of documents of each task; None for all."""
+        return None if self.documents is None else len(next(iter(self.documents.values())))
+
+
+def _side_as_json(names: tuple[str, ...]) -> str | list[str] | None:
+    return list(names) if len(names) > 1 else names[0] if names else None
+
+
+def _side(value: str | list[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def default_of(configurations: Sequence[Composition], num_layers: int) -> int | None:
+    """The index of the papers' default among the configurations that one pair has in one row of a table.
+
+    For a layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, without transitions. For methods: the values that
+    their paper published, otherwise their parameters' defaults (`Method.published`). Weights are equal in both. A
+    single configuration without zones is always the default. None if no configuration is the default, or more than one
+    (partitions A and B, TIES at two ranks).
+    """
+    is_only = len(configurations) == 1
+    defaults = [
+        index
+        for index, composition in enumerate(configurations)
+        if _is_default(composition, num_layers, is_only=is_only)
+    ]
+    return defaults[0] if len(defaults) == 1 else None
+
+
+def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> bool:
+    free = {"task_weight", "language_weight", "weights", "norms", "row_threshold", "seed"}
+    changed = composition.model_dump(exclude_defaults=True).keys() & free
+    if _has_zones(composition):
+        return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
+    if is_only:
+        return True
+    defaults = {p.name: None if p.required else p.default for p in own_parameters(composition.method)}
+    return not changed and composition.parameters == {**defaults, **find_method(composition.method).published}
+
+
+def overlaps(composition: Composition, num_layers: int) -> bool:
+    """Whether a layer swap's zones need more layers than the base has."""
+    return _has_zones(composition) and sum(_zones(composition, num_layers)) > num_layers
+
+
+def _has_zones(composition: Composition) -> bool:
+    return composition.method == "layer_swap" and composition.partition is None and composition.allocation is None
+
+
+def _paper_zones(num_layers: int) -> tuple[int, int]:
+    return scaled_default(5, num_layers), scaled_default(2, num_layers)
+
+
+def _zones(composition: Composition, num_layers: int) -> tuple[int, int, int, int]:
+    """(b, u, t_b, t_u) as in `Composition.zones`, but without its errors: here zones may overlap."""
+    bottom, top = _paper_zones(num_layers)
+    bottom = bottom if composition.bottom is None else composition.bottom
+    top = top if composition.top is None else composition.top
+    return bottom, top, composition.bottom_transition, composition.top_transition
 
 
 @dataclass(frozen=True)
@@ -90,10 +238,6 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
         tasks: the tasks, by their full names.
         num_layers: the number of layers of the base.
         full: the experts that are full checkpoints; compositions with one of them are evaluated as merged weights.
-
-    Raises:
-        FieldError: the settings of a composition are invalid; lists all of them.
-        CompositionError: nothing is left to evaluate.
     """
     problems = Problems(FieldError)
     everything = tasks.of(recipe.language_experts)

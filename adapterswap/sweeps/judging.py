@@ -1,4 +1,4 @@
-"""Evaluate cells over one base in memory, with all adapters of a sweep loaded.
+"""Evaluate cells over one base in memory, with all adapters of a sweep loaded, in one process or several.
 
 Between most cells only LoRA layers are switched; nothing is loaded or written. Compositions that need their own tensors
 are the exception. With a bound on the rank (TIES, DARE, pruning) they are reduced to an adapter in a temporary folder,
@@ -6,6 +6,10 @@ which is loaded beside the experts and removed after the cell. Compositions of f
 rank, are merged into a temporary folder as by `merge`. The merged model replaces the base and its adapters, so that
 only one model is in memory at a time. Knows nothing of the sweep's folder, and of other processes only that they may
 share a cell's batches.
+
+The main process runs the sweep as if it were alone, and records the results. It sends each assignment to the other
+processes, which have loaded the same base and experts, and the cell's batches are divided among all of them. Knows
+judges and processes; knows nothing of the folder, or of which cells there are.
 """
 
 from __future__ import annotations
@@ -13,24 +17,24 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from adapterswap.errors import OutputError, RunError
-from adapterswap.files.scratch import scratch_folder
+from adapterswap.files.folders import scratch_folder
 from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
-from adapterswap.sweeps.cells import Assignment, Cell
+from adapterswap.sweeps.grid import Assignment, Cell
 from adapterswap.sweeps.preparing import PreparedSweep
-from adapterswap.sweeps.values import CellResult, TaskValue
+from adapterswap.sweeps.results import CellResult, TaskValue
 
 if TYPE_CHECKING:
     from adapterswap.evaluation import EvaluationResult
     from adapterswap.live import LiveComposer
-
-__all__ = ["Judge", "Judged", "LocalJudge", "OnProgress", "Way", "agreed", "way_of"]
+    from adapterswap.sweeps.results import Run
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of finished requests of an assignment, and the number of all its requests."""
@@ -87,9 +91,6 @@ def agreed(known: Mapping[str, Any], described: Mapping[str, Any]) -> Mapping[st
     Args:
         known: the description so far. Its recipe, and keys that it lacks, are not compared.
         described: the judge's `described`.
-
-    Raises:
-        RunError: they differ.
     """
     differing = [key for key in known if key not in ("recipe", "settings") and known[key] != described[key]]
     differing += [key for key, value in known["settings"].items() if described["settings"][key] != value]
@@ -108,14 +109,11 @@ class LocalJudge:
         prepared: the sweep.
         device, dtype: as for `sweep`.
         processes: the processes that evaluate together, each with its own `LocalJudge`; None for this one alone.
-
-    Raises:
-        AdapterswapError: see `choose_device`, `load_weights` and `LiveComposer.load_expert`.
     """
 
     def __init__(self, prepared: PreparedSweep, device: str, dtype: str, *, processes: Processes | None = None) -> None:
-        from adapterswap.bases import choose_device
         from adapterswap.evaluation.evaluating import surroundings
+        from adapterswap.model.loading import choose_device
 
         self._prepared, self._processes = prepared, processes
         self._device, self._dtype = choose_device(device), dtype
@@ -128,11 +126,7 @@ class LocalJudge:
         self.described = {**prepared.described, "settings": settings, "versions": versions}
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Evaluate cells lazily, one for each `next`. A cell's composition is removed from the model after it.
-
-        Raises:
-            AdapterswapError: see `evaluate`.
-        """
+        """Evaluate cells lazily, one for each `next`. A cell's composition is removed from the model after it."""
         for assignment in assignments:
             yield self._judge(assignment, on_progress)
 
@@ -161,8 +155,8 @@ class LocalJudge:
 
     def _load(self) -> None:
         """Load the base with all adapters, unless it is in memory: a merged model may have replaced it."""
-        from adapterswap.bases import load_weights
         from adapterswap.live import LiveComposer
+        from adapterswap.model.loading import load_weights
 
         if self._model is not None:
             return
@@ -176,8 +170,8 @@ class LocalJudge:
     @contextmanager
     def _composed(self, cell: Cell) -> Iterator[float | None]:
         """Put a cell's composition into the model; yields its relative error, see `CellResult`."""
-        from adapterswap.arithmetic.outputs import Form
-        from adapterswap.writing import prepare, write_prepared
+        from adapterswap.writing.adapter import prepare, write_prepared
+        from adapterswap.writing.outputs import Form
 
         plan, way = self._prepared.plans[cell.cell], way_of(self._prepared, cell)
         if plan is not None and way == "merged":
@@ -208,8 +202,9 @@ class LocalJudge:
     @contextmanager
     def _merged(self, plan: Plan) -> Iterator[None]:
         """Replace the model in memory by the one that `merge` writes for a plan, until the cell is evaluated."""
-        from adapterswap.bases import load_weights
-        from adapterswap.merging import ModelForm, prepare_model, write_model
+        from adapterswap.model.loading import load_weights
+        from adapterswap.writing.streaming import ModelForm
+        from adapterswap.writing.weights import prepare_model, write_model
 
         self._model = self._composer = None
         gc.collect()  # the composer's hooks are a reference cycle, and the device has room for only one model
@@ -256,3 +251,46 @@ def _samples(evaluation: EvaluationResult) -> Iterator[dict[str, Any]]:
     for sample in evaluation.samples:
         content = sample.as_json()
         yield {key: content[key] for key in ("task", "doc_id", "target", "output", "answers", "scores")}
+
+
+def lead(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> Judge:
+    """The judge of the main process; the others follow."""
+    processes.from_main(None)
+    return _Leader(_opened(prepared, processes, device, dtype), processes)
+
+
+def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> Run:
+    """Evaluate the main process's assignments with it, until it sends the results. Loads nothing before the first."""
+    from adapterswap.sweeps.results import Run
+
+    judge: LocalJudge | None = None
+    message: Assignment | Run | None = None
+    while not isinstance(message := processes.from_main(message), Run):
+        if message is None:  # `lead` was called, so assignments will follow
+            judge = _opened(prepared, processes, device, dtype)
+        else:
+            assert judge is not None
+            deque(judge.judged([message], lambda done, total: None), maxlen=0)
+    return message
+
+
+def _opened(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> LocalJudge:
+    """The judge of this process. Checks that all processes have the same description."""
+    judge = LocalJudge(prepared, device, dtype, processes=processes)
+    first, *others = processes.shared(range(processes.count), lambda _: judge.described)
+    for described in others:
+        agreed(first, described)
+    return judge
+
+
+class _Leader:
+    """See `Judge`."""
+
+    def __init__(self, judge: LocalJudge, processes: Processes) -> None:
+        self._judge, self._processes = judge, processes
+        self.described = judge.described
+
+    def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
+        """Evaluate the assignments lazily, one for each `next`."""
+        for assignment in assignments:
+            yield from self._judge.judged([self._processes.from_main(assignment)], on_progress)

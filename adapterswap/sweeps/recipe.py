@@ -1,29 +1,101 @@
-"""The recipe of a sweep: the base, the experts, their compositions, and the tasks.
+"""The recipe of a sweep: the base, the experts, their compositions, the tasks and the settings.
+
+Knows nothing of experts and compositions.
 
 Every field has a description; unknown keys are errors. Paths of experts, the base and `include_path` may be relative
 to the recipe's folder. Knows nothing of torch or lm-evaluation-harness, and opens nothing.
+
+Knows recipes; knows nothing of grids, of tasks beyond their names, or of experts on disk.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from random import Random
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from adapterswap.errors import FieldError, Problems
-from adapterswap.experts.layers import MAX_LAYERS
-from adapterswap.files.smallfiles import exists, expand
-from adapterswap.files.yamlfiles import FieldMistake, StrictModel, read_recipe, validate
-from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.evaluation.settings import SEED, EvaluationOptions
+from adapterswap.files.text import exists, expand
+from adapterswap.files.yaml import FieldMistake, StrictModel, read_recipe, validate
+from adapterswap.model.layers import MAX_LAYERS
 from adapterswap.planning.checks import check_names
-from adapterswap.sweeps.families import Baseline, ExpertPair, Families, Name, as_list
-from adapterswap.sweeps.ruling import LANGUAGE, TASK, check_roles, expert_row, named_in
-from adapterswap.sweeps.settings import DocumentSplit, Search, SweepSettings
+from adapterswap.planning.rules import BASE, Rule
+from adapterswap.sweeps.families import (
+    EXTRA,
+    LANGUAGE,
+    TASK,
+    Baseline,
+    ExpertPair,
+    Families,
+    Family,
+    Name,
+    as_list,
+    check_roles,
+    expert_row,
+    named_in,
+)
 
-__all__ = ["OTHER", "SWEEP_PATHS", "SweepRecipe", "read_sweep_recipe", "with_places", "with_rules"]
+
+class SweepSettings(EvaluationOptions):
+    """How tasks are evaluated: the options of `evaluate`, and some that only sweeps have."""
+
+    gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings that override the tasks' own.")
+    seed: int = Field(default=SEED, ge=0, description="The seed of shots and sampling.")
+
+
+class DocumentSplit(StrictModel):
+    """MGSM has no development set, so configurations are chosen on one part of the documents and reported on the other.
+
+    Tasks with the same number of documents are split alike: MGSM has the same questions in every language.
+    """
+
+    fraction: float = Field(default=0.5, gt=0, lt=1, description="The share of documents to choose on.")
+    seed: int = Field(default=0, ge=0, description="The seed by which documents are chosen.")
+
+    def split(self, num_docs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(documents to choose on, documents to report on), both sorted. A single document is only reported on."""
+        chosen = min(max(1, round(self.fraction * num_docs)), num_docs - 1)
+        select = sorted(Random(self.seed).sample(range(num_docs), chosen))
+        selected = set(select)
+        return tuple(select), tuple(doc_id for doc_id in range(num_docs) if doc_id not in selected)
+
+
+class Halving(StrictModel):
+    """Asynchronous successive halving (Li et al. 2020): trials start on few documents, and the best ones continue."""
+
+    min_documents: int = Field(default=16, ge=1, description="Documents of each target task on the first rung.")
+    reduction_factor: int = Field(
+        default=3, ge=2, description="Each rung has so many times more documents, and one in so many trials continues."
+    )
+
+    def rungs(self, available: int) -> tuple[int, ...]:
+        """The number of documents of each rung; every one is below `available`."""
+        numbers = []
+        documents = self.min_documents
+        while documents < available:
+            numbers.append(documents)
+            documents *= self.reduction_factor
+        return tuple(numbers)
+
+
+class Search(StrictModel):
+    """Evaluate some configurations of a family instead of all. A trial is one configuration with every pair."""
+
+    sampler: Literal["tpe", "random"] = Field(
+        default="tpe", description="tpe: Bayesian, from the trials so far (Bergstra et al. 2011); random: uniform."
+    )
+    trials: int = Field(default=40, ge=1, description="How many configurations of each searched family to try.")
+    halving: Halving | None = Field(default=None, description="Give up most trials after some documents.")
+    seed: int = Field(default=0, ge=0, description="The seed of the sampler, and of each rung's documents.")
+    family: str | None = Field(default=None, description="The only family to search. Default: all that have a choice.")
 
 
 def _role_name(name: str) -> str:
@@ -171,11 +243,7 @@ OTHER = "other"
 
 
 def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[Rule]) -> SweepRecipe:
-    """The recipe with more experts, of the role `other`, and one more composition, `rules`.
-
-    Raises:
-        FieldError: an expert's name is taken or invalid, or a rule names an unknown expert.
-    """
+    """The recipe with more experts, of the role `other`, and one more composition, `rules`."""
     content = recipe.model_dump(exclude_defaults=True, by_alias=True)
     if experts:
         content["roles"] = {**recipe.roles, OTHER: {**recipe.roles.get(OTHER, {}), **experts}}
@@ -205,3 +273,72 @@ def with_places(recipe: SweepRecipe, resolve: Callable[[str], str]) -> SweepReci
             "settings": settings,
         }
     )
+
+
+Tasks = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class SweepTasks:
+    """The tasks that a cell is evaluated on.
+
+    Attributes:
+        target: language expert → the target tasks of its pairs.
+        retention: the tasks that every cell is evaluated on too.
+    """
+
+    target: Tasks
+    retention: tuple[str, ...]
+
+    def of(self, languages: Iterable[str]) -> tuple[str, ...]:
+        """The target tasks of these language experts, each once, then retention."""
+        target = (task for language in languages for task in self.target[language])
+        return tuple(dict.fromkeys((*target, *self.retention)))
+
+
+def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
+    """Language expert → the names of its target tasks, as in the recipe."""
+    if isinstance(recipe.tasks, list):
+        return dict.fromkeys(recipe.language_experts, recipe.tasks)
+    problems = Problems(FieldError)
+    groups: dict[str, list[str]] = {}
+    for pattern, tasks in recipe.tasks.items():
+        matched = fnmatch.filter(recipe.language_experts, pattern)
+        if not matched:
+            problems.add(
+                f"tasks: {pattern!r} does not match any language expert",
+                f"Use their names ({', '.join(recipe.language_experts)}), or patterns that match them",
+                parameter="tasks",
+            )
+        for name in matched:
+            groups.setdefault(name, []).extend(tasks)
+    for name in recipe.language_experts:
+        if name not in groups:
+            problems.add(
+                f"tasks: the language expert {name!r} has no task", f"Add `{name}: [TASK, …]`", parameter="tasks"
+            )
+    problems.raise_if_any()
+    return groups
+
+
+def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
+    """Row of `extra` → its adapters, by the names under which they are loaded: extra-1, extra-2, …"""
+    number = count(1)
+    listed = {row: [places] if isinstance(places, str) else places for row, places in recipe.extra.items()}
+    return {row: {f"{EXTRA}{next(number)}": place for place in places} for row, places in listed.items()}
+
+
+def pairs_of(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(task side, language side) for each pair. A reset has every task side once, and an empty language side."""
+    if recipe.pairs is not None:
+        pairs = [(pair.task, pair.language) for pair in recipe.pairs]
+    else:
+        pairs = [((task,), (language,)) for task in recipe.task_experts for language in recipe.language_experts]
+    if recipe.soup_sides:
+        by_tasks: dict[tuple[str, ...], list[str]] = {}
+        for name, tasks in target_groups(recipe).items():
+            by_tasks.setdefault(tuple(tasks), []).append(name)
+        pairs += [(tuple(recipe.task_experts), tuple(names)) for names in by_tasks.values()]
+    if family.language == BASE:
+        pairs = [(task, ()) for task, _ in pairs]
+    return list(dict.fromkeys(pairs))

@@ -1,4 +1,9 @@
-"""Read a sweep's folder: its description, the scores of each finished cell, and samples.
+"""Read a sweep's folder: its description, its conditions, the scores of each finished cell, and samples.
+
+Knows nothing of folders, of how cells are made or evaluated, or of statistics.
+
+Scores can be compared only if their conditions are equal.
+Knows the description of a sweep, as plain data; knows nothing of folders or scores.
 
 The folder contains sweep.json (the description), cells.jsonl (a line for each finished cell), `samples/` (a file for
 each cell), `prompts/` (a file for each task) and, after successive halving, rungs.jsonl. The folder of a sweep that is
@@ -8,39 +13,276 @@ cells.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from adapterswap.errors import DataError, NotFoundError, Problems
-from adapterswap.experts.identity import sha256_of
-from adapterswap.files.sealing import SEAL, is_sealed
-from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
-from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.conditions import conditions_of, differing, shown_value
-from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
+from adapterswap.files.text import SEAL, exists, expand, is_sealed, open_regular, read_json
+from adapterswap.model.checkpoints import sha256_of
+from adapterswap.sweeps.grid import Assignment, Cell
 
-__all__ = [
-    "CELLS",
-    "FORMAT",
-    "PREREGISTRATION",
-    "PROMPTS",
-    "RUNGS",
-    "SAMPLES",
-    "SWEEP",
-    "Run",
-    "files_of",
-    "prompts_file",
-    "read_prompts",
-    "read_questions",
-    "read_run",
-    "read_samples",
-    "samples_file",
-]
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """A task of a sweep.
+
+    Attributes:
+        name: its name.
+        role: `target`, or `retention` for a task that is reported but does not choose configurations.
+        language: the code of its language, taken from its name (sw, swh_Latn); None if the name has none.
+        primary: (metric, filter) of the score that counts.
+        higher_is_better: whether a higher score is better.
+        num_docs: how many documents it has.
+        select: the documents on which configurations are chosen.
+        report: the other documents, on which the chosen ones are reported.
+        sha256: of its questions and its scoring, see `task_fingerprint`; None in sweeps of older versions.
+    """
+
+    name: str
+    role: str
+    language: str | None
+    primary: tuple[str, str]
+    higher_is_better: bool
+    num_docs: int
+    select: tuple[int, ...]
+    report: tuple[int, ...]
+    sha256: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "role": self.role,
+            "language": self.language,
+            "primary": list(self.primary),
+            "higher_is_better": self.higher_is_better,
+            "num_docs": self.num_docs,
+            "split": {"select": list(self.select), "report": list(self.report)},
+            **({} if self.sha256 is None else {"sha256": self.sha256}),
+        }
+
+    @classmethod
+    def from_json(cls, name: str, content: Mapping[str, Any]) -> TaskInfo:
+        metric, filter_name = content["primary"]
+        return cls(
+            name=name,
+            role=content["role"],
+            language=content["language"],
+            primary=(metric, filter_name),
+            higher_is_better=content["higher_is_better"],
+            num_docs=content["num_docs"],
+            select=tuple(content["split"]["select"]),
+            report=tuple(content["split"]["report"]),
+            sha256=content.get("sha256"),
+        )
+
+
+@dataclass(frozen=True)
+class TaskValue:
+    """The scores of one cell on one task.
+
+    Attributes:
+        value: the primary score over all documents; None if it is not a finite number.
+        stderr: its standard error; None if it is unknown.
+        scores: every score, by `metric,filter`.
+        docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++), and if `value`
+            is None.
+        cut: how many outputs ended at the token limit; None for tasks that compare likelihoods, and in sweeps of older
+            versions, which did not record it.
+    """
+
+    value: float | None
+    stderr: float | None
+    scores: Mapping[str, float | None]
+    docs: Mapping[int, float]
+    cut: int | None = None
+
+    def mean_over(self, doc_ids: tuple[int, ...]) -> float | None:
+        """The mean primary score of these documents; None if documents have no scores of their own."""
+        scores = [self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs]
+        return sum(scores) / len(scores) if scores else None
+
+    def only(self, doc_ids: tuple[int, ...]) -> TaskValue:
+        """The scores of these documents alone, without those of the whole task."""
+        return TaskValue(None, None, {}, {doc_id: self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs})
+
+    def as_json(self) -> dict[str, Any]:
+        docs = [[doc_id, score] for doc_id, score in self.docs.items()]
+        cut = {} if self.cut is None else {"cut": self.cut}
+        return {"value": self.value, "stderr": self.stderr, "scores": dict(self.scores), **cut, "docs": docs}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> TaskValue:
+        return cls(content["value"], content["stderr"], content["scores"], dict(content["docs"]), content.get("cut"))
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A finished cell.
+
+    Attributes:
+        cell: what was evaluated.
+        results: task → scores.
+        seconds: `switch`, for making this composition from the previous one, and `evaluate`.
+        relative_error: for a cell with a bounded rank, the largest ‖ΔW − ΔW'‖ / ‖ΔW‖ of a module (Frobenius norm); ΔW'
+            is what was evaluated, after rounding; 0 if nothing had to be reduced. None for cells without a bound, which
+            are exact, and in sweeps of older versions, which did not record it.
+    """
+
+    cell: Cell
+    results: Mapping[str, TaskValue]
+    seconds: Mapping[str, float] = field(compare=False)
+    relative_error: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        results = {task: value.as_json() for task, value in self.results.items()}
+        error = {} if self.relative_error is None else {"relative_error": self.relative_error}
+        return {**self.cell.as_json(), **error, "results": results, "seconds": dict(self.seconds)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> CellResult:
+        results = {task: TaskValue.from_json(value) for task, value in content["results"].items()}
+        return cls(Cell.from_json(content), results, content["seconds"], content.get("relative_error"))
+
+
+@dataclass(frozen=True)
+class RungResult:
+    """The scores of a cell on a rung of successive halving, before it was evaluated on all documents or given up.
+
+    Attributes:
+        cell: the cell's id.
+        documents: on how many documents of each target task it was evaluated.
+        results: target task → scores over these documents.
+        seconds: see `CellResult`.
+    """
+
+    cell: str
+    documents: int
+    results: Mapping[str, TaskValue]
+    seconds: Mapping[str, float] = field(compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        results = {task: value.as_json() for task, value in self.results.items()}
+        return {"cell": self.cell, "documents": self.documents, "results": results, "seconds": dict(self.seconds)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RungResult:
+        results = {task: TaskValue.from_json(value) for task, value in content["results"].items()}
+        return cls(content["cell"], content["documents"], results, content["seconds"])
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The results of a sweep so far.
+
+    Attributes:
+        results: cell → its result.
+        rungs: (cell, number of documents) → its result.
+    """
+
+    results: dict[str, CellResult] = field(default_factory=dict)
+    rungs: dict[tuple[str, int], RungResult] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, results: Iterable[CellResult], rungs: Iterable[RungResult]) -> Findings:
+        return cls(
+            {result.cell.cell: result for result in results}, {(rung.cell, rung.documents): rung for rung in rungs}
+        )
+
+    @property
+    def seen(self) -> set[str]:
+        """The cells that were evaluated on at least some documents."""
+        return {*self.results, *(cell for cell, _ in self.rungs)}
+
+    def get(self, assignment: Assignment) -> CellResult | RungResult | None:
+        """The result of an assignment, if need be from the result of its finished cell; None if there is none."""
+        cell, rung = assignment.cell.cell, assignment.rung
+        finished = self.results.get(cell)
+        if assignment.documents is None or rung is None:
+            return finished
+        rung_result = self.rungs.get((cell, rung))
+        requested = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
+        # A search with another seed takes other documents, though as many.
+        if (
+            rung_result is not None
+            and {task: {*value.docs} for task, value in rung_result.results.items()} == requested
+        ):
+            return rung_result
+        if finished is None:
+            return None
+        parts = {task: finished.results[task].only(doc_ids) for task, doc_ids in assignment.documents.items()}
+        return RungResult(cell, rung, parts, {})
+
+
+_OF_TASKS = ("sha256", "primary", "num_docs")
+_NOT_COMPARED = ("source",)  # only a name; two experts are the same if their hashes are
+_DIGITS = 12
+_LONGEST = 60
+
+
+def conditions_of(
+    described: Mapping[str, Any], experts: Collection[str] | None = None, tasks: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The conditions by name: `settings.num_fewshot`, `base_model.revision`, `experts.math1.sha256`, ….
+
+    Args:
+        described: the content of sweep.json.
+        experts, tasks: the experts and tasks to include; None for all.
+    """
+    conditions = {name: described[name] for name in ("adapterswap_version", "num_layers") if name in described}
+    for part in ("base_model", "settings", "versions"):
+        conditions |= _named(part, described.get(part, {}))
+    for name, expert in described.get("experts", {}).items():
+        if experts is None or name in experts:
+            conditions |= _named(f"experts.{name}", expert)
+    for name, task in described.get("tasks", {}).items():
+        if tasks is None or name in tasks:
+            conditions |= _named(f"tasks.{name}", {key: task[key] for key in _OF_TASKS if key in task})
+    if described.get("task_files"):
+        conditions["task_files"] = _digest(described["task_files"])
+    return conditions
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The conditions that differ: (name, value in `one`, value in `other`); None for a missing value.
+
+    Experts and tasks that only one of the two contains are not compared.
+    """
+    things = {_thing(name) for name in one} & {_thing(name) for name in other}
+    names = [*one, *(name for name in other if name not in one)]
+    return [
+        (name, one.get(name), other.get(name))
+        for name in names
+        if one.get(name) != other.get(name) and _thing(name) in {None, *things}
+    ]
+
+
+def shown_value(value: Any) -> str:
+    """A value for an error message."""
+    text = "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _thing(name: str) -> str | None:
+    """The expert or task that a condition belongs to; None for conditions of the whole sweep."""
+    return name.rpartition(".")[0] if name.startswith(("experts.", "tasks.")) else None
+
+
+def _named(part: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{part}.{key}": _digest(value) if key == "files" and value is not None else value
+        for key, value in content.items()
+        if key not in _NOT_COMPARED
+    }
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+
 
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
 PREREGISTRATION = "preregistration.json"
@@ -215,13 +457,7 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
 
 
 def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any], recorded: bool) -> str | None:
-    """Which conditions of a line differ from those of the sweep; None if none do.
-
-    Args:
-        content: the line.
-        expected: the conditions of the sweep.
-        recorded: whether any line of the folder records its conditions. Sweeps of older versions have none.
-    """
+    """Which conditions of a line differ from those of the sweep; None if none do."""
     conditions = content.get("conditions")
     if conditions is None:
         return "it does not record its conditions, and other lines do" if recorded else None
@@ -259,12 +495,7 @@ def files_of(folder: Path, cell: Cell) -> dict[str, Path]:
 def _why_unsound(
     task: TaskInfo, value: TaskValue, *, documents: int | None = None, by_document: bool = False
 ) -> str | None:
-    """What is wrong with a cell's scores on a task; None if nothing is.
-
-    Args:
-        documents: of a rung, its number of documents.
-        by_document: whether other cells have a score for each document of the task.
-    """
+    """What is wrong with a cell's scores on a task; None if nothing is."""
     numbers = [value.value, value.stderr, *value.scores.values(), *value.docs.values()]
     if odd := [number for number in numbers if number is not None and not _is_finite(number)]:
         return f"{odd[0]!r} on {task.name} is not a finite number"

@@ -1,4 +1,6 @@
-"""Run a sweep: evaluate cell after cell, here, in several processes or over Ray, and record each when it is finished.
+"""Estimate a sweep and run it: cell after cell, here, in several processes or over Ray.
+
+Loads no weights. Knows prepared sweeps and the results in their folder.
 
 Cells are recorded in the order in which they are requested, whichever process evaluates them. Knows how the parts of a
 sweep work together, but nothing of models, searches or clusters themselves. Prints nothing.
@@ -6,26 +8,112 @@ sweep work together, but nothing of models, searches or clusters themselves. Pri
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from adapterswap.errors import ArgumentError, check_type
+from adapterswap.files.yaml import find_recipe
 from adapterswap.processes import Processes
-from adapterswap.shipped import find_recipe
-from adapterswap.sweeps.cells import Assignment, Cell
-from adapterswap.sweeps.judging import Judge, LocalJudge
+from adapterswap.sweeps.grid import Assignment, Cell
+from adapterswap.sweeps.judging import Judge, LocalJudge, follow, lead, way_of
 from adapterswap.sweeps.preparing import PreparedSweep, prepare
-from adapterswap.sweeps.processes import follow, lead
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.recording import Recording, recording
-from adapterswap.sweeps.results import Run, read_run
+from adapterswap.sweeps.results import CellResult, Findings, Run, RungResult, read_run
 from adapterswap.sweeps.search import batches, expected
 from adapterswap.sweeps.summary import better, cell_value
-from adapterswap.sweeps.values import CellResult, RungResult
 
-__all__ = ["SweepProgress", "sweep"]
+
+@dataclass(frozen=True)
+class Estimate:
+    """The size of a sweep. All attributes but `families`, `documents` and `seconds` are counts.
+
+    Attributes:
+        cells: all cells; for a searched family as many as the search will try.
+        finished: cells with results in the folder.
+        given_up: cells that successive halving gave up.
+        families: row → the number of its cells.
+        left_out: compositions that are skipped because their zones need more layers than the base has.
+        repeated: duplicates within families.
+        documents: task → the number of its documents.
+        requests: requests to the model for the remaining cells, if all were evaluated on all documents.
+        switched: remaining cells that only switch LoRA layers.
+        reduced: remaining cells that are first reduced to an adapter.
+        merged: remaining cells that are first merged into full weights.
+        copied: remaining cells that equal another cell and get its results.
+        seconds: the time for the remaining cells, at the rate of the finished ones (on the machine that evaluated
+            them); None if none is finished.
+    """
+
+    cells: int
+    finished: int
+    given_up: int
+    families: dict[str, int]
+    left_out: int
+    repeated: int
+    documents: dict[str, int]
+    requests: int
+    switched: int
+    reduced: int
+    merged: int
+    copied: int
+    seconds: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(prepared: PreparedSweep, findings: Findings | None = None) -> Estimate:
+    """What `sweep` would do. Builds the prompts, which must fit the model.
+
+    Args:
+        prepared: the sweep.
+        findings: the results in its folder.
+
+    Raises:
+        AdapterswapError: see `preview`.
+    """
+    from adapterswap.evaluation.evaluating import preview
+
+    grid, base, findings = prepared.grid, prepared.base, findings or Findings()
+    previews = preview(base.tokenizer, base.config, list(prepared.tasks), prepared.settings)
+    requests = {task.name: task.num_requests for task in previews}
+
+    def requests_of(cell: Cell) -> int:
+        return sum(requests[task] for task in cell.tasks)
+
+    cells = expected(prepared, findings.seen)
+    pending = [cell for cell in cells if cell.cell not in findings.seen]
+    evaluated = {result.cell.identity for result in findings.results.values()}
+    new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in evaluated}
+    copied = len(pending) - len(new)
+    pending = [cell for cell in pending if new.get(cell.identity) is cell]
+    ways = Counter(way_of(prepared, cell) for cell in pending)
+    measured = [result for result in findings.results.values() if result.seconds["evaluate"] > 0]
+    remaining_requests = sum(map(requests_of, pending))
+    seconds = None
+    if measured:
+        spent = sum(sum(result.seconds.values()) for result in measured)
+        seconds = spent / sum(requests_of(result.cell) for result in measured) * remaining_requests
+    return Estimate(
+        cells=len(cells),
+        finished=len(findings.results),
+        given_up=len(findings.seen) - len(findings.results),
+        families=dict(Counter(cell.family for cell in cells)),
+        left_out=grid.left_out,
+        repeated=grid.repeated,
+        documents={name: info.num_docs for name, info in prepared.tasks.items()},
+        requests=remaining_requests,
+        switched=ways["switched"],
+        reduced=ways["reduced"],
+        merged=ways["merged"],
+        copied=copied,
+        seconds=seconds,
+    )
 
 
 @dataclass(frozen=True)

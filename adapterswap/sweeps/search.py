@@ -17,14 +17,11 @@ from random import Random
 from typing import Any
 
 from adapterswap.errors import DataError, DependencyError
-from adapterswap.sweeps.cells import Assignment, Cell
-from adapterswap.sweeps.grid import Space, Trial
+from adapterswap.sweeps.grid import Assignment, Cell, Space, Trial
 from adapterswap.sweeps.preparing import PreparedSweep
-from adapterswap.sweeps.settings import Search
+from adapterswap.sweeps.recipe import Search
+from adapterswap.sweeps.results import Findings
 from adapterswap.sweeps.summary import half_value, sign_of
-from adapterswap.sweeps.values import Findings
-
-__all__ = ["batches", "expected", "rungs"]
 
 _PATIENCE = 20  # after so many proposals in a row that were tried before or whose zones overlap, draw at random
 
@@ -35,10 +32,6 @@ def batches(prepared: PreparedSweep, findings: Findings) -> Iterator[list[Assign
     Args:
         prepared: the sweep.
         findings: the results so far. Before the next list is requested, it must contain those of the previous one.
-
-    Raises:
-        DataError: a target task has no scores of single documents, so the search cannot use it.
-        DependencyError: optuna is not installed.
     """
     cells = {cell.cell: cell for cell in prepared.grid.cells}
     yield [Assignment(cell) for cell in _always(prepared)]
@@ -146,9 +139,6 @@ def ask(
         first: the trials to start with.
         rungs: numbers of documents. A trial is yielded for each before it is yielded for all, and may be given up after
             each.
-
-    Raises:
-        DependencyError: optuna is not installed.
     """
     try:
         optuna: Any = import_module("optuna")  # untyped, so that type checks do not depend on it

@@ -1,27 +1,69 @@
-"""The base model for training: prepare its tokenizer, load its weights as the recipe says, choose the device.
+"""The base model for training: check for libraries, prepare its tokenizer, load its weights, choose the device.
 
 Knows nothing of rows or of what is trained.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
-from adapterswap.bases import Base, load_weights, open_base
-from adapterswap.errors import BaseModelError, RunError
+from adapterswap.errors import BaseModelError, DependencyError, Problems, RunError
+from adapterswap.model.loading import Base, load_weights, open_base
 from adapterswap.processes import count_processes
 from adapterswap.training.recipe import Quantization, TrainingOptions, TrainRecipe
 
-__all__ = ["device_and_dtype", "load_trainable", "open_trainable"]
+_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def check_libraries(recipe: TrainRecipe) -> None:
+    """Check that all libraries that the recipe needs are installed."""
+    if missing := [name for name in ("datasets", "trl") if find_spec(name) is None]:
+        raise DependencyError(
+            f"packages that training needs are not installed: {', '.join(missing)}",
+            "Run `pip install 'adapterswap[train]'`",
+        )
+    problems, options = Problems(DependencyError), recipe.training
+    if recipe.selection and find_spec("lm_eval") is None:
+        problems.add(
+            "`selection` needs lm-evaluation-harness, which is not installed",
+            "Run `pip install 'adapterswap[eval]'`",
+            parameter="selection",
+        )
+    if find_spec("bitsandbytes") is None:
+        if recipe.quantization:
+            problems.add(
+                "`quantization` needs bitsandbytes, which is not installed",
+                "Run `pip install bitsandbytes`",
+                parameter="quantization",
+            )
+        if "8bit" in options.optimizer or "paged" in options.optimizer:
+            problems.add(
+                f"training.optimizer {options.optimizer} needs bitsandbytes, which is not installed",
+                "Run `pip install bitsandbytes`, or choose adamw_torch_fused",
+                parameter="training.optimizer",
+            )
+    package = _ATTENTION.get(options.attn_implementation)
+    if package and find_spec(package) is None:
+        problems.add(
+            f"training.attn_implementation {options.attn_implementation} needs {package}, which is not installed",
+            "Install FlashAttention for your CUDA version, or choose sdpa",
+            parameter="training.attn_implementation",
+        )
+    if options.report_to:
+        from transformers.integrations import get_available_reporting_integrations
+
+        for name in sorted(set(options.report_to) - set(get_available_reporting_integrations())):
+            problems.add(
+                f"training.report_to: {name!r} is not installed, or is not a tracker that transformers supports",
+                "Install it or correct the name",
+                parameter="training.report_to",
+            )
+    problems.raise_if_any()
 
 
 def open_trainable(reference: str) -> Base:
-    """Open the base's config and tokenizer, and add a pad token if there is none.
-
-    Raises:
-        NotFoundError: see `open_base`.
-        BaseModelError: see `open_base`; or the tokenizer has no end-of-sequence token.
-    """
+    """Open the base's config and tokenizer, and add a pad token if there is none."""
     base = open_base(reference)
     if base.tokenizer.eos_token_id is None:
         raise BaseModelError(
@@ -39,9 +81,6 @@ def load_trainable(base: Base, recipe: TrainRecipe, *, device: str, dtype: str) 
 
     With an adapter, the base has the dtype of the computation. Without one, the trained weights have
     training.weight_dtype and are rounded to that dtype during the computation.
-
-    Raises:
-        BaseModelError: see `load_weights`.
     """
     options, choices = recipe.training, {}
     if attention := _attention(options, device, dtype):
@@ -88,9 +127,6 @@ def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
     """Resolve a recipe's training.device and training.dtype to `cpu` or `cuda`, and to torch's name of the dtype.
 
     accelerate assigns a device to each process, so the names have no numbers, unlike those of `bases.choose_device`.
-
-    Raises:
-        RunError: CUDA is requested but not available, or one process would see several devices.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Checkpoints of an unfinished run, in `<out_path>.checkpoints` next to the output, so that it can be resumed.
+"""Checkpoints of an unfinished run, so that it can be resumed; and devices or disks that are full.
 
 Each contains what the transformers Trainer saves (adapter, optimizer, schedule, generators), with a hash of each file
 and of the run. `run.json` has fingerprints of recipe, rows, tasks and base. So you can only resume the same run, from
@@ -16,12 +16,47 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import ExpertError, RunError
-from adapterswap.experts.identity import fingerprints, model_fingerprints
+from adapterswap.errors import ExpertError, OutputError, RunError
 from adapterswap.files.folders import check_place, refuse_strangers, replacing, strangers, sync_folder, sync_one
-from adapterswap.files.smallfiles import read_json, write_json
+from adapterswap.files.text import read_json, write_json
+from adapterswap.model.checkpoints import fingerprints, model_fingerprints
 
-__all__ = ["Checkpoints", "seal"]
+
+@contextmanager
+def explained(what: str, where: Path) -> Iterator[None]:
+    """Raise an error with a remedy if the device runs out of memory or a file cannot be written.
+
+    Args:
+        what: what the block writes, for the message.
+        where: the folder that it writes to.
+    """
+    import torch
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of memory on the device: {str(error).partition('.')[0]}",
+            "Lower training.batch_size and raise gradient_accumulation, or set gradient_checkpointing: true",
+            parameter="training.batch_size",
+        ) from None
+    except OSError as error:
+        raise _unwritten(what, where, error.strerror or str(error)) from None
+    except (SafetensorError, RuntimeError) as error:
+        # A full disk, as safetensors and torch's zip writer report it.
+        if not any(sign in str(error) for sign in ("I/O error", "PytorchStreamWriter", "unexpected pos")):
+            raise
+        raise _unwritten(what, where, str(error).partition("\n")[0]) from None
+
+
+def _unwritten(output: str, folder: Path, reason: str) -> OutputError:
+    return OutputError(
+        f"{output} cannot be written to {folder}: {reason}",
+        "Free some space, or choose another `out_path`; earlier checkpoints are kept for `resume=True`",
+        parameter="out_path",
+    )
+
 
 _SEAL = "fingerprints.json"  # in each checkpoint: written last, so one without it was not completed
 
@@ -43,12 +78,7 @@ class Checkpoints:
         self.folder = out_path.with_name(out_path.name + ".checkpoints")
 
     def check(self, *, resume: bool = False, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
-        """Check that no unfinished run and no other file would be lost.
-
-        Raises:
-            RunError: there is an unfinished run, and neither `resume` nor `overwrite` is true.
-            OutputError: the folder contains other files, or overlaps an input.
-        """
+        """Check that no unfinished run and no other file would be lost."""
         check_place(self.folder, inputs)
         if not resume:
             refuse_strangers(self.folder, self._strangers())

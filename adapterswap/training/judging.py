@@ -17,16 +17,14 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from adapterswap.bases import Base
 from adapterswap.errors import FieldError, Problems, RunError, UnsupportedError
 from adapterswap.evaluation import Settings, evaluate
-from adapterswap.evaluation.fingerprints import task_files, task_fingerprint
-from adapterswap.evaluation.preview import preview
-from adapterswap.evaluation.tasks import load_tasks
-from adapterswap.experts.identity import fingerprints
+from adapterswap.evaluation.evaluating import preview
+from adapterswap.evaluation.tasks import load_tasks, task_files, task_fingerprint
 from adapterswap.files.folders import replacing, sync_folder
-from adapterswap.files.sealing import is_sealed, sealed
-from adapterswap.files.smallfiles import read_json
+from adapterswap.files.text import is_sealed, read_json, sealed
+from adapterswap.model.checkpoints import fingerprints
+from adapterswap.model.loading import Base
 from adapterswap.processes import Processes
 from adapterswap.progress import ProgressRow
 from adapterswap.training.recipe import TrainRecipe
@@ -39,8 +37,6 @@ from adapterswap.training.selection import (
     is_judged,
     worn_out,
 )
-
-__all__ = ["CheckpointJudge", "Examination", "examine"]
 
 _REMEDY = "Pass `overwrite=True` without `resume` to start again"
 
@@ -66,12 +62,7 @@ class Examination:
 
 
 def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examination:
-    """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are reported before training.
-
-    Raises:
-        DataError, NotFoundError: see `load_tasks`.
-        FieldError: a task does not have the requested metric, or a prompt does not fit into the model's context.
-    """
+    """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are reported before training."""
     options = recipe.selection
     assert options is not None
     settings = options.as_settings(recipe.folder, trust_task_code=trust_task_code)
@@ -113,11 +104,7 @@ def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
 
 
 def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> tuple[str, str]:
-    """The metric and filter to use for a task or a group.
-
-    Raises:
-        FieldError: the requested metric does not exist, or the group has no mean.
-    """
+    """The metric and filter to use for a task or a group."""
     group = loaded["groups"].get(name)
     task = group.get_all_tasks()[0] if group else loaded["tasks"][name]
     choices = [(metric, filters.name) for metric in task.aggregation() for filters in task._filters]
@@ -150,9 +137,6 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     Attributes:
         seconds: how long evaluating took.
-
-    Raises:
-        UnsupportedError: the trainer uses FSDP, so no single process holds the model and could generate.
     """
 
     def __init__(
@@ -176,11 +160,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         self.seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Load earlier scores, and score the last checkpoint if the run ended before that.
-
-        Raises:
-            RunError: the table, or the weights of one of the best checkpoints, have changed since they were written.
-        """
+        """Load earlier scores, and score the last checkpoint if the run ended before that."""
         rows = self._processes.from_main(self._read(args, state) if self._processes.main else [])
         self._table = [JudgedCheckpoint(**row) for row in rows]
         if state.global_step and state.global_step not in {row.step for row in self._table}:
@@ -280,9 +260,6 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
     def restored(self) -> Iterator[int]:
         """Load each kept checkpoint's weights into the trainer's model, as resuming does, and yield its step. The best
         one's weights are loaded last and stay there; its step is not yielded.
-
-        Raises:
-            RunError: the weights have changed since they were written.
         """
         best, *others = self._kept()
         for step in (*reversed(others), best):

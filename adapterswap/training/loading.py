@@ -1,4 +1,7 @@
-"""Load tables of rows from the recipe's sources with `datasets.load_dataset`, and filter and sample them.
+"""Load tables of rows from the recipe's sources with `datasets.load_dataset`, whole or as a stream.
+
+`datasets` shuffles the order of the shards with the seed, and the rows within a moving buffer. So the rows come from
+the beginning of some shards; they are not a sample of the whole. Knows nothing of how the stream was opened.
 
 Local files are read into memory and leave nothing in your cache; Hub datasets use it, or are streamed. Knows nothing of
 how rows become text.
@@ -7,20 +10,53 @@ how rows become text.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import DataError, NotFoundError, Problems, reason_of
-from adapterswap.experts.identity import sha256_of
-from adapterswap.experts.sources import hub_remedy
-from adapterswap.files.scratch import scratch_folder
-from adapterswap.files.smallfiles import expand
-from adapterswap.training.recipe import DatasetSource
-from adapterswap.training.templates import Template
+from adapterswap.files.folders import scratch_folder
+from adapterswap.files.text import expand
+from adapterswap.model.checkpoints import sha256_of
+from adapterswap.model.sources import hub_remedy
+from adapterswap.training.recipe import DatasetSource, Template
 
-__all__ = ["SourceCounts", "load_table"]
+_BUFFER = 10_000  # rows
+
+
+def draw_rows(
+    stream: Any, columns: Sequence[str], allowed: Mapping[str, set[Any]], *, samples: int, seed: int
+) -> tuple[Any, int]:
+    """The first matching rows of the shuffled stream, and how many rows were read.
+
+    Args:
+        stream: a datasets.IterableDataset.
+        columns: the columns to keep.
+        allowed: column → the values that a row may have in it.
+        samples: how many rows to draw; fewer if the stream ends before.
+        seed: for shuffling.
+
+    Returns:
+        A datasets.Dataset in memory, and the number of rows that were read.
+    """
+    import datasets
+
+    rows_read = 0
+    drawn: dict[str, list[Any]] = {column: [] for column in columns}
+
+    def rows() -> Iterator[Mapping[str, Any]]:
+        nonlocal rows_read
+        for row in stream.shuffle(seed=seed, buffer_size=_BUFFER):
+            rows_read += 1
+            if all(row[column] in values for column, values in allowed.items()):
+                yield row
+
+    for _, row in zip(range(samples), rows(), strict=False):
+        for column, values in drawn.items():
+            values.append(row[column])
+    return datasets.Dataset.from_dict(drawn), rows_read
+
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
@@ -55,10 +91,6 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
         source: what to load.
         folder: the folder that local paths are relative to.
         seed: the seed for `samples`.
-
-    Raises:
-        NotFoundError: the source does not exist, or could not be downloaded.
-        DataError: the source cannot be loaded, lacks a column that the recipe names, or has no rows left.
     """
     counts = SourceCounts(_display_name(source))
     table = _load(source, folder, counts)
@@ -96,7 +128,6 @@ def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int
     """`samples` rows of a stream, as a datasets.Dataset."""
 
     def draw() -> tuple[Any, int]:
-        from adapterswap.training.streaming import draw_rows
 
         columns = stream.column_names or list(next(iter(stream), {}))
         _check_columns(source, columns)

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.bases import Base, open_base
-from adapterswap.experts.base_identity import TRAINING_RECORD, identity_of
 from adapterswap.files.folders import OutputKind
-from adapterswap.files.smallfiles import expand, write_json
+from adapterswap.files.text import expand, write_json
+from adapterswap.model.loading import Base, open_base
+from adapterswap.model.sources import TRAINING_RECORD, identity_of
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
 from adapterswap.training.targets import TrainingTargets
-from adapterswap.writing.folder import ADAPTER_FILES, CARD, MODEL_FILES
-
-__all__ = ["EXPERT", "describe", "write_expert", "write_weights"]
+from adapterswap.writing.adapter import ADAPTER_FILES, CARD, MODEL_FILES
 
 TRAINING_FORMAT = "adapterswap-training/1"
 

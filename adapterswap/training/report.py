@@ -1,14 +1,121 @@
-"""The report of a training run, and the estimate of a dry run. Plain data, no torch."""
+"""The report of a training run, and the estimate of a dry run: steps, learning rates, memory. No torch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from adapterswap.errors import FieldError
+from adapterswap.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES
+from adapterswap.training.recipe import TrainingOptions, TrainRecipe
 from adapterswap.training.selection import CheckpointSelection
 
-__all__ = ["RowCounts", "TrainEstimate", "TrainReport"]
+Schedule = tuple[str, int, dict[str, Any]]
+
+
+def rows_a_step(options: TrainingOptions, processes: int = 1) -> int:
+    """The effective batch size: how many rows (or packed sequences) enter one update of the weights."""
+    return options.batch_size * options.gradient_accumulation * processes
+
+
+def steps_between(samples: int | None, options: TrainingOptions, processes: int = 1) -> int:
+    """How many steps train on about `samples` rows, at least one; for example between two checkpoints."""
+    return max(1, (samples or 0) // rows_a_step(options, processes))
+
+
+def total_steps(rows: int, options: TrainingOptions, *, processes: int = 1) -> int:
+    """How many steps `rows` rows (or packed sequences) take, as the transformers Trainer counts them."""
+    if options.max_steps is not None:
+        return options.max_steps
+    batches = math.ceil(math.ceil(rows / options.batch_size) / processes)  # for each process
+    return math.ceil(options.epochs * math.ceil(batches / options.gradient_accumulation))
+
+
+def simultaneous_steps(
+    parts: Sequence[int], options: TrainingOptions, *, steps_per_switch: int, processes: int = 1
+) -> int:
+    """How many steps a run with alternating sides has. An epoch ends once all rows of the larger side were used.
+
+    The smaller side starts again when its rows are used up. Both sides have the same number of steps, unless max_steps
+    is set.
+
+    Args:
+        parts: how many rows each side has.
+    """
+    if options.max_steps is not None:
+        return options.max_steps
+    steps_per_side = math.ceil(options.epochs * math.ceil(max(parts) / rows_a_step(options, processes)))
+    return 2 * steps_per_switch * math.ceil(steps_per_side / steps_per_switch)
+
+
+def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:
+    """The scheduler's name in transformers, its number of warmup steps, and its other arguments."""
+    warmup = _steps(options.warmup, steps)
+    decay = _steps(options.decay, steps) if options.schedule == "warmup_stable_decay" else 0
+    if warmup + decay > steps:
+        lengths = f"{warmup} steps of training.warmup" + (f" and {decay} of training.decay" if decay else "")
+        raise FieldError(
+            f"{lengths} do not fit into the {steps} steps of the run",
+            "Set them to shares, such as 0.1",
+            parameter="training.warmup",
+        )
+    if options.schedule == "warmup_stable_decay":
+        return options.schedule, warmup, {"num_decay_steps": decay, "decay_type": "linear"}
+    return "constant_with_warmup" if options.schedule == "constant" else options.schedule, warmup, {}
+
+
+def _steps(value: float, steps: int) -> int:
+    """`value` as a number of steps. Below 1 it is a share of `steps`, rounded up as in transformers."""
+    return math.ceil(value * steps) if value < 1 else int(value)
+
+
+# Values that a layer keeps for the backward pass, for each token, as counted on a Llama with LoRA on every projection:
+# 8·hidden + 4·intermediate in float32; in bfloat16 the adapters' float32 copies of their inputs come on top.
+_HIDDEN = {"float32": 8, "bfloat16": 14}
+_INTERMEDIATE = 4
+_TILE = 4096, 32768  # tokens and entries of the vocabulary whose logits TRL computes at once
+
+
+def memory(
+    config: Any, recipe: TrainRecipe, trainable: int, base_parameters: int, *, dtype: str, longest: int
+) -> dict[str, int]:
+    """Bytes by part, and their `total`: of one process that holds everything, as without FSDP.
+
+    Args:
+        config: the base's text config.
+        trainable, base_parameters: numbers of parameters.
+        longest: tokens of the longest row as trained on; with packing, sequences are max_length long.
+    """
+    options = recipe.training
+    size = DTYPE_BYTES[FLOAT_NAMES[dtype]]
+    hidden = int(config.hidden_size)
+    intermediate = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+    tokens = options.batch_size * (options.max_length if options.packing else longest)
+    layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
+    layers = int(config.num_hidden_layers)
+    # With checkpointing, each layer keeps only its input, and one layer at a time is recomputed.
+    activations = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
+    parts = {
+        **_weights(recipe, trainable, base_parameters, size),
+        "activations": activations + size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1]),
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: int) -> dict[str, int]:
+    """Bytes of the base's weights, `size` each unless the recipe says otherwise, and of what training adds."""
+    moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; otherwise as many as a trained weight has
+    if recipe.adapter.method == "none":
+        bytes_per_weight = DTYPE_BYTES[FLOAT_NAMES[recipe.training.weight_dtype]]
+        return {
+            "base": base_parameters * bytes_per_weight,
+            "training": trainable * (bytes_per_weight + 2 * (moment or bytes_per_weight)),
+        }
+    base = base_parameters * recipe.quantization.bits // 8 if recipe.quantization else base_parameters * size
+    return {"base": base, "training": trainable * (4 + 4 + 2 * (moment or 4))}  # an adapter is trained in float32
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,74 @@
 """Train an expert from a recipe, in one process or several, or estimate what that would take.
 
+Knows nothing of training itself.
+
 Under torchrun or `accelerate launch` every process runs `train`. All of them read the same rows; one writes.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import random
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import ArgumentError, RunError, check_type
-from adapterswap.files.folders import atomic_folder, check_target
-from adapterswap.files.scratch import scratch_folder
-from adapterswap.files.smallfiles import expand
+from adapterswap.files.folders import atomic_folder, check_target, scratch_folder
+from adapterswap.files.text import expand
+from adapterswap.files.yaml import find_recipe
 from adapterswap.progress import Progress
-from adapterswap.shipped import find_recipe
-from adapterswap.training.libraries import check_libraries
+from adapterswap.training.base import check_libraries
 from adapterswap.training.recipe import TrainRecipe, read_train_recipe
 from adapterswap.training.report import TrainEstimate, TrainReport
 from adapterswap.training.selection import Enough
 
-__all__ = ["estimate", "train"]
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Silence the libraries' progress bars and logs inside the block, and restore everything they changed after it.
+
+    Restored: the random generators (Python, NumPy, torch on CPU and CUDA), the environment, transformers' verbosity and
+    progress bars, datasets' progress bars, warning filters. accelerate's process-wide state is reset.
+    """
+    import datasets
+    import numpy
+    import torch
+    import transformers.utils.logging as transformers_logging
+    from accelerate.state import AcceleratorState
+
+    generators = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    environment = dict(os.environ)
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    data_bars = datasets.are_progress_bars_disabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 renamed; users can do nothing about it.
+            warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+            yield
+    finally:
+        random.setstate(generators[0])
+        numpy.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        if not data_bars:
+            datasets.enable_progress_bars()
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def train(
@@ -75,13 +120,11 @@ def train(
         from adapterswap.evaluation.tasks import check_task_names
 
         check_task_names(recipe.selection.tasks, recipe.selection.as_settings(recipe.folder).include_path)
-    from adapterswap.bases import empty_model
+    from adapterswap.model.loading import empty_model
     from adapterswap.processes import joined
     from adapterswap.training.base import device_and_dtype, load_trainable, open_trainable
-    from adapterswap.training.checkpoints import Checkpoints
+    from adapterswap.training.checkpoints import Checkpoints, explained
     from adapterswap.training.data import load_data, sequences
-    from adapterswap.training.failures import explained
-    from adapterswap.training.isolation import isolated
     from adapterswap.training.output import EXPERT, write_expert, write_weights
     from adapterswap.training.targets import find_targets
 
@@ -94,8 +137,7 @@ def train(
         scratch_folder("training") as scratch,
         checkpoints.tidied(keep=not processes.main),
     ):
-        from adapterswap.training.stopping import Stopping
-        from adapterswap.training.trainer import Sealing, build_trainer
+        from adapterswap.training.trainer import Sealing, Stopping, build_trainer
 
         bar = bars.row("opening the base")
         base = open_trainable(recipe.base_model)
@@ -189,12 +231,8 @@ def train(
 
 
 def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:
-    """The number of steps of the run. Checks that the schedule fits into them.
-
-    Args:
-        parts: how many sequences each side has, or how many there are.
-    """
-    from adapterswap.training.schedule import choose_schedule, simultaneous_steps, total_steps
+    """The number of steps of the run. Checks that the schedule fits into them."""
+    from adapterswap.training.report import choose_schedule, simultaneous_steps, total_steps
 
     if recipe.simultaneous:
         switch = recipe.simultaneous.steps_per_switch
@@ -213,12 +251,7 @@ def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
 def check_output(
     target: Path, inputs: Sequence[str | Path | None], *, resume: bool = False, overwrite: bool = False
 ) -> None:
-    """Check before training, and in a dry run, that the output and its checkpoints may be written.
-
-    Raises:
-        OutputError: see `check_target` and `Checkpoints.check`.
-        RunError: see `Checkpoints.check`.
-    """
+    """Check before training, and in a dry run, that the output and its checkpoints may be written."""
     from adapterswap.training.checkpoints import Checkpoints
     from adapterswap.training.output import EXPERT
 
@@ -260,13 +293,11 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         AdapterswapError: see `train`, for all that can be checked without training.
     """
     check_libraries(recipe)
-    from adapterswap.bases import empty_model
+    from adapterswap.model.loading import empty_model
     from adapterswap.processes import count_processes
     from adapterswap.training.base import device_and_dtype, open_trainable
     from adapterswap.training.data import load_data, sequences
-    from adapterswap.training.isolation import isolated
-    from adapterswap.training.memory import memory
-    from adapterswap.training.schedule import rows_a_step, steps_between
+    from adapterswap.training.report import memory, rows_a_step, steps_between
     from adapterswap.training.targets import find_targets
 
     with isolated():

@@ -15,16 +15,6 @@ from pydantic import Field
 
 from adapterswap.evaluation.settings import EvaluationOptions
 
-__all__ = [
-    "CheckpointSelection",
-    "Enough",
-    "JudgedCheckpoint",
-    "SelectionOptions",
-    "best_first",
-    "is_judged",
-    "worn_out",
-]
-
 
 class Enough(Exception):
     """A resumed run is already complete, because early stopping had ended it before it was interrupted."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterswap.errors import BaseModelError, FieldError, Problems
-from adapterswap.experts.anatomy import adaptable_weights
-from adapterswap.experts.layers import (
+from adapterswap.model.anatomy import adaptable_weights
+from adapterswap.model.layers import (
     check_one_list,
     kind_of,
     layer_container,
@@ -19,11 +19,8 @@ from adapterswap.experts.layers import (
     num_layers_in_config,
     parse_layers,
 )
-from adapterswap.planning.compositions import Partition
-from adapterswap.planning.partitions import SIDES, Side, partition_sides
+from adapterswap.planning.composition import SIDES, Partition, Side, partition_sides
 from adapterswap.training.recipe import TrainRecipe
-
-__all__ = ["TrainingTargets", "find_targets"]
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,7 @@ class TrainingTargets:
 
 
 def find_targets(model: Any, recipe: TrainRecipe, config: Any) -> TrainingTargets:
-    """Find the modules of `model` that the recipe trains.
-
-    Raises:
-        FieldError: a name matches no module; a layer is out of range; the output head or tied embeddings are named; the
-            model's projections are not recognised; or a side of a partition has no module.
-        BaseModelError: the recipe has a partition, but the config does not say how many layers the model has.
-    """
+    """Find the modules of `model` that the recipe trains."""
     choice = _Targeted(model, recipe, config)
     return choice.weights() if recipe.adapter.method == "none" else choice.adapters()
 

@@ -1,4 +1,10 @@
-"""Set up TRL's SFTTrainer from a recipe. Every option that affects the result is set, because defaults may change.
+"""TRL's SFTTrainer set up from a recipe, two partitions in turns, and a stop on SIGTERM.
+
+The parameters of the other side are frozen and have no gradient. AdamW skips parameters without a gradient, so their
+weights, moments and step counts stay the same, bit for bit. A gradient of zero would change them, through the moments
+and weight decay. Importing this module imports torch and transformers.
+
+Importing this module imports transformers.
 
 Rows are already tokenised and masked, so the trainer's own preparation is skipped. Added are a stop at the first loss
 that is not finite, a progress bar, a checkpoint every N samples, and training of two sides in turns. Importing this
@@ -7,27 +13,126 @@ module imports torch and trl.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from peft import LoraConfig
+from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from adapterswap.bases import Base
 from adapterswap.errors import RunError, UnsupportedError
+from adapterswap.model.loading import Base
+from adapterswap.planning.composition import SIDES, Side
 from adapterswap.processes import Processes
 from adapterswap.progress import ProgressRow
 from adapterswap.training.checkpoints import seal
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
-from adapterswap.training.schedule import choose_schedule, rows_a_step, steps_between
+from adapterswap.training.report import choose_schedule, rows_a_step, steps_between
 from adapterswap.training.targets import TrainingTargets
-from adapterswap.training.turns import RowsInTurns, Turns
 
-__all__ = ["ExpertTrainer", "Sealing", "build_trainer", "lora_config"]
+
+def side_of_step(step: int, steps_per_switch: int) -> Side:
+    """The side that a step trains, counted from 0. The task side comes first."""
+    return SIDES[step // steps_per_switch % 2]
+
+
+class RowsInTurns(Sampler[int]):
+    """The order of the rows of a whole run. All rows of a step belong to the side that the step trains.
+
+    The rows of a side are shuffled again for each pass over them.
+
+    Args:
+        parts: how many rows each side has; in the dataset the task's come first.
+        steps: how many steps the run has.
+        rows_a_step: how many rows a step has, on all processes together.
+        steps_per_switch: how many steps one side trains before the other takes over.
+        seed: for shuffling.
+    """
+
+    def __init__(self, parts: Sequence[int], *, steps: int, rows_a_step: int, steps_per_switch: int, seed: int) -> None:
+        self._rows = np.empty((steps, rows_a_step), np.int64)
+        turns = np.arange(steps) // steps_per_switch % 2
+        for side, (first, count) in enumerate(zip((0, parts[0]), parts, strict=True)):
+            own_steps = turns == side
+            drawn = _passes(count, int(own_steps.sum()) * rows_a_step, np.random.default_rng([seed, side]))
+            self._rows[own_steps] = first + drawn.reshape(-1, rows_a_step)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows.ravel().tolist())
+
+    def __len__(self) -> int:
+        return self._rows.size
+
+
+def _passes(count: int, length: int, chance: np.random.Generator) -> NDArray[np.int64]:
+    """`length` numbers below `count`, from one permutation after the other."""
+    passes = [chance.permutation(count) for _ in range(-(-length // count))]
+    return np.concatenate([np.empty(0, np.int64), *passes])[:length]
+
+
+class Turns(TrainerCallback):  # type: ignore[misc]
+    """Before each step, freezes the parameters of one side and unfreezes those of the other.
+
+    Args:
+        model: the model, before it is wrapped for several processes.
+        targets: says which side a parameter belongs to.
+        steps_per_switch: how many steps one side trains before the other takes over.
+    """
+
+    def __init__(self, model: Any, targets: TrainingTargets, steps_per_switch: int) -> None:
+        self._steps_per_switch = steps_per_switch
+        self.parameters: dict[Side, list[Any]] = {side: [] for side in SIDES}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (side := targets.side_of(name)):
+                self.parameters[side].append(parameter)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        active = side_of_step(state.global_step, self._steps_per_switch)
+        for side, parameters in self.parameters.items():
+            for parameter in parameters:
+                parameter.requires_grad_(side == active)
+
+
+class Stopping(TrainerCallback):  # type: ignore[misc]
+    """Ends training after the current step, with a checkpoint, if any process of the run has received SIGTERM.
+
+    Attributes:
+        stopped: the last step, if training was ended in this way.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._received = False
+        self.stopped: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signal inside the block. Python allows this in the main thread only; elsewhere nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._receive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self._received = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._processes.any(self._received) and state.global_step < state.max_steps:
+            self.stopped = state.global_step
+            control.should_save = control.should_log = control.should_training_stop = True
 
 
 class ExpertTrainer(SFTTrainer):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from typing import Any
 
 import adapterswap
 from adapterswap.analysis.analyzing import read_analysis
-from adapterswap.analysis.changes import FractionTable
+from adapterswap.analysis.interference import FractionTable
 from adapterswap.analysis.pictures import draw_fractions
 from adapterswap.drawing import NOTE, readable_on, save, style
 from adapterswap.lab.bases import write_base

@@ -26,15 +26,13 @@ from tolerances import close, near, tolerance
 from adapterswap import AdapterswapError, Composition, compose
 from adapterswap.analysis import Changes, choose_threshold, interfere, measure, read_fractions
 from adapterswap.analysis.analyzing import analyze
-from adapterswap.analysis.captions import describe_fractions
-from adapterswap.analysis.changes import FractionTable, write_fractions
-from adapterswap.analysis.pictures import draw_fractions, draw_norms, family_of
-from adapterswap.arithmetic.resolving import resolve
+from adapterswap.analysis.interference import FractionTable, write_fractions
+from adapterswap.analysis.pictures import describe_fractions, draw_fractions, draw_norms, family_of
 from adapterswap.drawing import style
 from adapterswap.errors import DataError
-from adapterswap.experts.adapters import open_adapter
-from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.experts.opening import open_expert
+from adapterswap.experts.adapter import open_adapter, open_expert
+from adapterswap.model.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.writing.resolving import resolve
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ARCHITECTURES = ["llama", "gpt2", "neox"]

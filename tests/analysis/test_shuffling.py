@@ -15,11 +15,10 @@ from adapterswap.analysis import interfere
 from adapterswap.analysis.analyzing import analyze
 from adapterswap.analysis.interference import Interference
 from adapterswap.analysis.pictures import draw_interference, draw_meetings
-from adapterswap.analysis.shuffling import Marginals, shuffled_overlap, shuffled_product
+from adapterswap.analysis.surveying import Marginals, shuffled_overlap, shuffled_product
 from adapterswap.drawing import style
-from adapterswap.experts.adapters import open_adapter
-from adapterswap.experts.checkpoints import open_checkpoint
-from adapterswap.experts.opening import open_expert
+from adapterswap.experts.adapter import open_adapter, open_expert
+from adapterswap.model.checkpoints import open_checkpoint
 
 from .test_analyze import deltas, full_expert
 

@@ -18,9 +18,14 @@ from refusals import refused
 from tolerances import near, tolerance
 
 from adapterswap import AdapterswapError, Composition, open_adapter
-from adapterswap.analysis.changes import measure
-from adapterswap.analysis.effects import importance_of_activations, read_texts
-from adapterswap.analysis.suggesting import Importance, choose_layers, importance_of_weights
+from adapterswap.analysis.interference import measure
+from adapterswap.analysis.suggesting import (
+    Importance,
+    choose_layers,
+    importance_of_activations,
+    importance_of_weights,
+    read_texts,
+)
 from adapterswap.errors import DataError, ExpertError, UnsupportedError
 from adapterswap.live import load_experts
 from adapterswap.planning.composing import soup

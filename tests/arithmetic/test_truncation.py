@@ -18,11 +18,11 @@ from writing.test_blends import deltas
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.arithmetic import spooling
-from adapterswap.arithmetic.outputs import Form
-from adapterswap.checking.verifying import verify
 from adapterswap.errors import OutputError
-from adapterswap.writing import prepare, write_prepared
+from adapterswap.tools.verification import verify
+from adapterswap.writing import outputs as spooling
+from adapterswap.writing.adapter import prepare, write_prepared
+from adapterswap.writing.outputs import Form
 
 WEIGHTS, RECORD = "adapter_model.safetensors", "adapterswap.json"
 WIDTH, RANK = 24, 8

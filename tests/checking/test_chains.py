@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tolerances import close
 from writing.test_blends import deltas
 
-from adapterswap.experts.layers import format_layers
+from adapterswap.model.layers import format_layers
 
 ALL = frozenset(range(LAYERS))
 LENGTH = 4

@@ -19,8 +19,9 @@ from tolerances import near, tolerance
 from writing.test_blends import deltas, handmade
 
 import adapterswap
-from adapterswap.checking.verifying import Verification, verify
 from adapterswap.errors import ArgumentError, ExpertError
+from adapterswap.tools.extracted import Verification
+from adapterswap.tools.verification import verify
 
 ZONES = ["--bottom", 2, "--top", 1, "--bottom-transition", 1]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.checking.verifying import verify
+from adapterswap.gguf.reading import open_gguf
+from adapterswap.tools.verification import verify
 
 RECORD, CONFIG, WEIGHTS = "adapterswap.json", "adapter_config.json", "adapter_model.safetensors"
 KINDS = ("adapter", "model", "gguf", "pieces", "extraction", "conversion")
@@ -44,7 +45,7 @@ class Made(NamedTuple):
     def record(self, kind: str) -> dict[str, Any]:
         """The record as plain data."""
         if kind in ("gguf", "pieces"):
-            content = adapterswap.checking.gguf.open_gguf(self.paths[kind]).content
+            content = open_gguf(self.paths[kind]).content
             assert content is not None
             return content
         content = json.loads((self.paths[kind] / RECORD).read_text())

@@ -20,8 +20,6 @@ from safetensors.torch import load_file, save_file
 from tolerances import close
 
 import adapterswap
-from adapterswap.converting import Conversion
-from adapterswap.converting.peft_deltas import CONVERTIBLE
 from adapterswap.errors import (
     ArgumentError,
     BaseModelError,
@@ -30,6 +28,7 @@ from adapterswap.errors import (
     OutputError,
     UnsupportedError,
 )
+from adapterswap.tools.deltas import CONVERTIBLE, Conversion
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 import adapterswap
 from adapterswap.errors import BaseModelError, UnsupportedError
-from adapterswap.planning.allocation import Rule
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
+from adapterswap.planning.rules import Rule
 
 FIXTURES = Path(__file__).parent / "peft018"
 WEIGHTS = "adapter_model.safetensors"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from adapterswap import AdapterswapError, layer_swap, write_adapter
-from adapterswap.bases import open_base, quiet_peft
 from adapterswap.evaluation.subjects import find_adapter, load_subject
+from adapterswap.model.loading import open_base, quiet_peft
 
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 259
 

@@ -20,7 +20,7 @@ from adapterswap.evaluation.languages import language_of
 from adapterswap.evaluation.mgsm import LANGUAGES, MGSM_REV2_PATH, MODES, mgsm_rev2_task_names, read_mgsm
 from adapterswap.evaluation.multijail import LABELS, MULTIJAIL_PATH, multijail_task_names, score_labels
 from adapterswap.evaluation.tasks import check_task_names, load_tasks, task_names
-from adapterswap.sweeps.tasks import _primary
+from adapterswap.sweeps.preparing import _primary
 
 Model = tuple[Any, Any]
 Run = Callable[..., Result]

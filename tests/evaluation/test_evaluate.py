@@ -18,8 +18,8 @@ from refusals import refused
 from adapterswap import AdapterswapError, LiveComposer, layer_swap, write_adapter
 from adapterswap.errors import ArgumentError, RunError
 from adapterswap.evaluation import EvaluationResult, Sample, Score, Settings, TaskResult, evaluate, write_result
+from adapterswap.evaluation.evaluating import preview
 from adapterswap.evaluation.mgsm import mgsm_task
-from adapterswap.evaluation.preview import preview
 from adapterswap.live import load_experts
 
 from .conftest import byte_tokenizer, pico_model

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adapterswap.errors import ArgumentError, DependencyError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.languages import is_same_language, language_of, language_share
-from adapterswap.evaluation.subject_evaluation import prepare_evaluation
+from adapterswap.evaluation.subjects import prepare_evaluation
 
 SWAHILI = "Roger ana mipira mitano ya tenisi. Ananunua makopo mawili zaidi ya mipira ya tenisi."
 ENGLISH = "Roger has five tennis balls. He buys two more cans of tennis balls."

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import adapterswap
-from adapterswap.bases import open_base
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.subjects import load_subject
+from adapterswap.model.loading import open_base
 
 
 def test_merged_then_evaluated_is_live_then_evaluated(

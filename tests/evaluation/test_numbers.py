@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapterswap.evaluation.numbers import find_numbers, format_number, normalize_text, parse_number
+from adapterswap.evaluation.answers import find_numbers, format_number, normalize_text, parse_number
 
 # The ten digits of every script in Unicode 15: the reference is the character database.
 ZEROS = [

@@ -15,8 +15,8 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import Settings
-from adapterswap.evaluation.batches import in_batches
-from adapterswap.evaluation.preview import preview
+from adapterswap.evaluation.evaluating import preview
+from adapterswap.evaluation.harness import in_batches
 from adapterswap.processes import joined
 
 from .in_processes import judge

@@ -25,10 +25,18 @@ from tolerances import near
 
 from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import Settings, evaluate
-from adapterswap.evaluation.shipped_tasks import build_shipped_task
+from adapterswap.evaluation.data import (
+    LooseAnswer,
+    read_tydiqa,
+    read_xcopa,
+    score_answer,
+    tydiqa_prompt,
+    tydiqa_task_names,
+    xcopa_choices,
+    xcopa_prompt,
+)
+from adapterswap.evaluation.offline_tasks import build_shipped_task
 from adapterswap.evaluation.tasks import _resolve, load_tasks
-from adapterswap.evaluation.tydiqa import LooseAnswer, read_tydiqa, score_answer, tydiqa_prompt, tydiqa_task_names
-from adapterswap.evaluation.xcopa import read_xcopa, xcopa_choices, xcopa_prompt
 
 from .conftest import LAYERS, byte_tokenizer, pico_model
 

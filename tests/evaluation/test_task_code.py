@@ -14,11 +14,9 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError, Problems
 from adapterswap.evaluation import Settings, evaluate
-from adapterswap.evaluation.fingerprints import task_fingerprint
-from adapterswap.evaluation.preview import preview
-from adapterswap.evaluation.stock_tasks import _manager
-from adapterswap.evaluation.task_code import harness_folder, refuse_task_code
-from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.evaluation.evaluating import preview
+from adapterswap.evaluation.stock_tasks import _manager, harness_folder, refuse_task_code
+from adapterswap.evaluation.tasks import load_tasks, task_fingerprint
 from adapterswap.sweeps import SweepRecipe
 
 Model = tuple[Any, Any]

@@ -14,9 +14,9 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError
 from adapterswap.evaluation import Settings, evaluate
-from adapterswap.evaluation.preview import preview
+from adapterswap.evaluation.evaluating import preview
+from adapterswap.evaluation.results import broken_texts
 from adapterswap.evaluation.tasks import check_task_names, load_tasks
-from adapterswap.evaluation.texts import broken_texts
 
 Model = tuple[Any, Any]
 Call = Callable[..., Result]

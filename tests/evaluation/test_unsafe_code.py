@@ -15,8 +15,8 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import Settings, evaluate
+from adapterswap.evaluation.stock_tasks import code_allowed, unsafe_tasks
 from adapterswap.evaluation.tasks import load_tasks
-from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 
 from .conftest import byte_tokenizer, pico_model
 

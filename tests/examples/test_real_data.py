@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adapterswap.experts.adapters import open_adapter
+from adapterswap.experts.adapter import open_adapter
 from adapterswap.training import read_train_recipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real_data"

@@ -23,9 +23,8 @@ from refusals import refused
 from safetensors import safe_open
 
 from adapterswap.errors import ExpertError, UnsupportedError
-from adapterswap.experts.adapter_config import read_adapter_config
-from adapterswap.experts.adapters import open_adapter
-from adapterswap.experts.patterns import Patterns
+from adapterswap.experts.adapter import open_adapter
+from adapterswap.experts.config import Patterns, read_adapter_config
 from adapterswap.files.tensorfile import header_bytes, open_tensors, read_header
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -217,7 +216,7 @@ def test_patterns_that_are_too_slow_for_re_are_resolved(key: str) -> None:
 
 @pytest.mark.parametrize("key", [r"(a|aa)+x", "(?:.|..)+[xyz]", "(" * 50 + "a*" + ")*" * 50])
 def test_patterns_that_take_too_long_are_refused_in_time(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapterswap.experts.patterns._SECONDS", 0.5)
+    monkeypatch.setattr("adapterswap.experts.config._SECONDS", 0.5)
     start = time.process_time()
     with pytest.raises(ValueError, match="takes too long"):
         Patterns({key: 1}).check(["a" * 60 + str(number) for number in range(100)])
@@ -225,7 +224,7 @@ def test_patterns_that_take_too_long_are_refused_in_time(key: str, monkeypatch: 
 
 
 def test_the_time_limit_covers_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapterswap.experts.patterns._SECONDS", 0)
+    monkeypatch.setattr("adapterswap.experts.config._SECONDS", 0)
     Patterns({"a.b": 1}).check(["a.b"])  # a plain name is not matched as a regex
     with pytest.raises(ValueError, match="takes too long"):
         Patterns({"a.*": 1}).check(["a.b"])

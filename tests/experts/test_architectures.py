@@ -20,7 +20,7 @@ from tolerances import close
 from writing.test_equivalence import algorithm_1
 
 import adapterswap
-from adapterswap.experts.layers import kind_of, layer_container, layer_of
+from adapterswap.model.layers import kind_of, layer_container, layer_of
 
 ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
 NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}

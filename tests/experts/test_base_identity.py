@@ -15,16 +15,15 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.bases import Base
 from adapterswap.errors import BaseModelError, ExpertError
 from adapterswap.evaluation.subjects import load_subject
-from adapterswap.experts.base_identity import recorded_base
-from adapterswap.experts.sources import Source
 from adapterswap.live.loading import load_expert
+from adapterswap.model.loading import Base
+from adapterswap.model.sources import Source, recorded_base
 from adapterswap.serving.cache import Cache
 from adapterswap.serving.composer import NamedComposer
-from adapterswap.serving.launch import other_bases
-from adapterswap.serving.manifest import Manifest
+from adapterswap.serving.names import Manifest
+from adapterswap.serving.vllm import other_bases
 
 CONFIG = "adapter_config.json"
 

@@ -17,12 +17,12 @@ from refusals import refused
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.bases import Base
-from adapterswap.checking.verifying import verify
 from adapterswap.errors import AdapterswapError, CompositionError, ExpertError
 from adapterswap.evaluation.subjects import load_subject
-from adapterswap.experts.sources import Source
-from adapterswap.serving.launch import other_bases
+from adapterswap.model.loading import Base
+from adapterswap.model.sources import Source
+from adapterswap.serving.vllm import other_bases
+from adapterswap.tools.verification import verify
 
 CONFIG, RECORD = "adapter_config.json", "adapterswap.json"
 

@@ -17,7 +17,7 @@ import pytest
 from click.testing import Result
 
 from adapterswap.errors import ArgumentError
-from adapterswap.experts.publishing import check_repository
+from adapterswap.model.sources import check_repository
 
 
 class Hub(ThreadingHTTPServer):

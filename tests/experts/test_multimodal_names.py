@@ -25,8 +25,8 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import LiveComposer
-from adapterswap.bases import quiet_peft
 from adapterswap.errors import BaseModelError
+from adapterswap.model.loading import quiet_peft
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 NAMES = ("llava", "gemma3", "qwen2_vl", "mistral3", "smolvlm")

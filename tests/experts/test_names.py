@@ -21,8 +21,8 @@ from tolerances import close
 import adapterswap
 from adapterswap import LiveComposer
 from adapterswap.errors import CompositionError, ExpertError, NotFoundError, UnsupportedError
-from adapterswap.experts.layers import kind_of, layer_container, num_layers_in_config
-from adapterswap.experts.targets import read_targets
+from adapterswap.experts.config import read_targets
+from adapterswap.model.layers import kind_of, layer_container, num_layers_in_config
 
 ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
 WEIGHTS = "adapter_model.safetensors"
@@ -183,7 +183,7 @@ def test_a_config_that_targets_nothing_in_the_file_is_refused(math: Path, tmp_pa
 def test_hostile_patterns_are_refused(
     pattern: str, reason: str, math: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapterswap.experts.patterns._SECONDS", 0.2)
+    monkeypatch.setattr("adapterswap.experts.config._SECONDS", 0.2)
     with refused(ExpertError, match=reason):
         adapterswap.open_adapter(rewritten(math, tmp_path / "hostile", target_modules=pattern))
 

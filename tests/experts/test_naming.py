@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 import adapterswap
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError
-from adapterswap.experts.naming import names_of_base
+from adapterswap.experts.names import names_of_base
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 

@@ -17,11 +17,10 @@ from refusals import refused
 from safetensors.numpy import save
 
 from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, NotFoundError
-from adapterswap.experts.adapters import Adapter, open_adapter
-from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.opening import open_expert
-from adapterswap.experts.sources import base_config, find_source, parse_hub_id, public_name, same_base
-from adapterswap.planning.names import own_name
+from adapterswap.experts.adapter import Adapter, open_adapter, open_expert
+from adapterswap.model.checkpoints import Checkpoint
+from adapterswap.model.sources import base_config, find_source, parse_hub_id, public_name, same_base
+from adapterswap.planning.composition import own_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"

@@ -28,7 +28,7 @@ from adapterswap.errors import (
     ExpertError,
     UnsupportedError,
 )
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.describe import strip
 from exporting.conftest import Bases, Experts
 

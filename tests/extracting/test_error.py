@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near, tolerance
 
-from adapterswap.arithmetic.approximation import approximate
-from adapterswap.extracting import extract
+from adapterswap.tools.extraction import extract
+from adapterswap.writing.reduction import approximate
 
 from .conftest import Checkpoint, deltas, weights
 

@@ -17,10 +17,10 @@ from click.testing import Result
 from crafting import snapshot
 
 import adapterswap
-from adapterswap import bases
-from adapterswap.arithmetic.peft_config import written_scale
-from adapterswap.extracting import extract
-from adapterswap.records.record import read_record
+from adapterswap.model import loading as bases
+from adapterswap.tools.extraction import extract
+from adapterswap.writing.layout import written_scale
+from adapterswap.writing.records import read_record
 
 from .conftest import Checkpoint
 

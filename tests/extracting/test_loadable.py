@@ -14,10 +14,10 @@ from peft import PeftModel
 from refusals import refused
 from tolerances import close, near
 
-from adapterswap.bases import quiet_peft
-from adapterswap.checking.verifying import verify
 from adapterswap.errors import UnsupportedError
-from adapterswap.extracting import Extraction, extract
+from adapterswap.model.loading import quiet_peft
+from adapterswap.tools.extraction import Extraction, extract
+from adapterswap.tools.verification import verify
 
 from .conftest import changed, deltas, weights
 

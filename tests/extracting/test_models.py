@@ -16,7 +16,7 @@ from tolerances import close, near
 
 import adapterswap
 from adapterswap.errors import UnsupportedError
-from adapterswap.extracting import extract
+from adapterswap.tools.extraction import extract
 
 from .conftest import Checkpoint, changed, deltas, random_model, weights
 

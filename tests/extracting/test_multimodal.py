@@ -16,10 +16,10 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close, near
 
-from adapterswap.bases import quiet_peft
-from adapterswap.checking.verifying import verify
 from adapterswap.errors import AdapterswapError, BaseModelError
-from adapterswap.extracting import extract
+from adapterswap.model.loading import quiet_peft
+from adapterswap.tools.extraction import extract
+from adapterswap.tools.verification import verify
 
 from .conftest import changed, deltas
 

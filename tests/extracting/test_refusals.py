@@ -15,7 +15,7 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
-from adapterswap.extracting import extract
+from adapterswap.tools.extraction import extract
 
 from .conftest import Checkpoint, changed, random_model
 

@@ -16,9 +16,9 @@ from huggingface_hub import constants
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from adapterswap.checking.verifying import verify
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError
-from adapterswap.extracting import extract
+from adapterswap.tools.extraction import extract
+from adapterswap.tools.verification import verify
 
 from .conftest import Checkpoint, changed, random_model
 

@@ -22,10 +22,10 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close, tolerance
 
-from adapterswap.bases import quiet_peft
-from adapterswap.checking.verifying import verify
 from adapterswap.errors import BaseModelError
-from adapterswap.extracting import extract
+from adapterswap.model.loading import quiet_peft
+from adapterswap.tools.extraction import extract
+from adapterswap.tools.verification import verify
 
 from .conftest import changed, deltas
 
@@ -238,7 +238,7 @@ def test_the_card_names_the_class_that_loads_the_base(
     worlds: Callable[[str], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds("llava")
-    monkeypatch.setattr("adapterswap.extracting.output.public_name", lambda name: "org/llava")
+    monkeypatch.setattr("adapterswap.tools.extraction.public_name", lambda name: "org/llava")
     extract(world.folder / "full", world.folder / "base", tmp_path / "out", rank=1)
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'LlavaForConditionalGeneration.from_pretrained("org/llava")' in card

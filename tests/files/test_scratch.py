@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.files.scratch import scratch_folder
+from adapterswap.files.folders import scratch_folder
 
 HOLD = """
 import sys
-from adapterswap.files.scratch import scratch_folder
+from adapterswap.files.folders import scratch_folder
 with scratch_folder("test") as folder:
     (folder / "weights").write_text("x")
     print(folder.parent, flush=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapterswap.files.smallfiles import read_json, write_json
+from adapterswap.files.text import read_json, write_json
 
 CONTENT = {"sources": ["de", "日本語"], "r": 8, "layers": {"b": None, "a": True}, "none": [], "loss": 0.1}
 

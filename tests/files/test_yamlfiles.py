@@ -14,8 +14,7 @@ from pydantic import Field
 from refusals import refused
 
 from adapterswap.errors import ArgumentError, FieldError, NotFoundError
-from adapterswap.files.yamlfiles import StrictModel, apply_overrides, read_recipe, validate
-from adapterswap.files.yamltext import dump_yaml, load_yaml, parse_yaml
+from adapterswap.files.yaml import StrictModel, apply_overrides, dump_yaml, load_yaml, parse_yaml, read_recipe, validate
 
 
 class Part(StrictModel):

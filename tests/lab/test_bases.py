@@ -14,14 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.lab import SCENES
-from adapterswap.lab.bases import ship, shipped_file, write_base
-from adapterswap.lab.lexicon import VOCABULARY
-from adapterswap.lab.pretraining import new_model, pretrain
+from adapterswap.lab.bases import BOS, EOS, build_tokenizer, ids_of, new_model, pretrain, ship, shipped_file, write_base
 from adapterswap.lab.scenes import draw_problems
-from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.lab.seed import Questions, exact_match
 from adapterswap.lab.tasks import LabRow, more_or_fewer, read_off
-from adapterswap.lab.tokenizer import BOS, EOS, build_tokenizer, ids_of
-from adapterswap.training.isolation import isolated
+from adapterswap.lab.world import VOCABULARY
+from adapterswap.training.run import isolated
 
 GAP = SCENES["gap"]
 TINY = replace(GAP, name="tiny", pretraining_rows=400)

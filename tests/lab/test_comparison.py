@@ -21,15 +21,22 @@ from adapterswap import layer_swap
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, OutputError, RunError
 from adapterswap.files.folders import strangers
-from adapterswap.files.smallfiles import write_json
+from adapterswap.files.text import write_json
 from adapterswap.lab import SCENES, comparing, comparison, plan_comparison, run_comparison
-from adapterswap.lab.choices import BUDGET, SUGGESTED, choices, chosen_methods
-from adapterswap.lab.comparing import CONTROLS, ComparisonSizes, compare_seed
-from adapterswap.lab.comparison_table import compared, comparison_tables, markdown_tables
+from adapterswap.lab.comparing import (
+    BUDGET,
+    CONTROLS,
+    SUGGESTED,
+    ComparisonSizes,
+    choices,
+    chosen_methods,
+    compare_seed,
+)
+from adapterswap.lab.comparison import compared, comparison_tables, markdown_tables
 from adapterswap.lab.scenes import draw_problems, source_rows
-from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.lab.seed import Questions, exact_match
 from adapterswap.methods.registry import BUILT_IN, all_methods
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.plan import Plan
 
 from .conftest import Run

@@ -20,11 +20,9 @@ from adapterswap.errors import BaseModelError
 from adapterswap.files.folders import check_target, strangers
 from adapterswap.lab import SCENES, Sizes, Study, plan_lab, run_lab
 from adapterswap.lab.bases import write_base
-from adapterswap.lab.report import CAVEAT, results, tables
-from adapterswap.lab.run import LAB
+from adapterswap.lab.run import CAVEAT, LAB, results, tables
 from adapterswap.lab.scenes import draw_problems
-from adapterswap.lab.scoring import Questions, exact_match
-from adapterswap.lab.seed import METHODS, SCALES, ZONES, SeedResult
+from adapterswap.lab.seed import METHODS, SCALES, ZONES, Questions, SeedResult, exact_match
 
 from .conftest import Run
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from adapterswap.lab.statistics import difference, summarize
+from adapterswap.lab.study import difference, summarize
 
 
 def test_summary() -> None:

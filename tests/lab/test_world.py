@@ -10,10 +10,20 @@ from random import Random
 import pytest
 
 from adapterswap.lab import SCENES
-from adapterswap.lab.lexicon import GAIN_VERBS, LOSS_VERBS, NUMBERS, PATTERNS, VOCABULARY, WORDS, word
 from adapterswap.lab.scenes import draw_problems, language_rows, math_rows, pretraining_rows
 from adapterswap.lab.tasks import LabRow, code_switched_question, more_or_fewer, translation
-from adapterswap.lab.world import Fact, WordProblem, draw_problem
+from adapterswap.lab.world import (
+    GAIN_VERBS,
+    LOSS_VERBS,
+    NUMBERS,
+    PATTERNS,
+    VOCABULARY,
+    WORDS,
+    Fact,
+    WordProblem,
+    draw_problem,
+    word,
+)
 
 # A fifth of the rows is enough.
 SMALL = {name: replace(scene, pretraining_rows=20_000, language_rows=4_000) for name, scene in SCENES.items()}

@@ -18,10 +18,10 @@ from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import adapterswap
-from adapterswap.bases import quiet_peft
 from adapterswap.changes import copies
 from adapterswap.errors import ExpertError, UnsupportedError
 from adapterswap.live import LiveComposer, load_expert
+from adapterswap.model.loading import quiet_peft
 from live.conftest import assert_same_tensors, state_of, tensors_of, written_files
 
 Make = Callable[..., Path]

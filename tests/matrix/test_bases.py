@@ -19,9 +19,9 @@ from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import adapterswap
-from adapterswap.bases import open_base
 from adapterswap.errors import BaseModelError, ExpertError, UnsupportedError
-from adapterswap.experts.base_identity import base_fingerprints
+from adapterswap.model.loading import open_base
+from adapterswap.model.sources import base_fingerprints
 from matrix.adapters import Pair, save_expert
 from matrix.architectures import ARCHITECTURES
 from matrix.bases import FORMS, write_base

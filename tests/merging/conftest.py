@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from adapterswap.bases import quiet_peft
+from adapterswap.model.loading import quiet_peft
 
 ARCHITECTURES = ["llama", "qwen2", "gpt2", "neox", "gemma", "mixtral"]
 

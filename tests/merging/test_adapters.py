@@ -14,8 +14,8 @@ from peft import PeftModel
 from tolerances import close
 
 import adapterswap
-from adapterswap.bases import quiet_peft
 from adapterswap.live import LiveComposer, load_experts
+from adapterswap.model.loading import quiet_peft
 from merging.conftest import ARCHITECTURES, by_peft, equal, loaded, weights
 
 Expert = Callable[..., Path]

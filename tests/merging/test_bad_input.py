@@ -17,7 +17,6 @@ from peft import PeftModel
 from refusals import refused
 
 import adapterswap
-from adapterswap.bases import quiet_peft
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
@@ -27,6 +26,7 @@ from adapterswap.errors import (
     UnsupportedError,
 )
 from adapterswap.live import load_experts
+from adapterswap.model.loading import quiet_peft
 from merging.conftest import save_like, weights
 
 Run = Callable[..., Result]

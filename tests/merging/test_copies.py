@@ -15,8 +15,8 @@ from refusals import refused
 from tolerances import close
 
 import adapterswap
-from adapterswap.bases import quiet_peft
 from adapterswap.errors import BaseModelError
+from adapterswap.model.loading import quiet_peft
 from merging.conftest import loaded
 
 Make = Callable[..., Path]

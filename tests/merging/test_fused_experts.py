@@ -23,8 +23,8 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition, LiveComposer
-from adapterswap.bases import quiet_peft
 from adapterswap.errors import BaseModelError, ExpertError, UnsupportedError
+from adapterswap.model.loading import quiet_peft
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 Weights = dict[str, torch.Tensor]

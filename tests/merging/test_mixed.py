@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tolerances import close, near
 
 import adapterswap
-from adapterswap.merging import ModelForm, prepare_model, write_model
-from adapterswap.planning.allocation import Rule
+from adapterswap.planning.rules import Rule
+from adapterswap.writing.streaming import ModelForm
+from adapterswap.writing.weights import prepare_model, write_model
 from merging.conftest import by_peft, equal, loaded, save_like, weights
 from merging.test_full_experts import algorithm_1, is_transformer, layer_of, same_weights
 

@@ -13,9 +13,10 @@ from tolerances import close, near
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.checking.verifying import verify
-from adapterswap.merging import ModelForm, prepare_model, write_model
 from adapterswap.planning.describe import strip
+from adapterswap.tools.verification import verify
+from adapterswap.writing.streaming import ModelForm
+from adapterswap.writing.weights import prepare_model, write_model
 from merging.conftest import by_peft, weights
 
 Dense = dict[str, np.ndarray]

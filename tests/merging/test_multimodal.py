@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from tolerances import close
 
 import adapterswap
-from adapterswap.bases import quiet_peft
 from adapterswap.errors import BaseModelError, ExpertError
+from adapterswap.model.loading import quiet_peft
 
 LAYERS = 3
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -23,13 +23,13 @@ from refusals import refused
 from tolerances import close, near
 
 import adapterswap
-from adapterswap.bases import quiet_peft
 from adapterswap.errors import BaseModelError
-from adapterswap.experts.anatomy import adaptable_weights
-from adapterswap.experts.checkpoints import Checkpoint, StoredTensor, read_shards
-from adapterswap.experts.orientation import Orientation
-from adapterswap.experts.sources import Source
+from adapterswap.experts.names import Orientation
 from adapterswap.live import LiveComposer
+from adapterswap.model.anatomy import adaptable_weights
+from adapterswap.model.checkpoints import Checkpoint, StoredTensor, read_shards
+from adapterswap.model.loading import quiet_peft
+from adapterswap.model.sources import Source
 from merging.conftest import loaded, weights
 
 WIDTH, LAYERS = 32, 4
@@ -246,7 +246,7 @@ def test_a_model_that_transformers_does_not_know(square: Callable[..., Path], lo
 
 def test_the_model_types_with_conv1d_in_transformers() -> None:
     """Read from its source: a type that a later version adds must be added to ours."""
-    from adapterswap.experts.orientation import _CONV1D_TYPES
+    from adapterswap.experts.names import _CONV1D_TYPES
 
     models = Path(transformers.__file__).parent / "models"
     using = [path for path in models.glob("*/modeling_*.py") if re.search(r"\bConv1D\(\w", path.read_text())]

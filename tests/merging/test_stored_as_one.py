@@ -15,8 +15,8 @@ from tolerances import close
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 import adapterswap
-from adapterswap.bases import quiet_peft
 from adapterswap.errors import UnsupportedError
+from adapterswap.model.loading import quiet_peft
 
 LAYERS = 2
 SIZES = {

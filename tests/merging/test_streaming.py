@@ -16,9 +16,10 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.bases import choose_device
-from adapterswap.merging import ModelForm, blocks, prepare_model, streaming
-from adapterswap.merging.workers import Stopped, work_off
+from adapterswap.model.loading import choose_device
+from adapterswap.writing import blocks, streaming
+from adapterswap.writing.streaming import ModelForm, Stopped, work_off
+from adapterswap.writing.weights import prepare_model
 from merging.conftest import equal, weights
 
 

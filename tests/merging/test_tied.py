@@ -15,7 +15,7 @@ from tolerances import close
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.bases import quiet_peft
+from adapterswap.model.loading import quiet_peft
 from merging.conftest import loaded
 
 LAYERS = 2

@@ -12,7 +12,7 @@ from click.testing import Result
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.checking.verifying import verify
+from adapterswap.tools.verification import verify
 
 Make = Callable[..., Path]
 

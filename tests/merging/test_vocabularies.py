@@ -21,7 +21,7 @@ from writing.vocabularies import ends_in_peft, merged_by_peft, with_words
 
 import adapterswap
 from adapterswap.errors import AdapterswapError, CompositionError, ExpertError, UnsupportedError
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.plan import Plan
 from merging.conftest import loaded, save_like, weights
 from merging.test_multimodal import MODELS

@@ -25,18 +25,15 @@ from writing.test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.arithmetic.approximation import approximate
-from adapterswap.arithmetic.lowrank import truncate
-from adapterswap.arithmetic.outputs import Form
-from adapterswap.arithmetic.reduction import dense_delta
-from adapterswap.arithmetic.resolving import resolve
-from adapterswap.changes.deltas import Factors, row_magnitudes
 from adapterswap.changes.joint import Joint
-from adapterswap.changes.reading import factor_reader
+from adapterswap.changes.reading import Factors, factor_reader, row_magnitudes
 from adapterswap.errors import BaseModelError, UnsupportedError
 from adapterswap.methods.dense import drop_mask, keep_largest
-from adapterswap.planning.allocation import Rule
-from adapterswap.writing import prepare, write_prepared
+from adapterswap.planning.rules import Rule
+from adapterswap.writing.adapter import prepare, write_prepared
+from adapterswap.writing.outputs import Form
+from adapterswap.writing.reduction import approximate, dense_delta
+from adapterswap.writing.resolving import resolve, truncate
 
 FULL = 12  # the largest rank that a 12×8 or 8×12 module can have, and more
 

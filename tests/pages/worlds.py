@@ -16,6 +16,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from adapterswap.model.sources import base_fingerprints
+
 from .blocks import ROOT
 
 EXPERTS = ("math", "swahili", "telugu", "code", "culture", "japanese", "bengali")
@@ -32,6 +34,8 @@ def make_world(folder: Path, layers: int) -> Path:
         (folder / name).symlink_to(folder / "org" / "base")
     base.name_or_path = "org/base"
     save_expert(base, folder / "experts" / "math", seed=0)
+    trained_on = {"base": {"fingerprints": base_fingerprints(folder / "org" / "base")}}  # as `train` records it
+    (folder / "experts" / "math" / "training.json").write_text(json.dumps(trained_on))
     tensors = load_file(folder / "experts" / "math" / "adapter_model.safetensors")
     for seed, name in enumerate(EXPERTS[1:], start=1):
         place = folder / "experts" / name

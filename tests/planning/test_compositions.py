@@ -13,12 +13,11 @@ from refusals import refused
 
 import adapterswap
 from adapterswap.errors import ArgumentError, CompositionError, FieldError
-from adapterswap.experts.layers import format_layers, parse_layers
-from adapterswap.files.yamlfiles import apply_overrides, read_recipe, validate
-from adapterswap.planning.allocation import Rule
-from adapterswap.planning.compositions import Composition, scaled_default
-from adapterswap.planning.short_names import parse_composition
-from adapterswap.planning.slicing import slice_layers
+from adapterswap.files.yaml import apply_overrides, read_recipe, validate
+from adapterswap.model.layers import format_layers, parse_layers
+from adapterswap.planning.composing import slice_layers
+from adapterswap.planning.composition import Composition, parse_composition, scaled_default
+from adapterswap.planning.rules import Rule
 
 
 @given(st.frozensets(st.integers(0, 200)))

@@ -18,8 +18,8 @@ from tolerances import close
 
 import adapterswap
 from adapterswap.errors import CompositionError, ExpertError, FieldError
-from adapterswap.experts.layers import layer_container
 from adapterswap.live import LiveComposer
+from adapterswap.model.layers import layer_container
 
 TEXT = [f"model.text_model.layers.{layer}.self_attn.q_proj" for layer in range(4)]
 BESIDE = [

@@ -19,7 +19,7 @@ from adapterswap.errors import (
     ExpertError,
     NotFoundError,
 )
-from adapterswap.planning.depth import find_num_layers
+from adapterswap.planning.base import find_num_layers
 from adapterswap.planning.describe import strip, unusual
 
 

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 import adapterswap
 from adapterswap.errors import ArgumentError, CompositionError, FieldError
-from adapterswap.experts.layers import format_layers
-from adapterswap.planning.allocation import Rule
-from adapterswap.planning.compositions import Composition
+from adapterswap.model.layers import format_layers
+from adapterswap.planning.composition import Composition
+from adapterswap.planning.rules import Rule
 
 _NAMES = st.one_of(
     st.sampled_from(

@@ -18,9 +18,9 @@ from writing.test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.checking.verifying import verify
 from adapterswap.errors import ExpertError, FieldError
 from adapterswap.planning.describe import strip
+from adapterswap.tools.verification import verify
 
 Deltas = dict[str, np.ndarray]
 

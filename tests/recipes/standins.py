@@ -19,10 +19,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
-from adapterswap.shipped import shipped_recipes
+from adapterswap.files.yaml import shipped_recipes
 from adapterswap.training import TrainRecipe, read_train_recipe, train
-from adapterswap.training.recipe import DatasetSource
-from adapterswap.training.templates import Template
+from adapterswap.training.recipe import DatasetSource, Template
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
     "meta-llama/Llama-3.1-8B": transformers.LlamaConfig,

@@ -12,9 +12,8 @@ import yaml
 from click.testing import Result
 from ruamel.yaml import YAML
 
-from adapterswap.files.yamlfiles import read_content
+from adapterswap.files.yaml import read_content, shipped_recipes
 from adapterswap.recipes import check_recipe, list_recipes, resolve_recipe, standalone_copy
-from adapterswap.shipped import shipped_recipes
 
 Run = Callable[..., Result]
 WHOLE = [recipe.name for recipe in list_recipes() if recipe.kind in ("train", "compose", "sweep")]
@@ -165,7 +164,7 @@ def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     again = run("recipes", "cp", *names, target)
     assert again.exit_code == 1
     assert "--overwrite" in again.stderr
-    monkeypatch.setattr("adapterswap.shipped._folder", lambda: tmp_path / "nothing")
+    monkeypatch.setattr("adapterswap.files.yaml._folder", lambda: tmp_path / "nothing")
     assert [read_content(target / name)[0] for name in output["recipes"]] == whole
     assert "# unconfirmed" in (target / "data" / "swahili.yaml").read_text(encoding="utf-8")
 

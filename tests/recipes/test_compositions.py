@@ -10,10 +10,9 @@ import crafting
 import pytest
 from click.testing import Result
 
-from adapterswap.files.yamlfiles import read_recipe
-from adapterswap.planning.compositions import Composition
+from adapterswap.files.yaml import read_recipe, shipped_recipes
+from adapterswap.planning.composition import Composition
 from adapterswap.recipes import resolve_recipe
-from adapterswap.shipped import shipped_recipes
 
 PAPERS = shipped_recipes("compose/papers")
 COMPOSITIONS = {name: path for name, path in shipped_recipes("compose").items() if name not in PAPERS}

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.extending import Layer, load_layers, merge_layers, writer
-from adapterswap.files.yamlfiles import read_content
+from adapterswap.files.yaml import Layer, load_layers, merge_layers, read_content, writer
 from adapterswap.training import read_train_recipe
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.files.yamlfiles import read_content
-from adapterswap.shipped import shipped_recipes
+from adapterswap.files.yaml import read_content, shipped_recipes
 
 from .standins import Base, check_that_it_trains, train_recipes
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.evaluation.flores import is_flores
+from adapterswap.evaluation.data import is_flores
 from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.evaluation.tasks import split_shots
-from adapterswap.shipped import find_recipe, shipped_recipes
+from adapterswap.files.yaml import find_recipe, shipped_recipes
 from adapterswap.sweeps.recipe import read_sweep_recipe
 from adapterswap.training import read_train_recipe
 

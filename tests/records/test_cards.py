@@ -18,10 +18,10 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.bases import quiet_peft
-from adapterswap.experts.sources import Source
-from adapterswap.files.yamltext import parse_yaml
-from adapterswap.records.licences import Licence, licence_of
+from adapterswap.files.yaml import parse_yaml
+from adapterswap.model.loading import quiet_peft
+from adapterswap.model.sources import Source
+from adapterswap.writing.cards import Licence, licence_of
 
 Experts = Callable[..., Path]
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from adapterswap import AdapterswapError
-from adapterswap.checking.verifying import verify
+from adapterswap.tools.verification import verify
 
 OLD = Path(__file__).parent / "format1"
 FORMAT2 = Path(__file__).parent / "format2"

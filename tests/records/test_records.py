@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.checking.verifying import verify
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.slicing import slice_layers
+from adapterswap.planning.composing import slice_layers
+from adapterswap.planning.composition import Composition
+from adapterswap.tools.verification import verify
 
 
 def make_base(folder: Path, seed: int = 0) -> Path:

@@ -11,13 +11,9 @@ from urllib.parse import quote
 
 import numpy as np
 
-from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.conditions import conditions_of
-from adapterswap.sweeps.grid import make_cells
-from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.sweeps.settings import DocumentSplit
-from adapterswap.sweeps.sides import SweepTasks, target_groups
-from adapterswap.sweeps.values import CellResult, TaskInfo, TaskValue
+from adapterswap.sweeps.grid import Cell, make_cells
+from adapterswap.sweeps.recipe import DocumentSplit, SweepRecipe, SweepTasks, target_groups
+from adapterswap.sweeps.results import CellResult, TaskInfo, TaskValue, conditions_of
 
 HOSTILE = (
     '</pre></script><script>document.title="owned"</script><img src=x onerror=alert(1)> & "quoted" \u202e{{ 7*7 }}'

@@ -13,10 +13,10 @@ from refusals import refused
 import adapterswap
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, DataError
-from adapterswap.files.sealing import sealed
+from adapterswap.files.text import sealed
 from adapterswap.reporting import make_report, open_source
-from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.freezing import PREREGISTRATION_FORMAT
+from adapterswap.sweeps.grid import Cell
+from adapterswap.sweeps.recording import PREREGISTRATION_FORMAT
 
 from .crafting import craft, recipe
 from .reading import SW, reported, row, strict

@@ -15,9 +15,9 @@ from adapterswap.drawing import HATCH, column_width, looks, readable_on, save, w
 from adapterswap.errors import ArgumentError
 from adapterswap.reporting import Report
 from adapterswap.reporting.figures import PlannedFigure, draw, plan_figures
-from adapterswap.reporting.ranks import cliques
+from adapterswap.reporting.statistics import cliques
 from adapterswap.sweeps import read_run
-from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.grid import Cell
 
 from .conftest import Written
 from .crafting import craft, recipe

@@ -12,7 +12,7 @@ from scipy import stats
 
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError
-from adapterswap.reporting.ranks import holm, rank
+from adapterswap.reporting.statistics import holm, rank
 from adapterswap.sweeps import read_run
 
 from .conftest import Written

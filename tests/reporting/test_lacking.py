@@ -17,14 +17,11 @@ from refusals import refused
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.reporting import open_source
-from adapterswap.reporting.latex import latex_table
+from adapterswap.reporting.latex import csv_table, latex_table
 from adapterswap.reporting.page import render_page
-from adapterswap.reporting.tables import csv_table
 from adapterswap.sweeps import summarize
-from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.conditions import conditions_of
-from adapterswap.sweeps.results import read_run
-from adapterswap.sweeps.values import RungResult
+from adapterswap.sweeps.grid import Cell
+from adapterswap.sweeps.results import RungResult, conditions_of, read_run
 
 from .conftest import Written
 from .crafting import craft, recipe

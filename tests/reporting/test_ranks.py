@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from adapterswap.reporting.ranks import holm, rank
+from adapterswap.reporting.statistics import holm, rank
 
 NAMES = ("swap", "soup", "ties", "base")
 

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from adapterswap.sweeps import read_run
-from adapterswap.sweeps.values import CellResult
+from adapterswap.sweeps.results import CellResult
 
 from .conftest import Written
 from .crafting import craft, recipe
@@ -185,7 +185,7 @@ def test_the_commands_run(written: Written) -> None:
 
 
 def test_every_composition_has_a_command(tmp_path: Path) -> None:
-    from adapterswap.reporting.commands import compose_command
+    from adapterswap.reporting.report import compose_command
 
     run = read_run(craft(tmp_path / "run", recipe(
         compositions=[{"method": "ties", "density": 0.5, "max_rank": 8}, {"weights": "magnitude"}, {"partition": "Z"}],
@@ -201,7 +201,7 @@ def test_every_composition_has_a_command(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_recipe_are_in_the_command(tmp_path: Path) -> None:
-    from adapterswap.reporting.commands import evaluate_command
+    from adapterswap.reporting.report import evaluate_command
 
     run = read_run(craft(tmp_path / "run", recipe(settings={"include_path": "own-tasks", "seed": 7}), documents=4))
     run.described["settings"]["seed"] = 7  # as the sweep itself records it

@@ -10,10 +10,9 @@ import pytest
 from tolerances import near
 
 from adapterswap.reporting import Report
-from adapterswap.reporting.latex import TableStyle, latex_table
+from adapterswap.reporting.latex import TableStyle, csv_table, latex_table
 from adapterswap.reporting.page import render_page
-from adapterswap.reporting.tables import csv_table
-from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.grid import Cell
 
 from .crafting import craft, recipe
 from .reading import EN, SW, TE, reported, row, strict

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from adapterswap.reporting import make_report, open_source, write_report
-from adapterswap.reporting.latex import latex_table
+from adapterswap.reporting.latex import csv_table, latex_table
 from adapterswap.reporting.page import render_page
-from adapterswap.reporting.tables import csv_table
 
 from .conftest import Written
 from .crafting import HOSTILE

@@ -17,7 +17,7 @@ from refusals import refused
 
 from adapterswap.errors import ExpertError, OutputError
 from adapterswap.serving import Cache
-from adapterswap.serving.memo import Memo
+from adapterswap.serving.cache import Memo
 
 # A process that uses the cache; `make` takes a while and leaves a line in a log.
 _PROCESS = """

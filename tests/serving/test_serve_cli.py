@@ -20,8 +20,7 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError, RunError
 from adapterswap.serving import Cache, NamedComposer, plugin, read_manifest
-from adapterswap.serving.launch import plan_launch, value_of
-from adapterswap.serving.middleware import ManifestOnly
+from adapterswap.serving.vllm import ManifestOnly, plan_launch, value_of
 
 from .conftest import make_expert
 
@@ -53,7 +52,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert command[-2:] == ["--dtype", "float32"]
     for option, value in {
         "--max-lora-rank": "32", "--max-loras": "4", "--max-cpu-loras": "16", "--host": "127.0.0.1",
-        "--middleware": "adapterswap.serving.middleware.ManifestOnly",
+        "--middleware": "adapterswap.serving.vllm.ManifestOnly",
     }.items():  # fmt: skip
         assert value_of(option, command) == value
     assert environment == {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from adapterswap.converting import convert
-from adapterswap.extracting import extract
+from adapterswap.tools.conversion import convert
+from adapterswap.tools.extraction import extract
 
 from .cases import LENGTH, PROMPTS
 from .conftest import load, make_expert

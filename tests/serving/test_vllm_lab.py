@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.lab.bases import write_base
+from adapterswap.lab.bases import BOS, ids_of, write_base
 from adapterswap.lab.scenes import SCENES, draw_problems
-from adapterswap.lab.tokenizer import BOS, ids_of
 
 from .conftest import Reference, make_expert
 from .environment import answers_in_process, needs_vllm

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from adapterswap.lab.bases import write_base
-from adapterswap.lab.report import LAB_FORMAT
+from adapterswap.lab.run import LAB_FORMAT
 from adapterswap.lab.scenes import SCENES
 from adapterswap.studio.workspace import Workspace, open_lab
 

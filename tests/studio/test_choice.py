@@ -16,11 +16,10 @@ from scipy.stats import binomtest
 
 from adapterswap.cli import main
 from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, DataError, FieldError, NotFoundError
-from adapterswap.experts.layers import Kind
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.painting import paint
+from adapterswap.model.layers import Kind
+from adapterswap.planning.composition import Composition
 from adapterswap.studio import judging
-from adapterswap.studio.choice import Choice, first_choice, from_address
+from adapterswap.studio.choice import Choice, first_choice, from_address, paint
 from adapterswap.studio.takeaway import lines, write_file
 from adapterswap.studio.workspace import Workspace, open_lab, open_workspace
 

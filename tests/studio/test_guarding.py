@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adapterswap.studio.turns import Visitors
+from adapterswap.studio.workspace import Visitors
 
 from .conftest import Served
 

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from adapterswap.cli import main
 from adapterswap.errors import AdapterswapError
 from adapterswap.lab.scenes import SCENES, draw_problems
-from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.lab.seed import Questions, exact_match
 from adapterswap.live import LiveComposer, stream
 from adapterswap.studio import judging
 from adapterswap.studio.choice import first_choice, from_address

@@ -11,10 +11,10 @@ import yaml
 from click.testing import Result
 
 from adapterswap.errors import ArgumentError, DataError, OutputError, RunError
-from adapterswap.files.sealing import is_sealed
+from adapterswap.files.text import is_sealed
 from adapterswap.reporting import make_report, open_source
 from adapterswap.sweeps import SweepRecipe, prepare, sweep
-from adapterswap.sweeps.freezing import freeze
+from adapterswap.sweeps.recording import freeze
 
 Recipe = Callable[..., SweepRecipe]
 FAMILIES = [{"bottom": [1, 2], "top": 1}]

@@ -16,16 +16,16 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.bases import open_base
 from adapterswap.errors import BaseModelError, ExpertError, FieldError, OutputError, RunError, UnsupportedError
 from adapterswap.evaluation import evaluate
 from adapterswap.evaluation.subjects import load_subject
-from adapterswap.merging import merge
-from adapterswap.reporting.commands import compose_command, evaluate_command
+from adapterswap.model.loading import open_base
+from adapterswap.reporting.report import compose_command, evaluate_command
 from adapterswap.sweeps import Run, SweepRecipe, prepare, read_run, read_samples, sweep
 from adapterswap.sweeps.grid import composition_of
 from adapterswap.sweeps.judging import way_of
 from adapterswap.sweeps.preparing import PreparedSweep
+from adapterswap.writing.weights import merge
 
 from .conftest import SETTINGS
 
@@ -227,7 +227,7 @@ def test_a_full_disk_names_the_temporary_folder(full: Path, tmp_path: Path, monk
 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("adapterswap.merging.shards.OutputShard.size", property(lambda shard: 2**62))
+    monkeypatch.setattr("adapterswap.writing.streaming.OutputShard.size", property(lambda shard: 2**62))
     with pytest.raises(OutputError, match="TMPDIR"):
         sweep(recipe_of(full, compositions=[{"method": "soup"}], baselines=["base"]), tmp_path / "run", device="cpu")
     assert [result.cell.family for result in read_run(tmp_path / "run").results] == ["base"]

@@ -20,13 +20,11 @@ from refusals import refused
 from adapterswap.errors import CompositionError, FieldError
 from adapterswap.evaluation import Settings
 from adapterswap.evaluation.languages import language_of
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.short_names import parse_composition
+from adapterswap.planning.composition import Composition, parse_composition
 from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.families import GRID_FIELDS, Family
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
-from adapterswap.sweeps.settings import DocumentSplit, SweepSettings
-from adapterswap.sweeps.sides import SweepTasks, target_groups
+from adapterswap.sweeps.recipe import DocumentSplit, SweepSettings, SweepTasks, target_groups
 
 SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
 

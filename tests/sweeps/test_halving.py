@@ -13,16 +13,15 @@ import yaml
 from refusals import refused
 
 from adapterswap.errors import DataError
-from adapterswap.files.sealing import sealed
+from adapterswap.files.text import sealed
 from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, read_run, sweep
-from adapterswap.sweeps.cells import Assignment, Cell
-from adapterswap.sweeps.estimating import estimate
-from adapterswap.sweeps.grid import Trial
+from adapterswap.sweeps.grid import Assignment, Cell, Trial
 from adapterswap.sweeps.preparing import PreparedSweep
+from adapterswap.sweeps.recipe import Halving, Search
 from adapterswap.sweeps.recording import check_out_path
+from adapterswap.sweeps.results import Findings, RungResult, TaskValue
+from adapterswap.sweeps.running import estimate
 from adapterswap.sweeps.search import ask, rungs
-from adapterswap.sweeps.settings import Halving, Search
-from adapterswap.sweeps.values import Findings, RungResult, TaskValue
 
 from .conftest import plain
 from .test_dying import dying

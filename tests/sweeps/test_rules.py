@@ -15,9 +15,9 @@ from refusals import refused
 
 import adapterswap
 from adapterswap.errors import FieldError
-from adapterswap.planning.compositions import Composition
-from adapterswap.reporting.commands import compose_command
-from adapterswap.reporting.including import is_single
+from adapterswap.planning.composition import Composition
+from adapterswap.reporting.choosing import is_single
+from adapterswap.reporting.report import compose_command
 from adapterswap.sweeps import Cell, SweepRecipe, prepare, read_run, sweep
 from adapterswap.sweeps.grid import composition_of
 from sweeps.test_grid import grid_of, recipe_of

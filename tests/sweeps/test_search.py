@@ -14,12 +14,12 @@ from refusals import refused
 
 from adapterswap.errors import DataError, FieldError
 from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, summarize, sweep
-from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
 from adapterswap.sweeps.preparing import PreparedSweep
+from adapterswap.sweeps.recipe import Search
+from adapterswap.sweeps.results import CellResult, Findings, TaskValue
+from adapterswap.sweeps.running import estimate
 from adapterswap.sweeps.search import ask, batches
-from adapterswap.sweeps.settings import Search
-from adapterswap.sweeps.values import CellResult, Findings, TaskValue
 
 from .conftest import plain
 

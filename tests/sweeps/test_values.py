@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adapterswap.sweeps.judging import _values
-from adapterswap.sweeps.values import TaskInfo
+from adapterswap.sweeps.results import TaskInfo
 
 NAME = "perplexing"
 

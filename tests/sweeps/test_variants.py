@@ -13,10 +13,10 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from adapterswap import write_adapter
-from adapterswap.bases import open_base
 from adapterswap.errors import AdapterswapError, UnsupportedError
 from adapterswap.evaluation import evaluate
 from adapterswap.evaluation.subjects import find_adapter, load_subject
+from adapterswap.model.loading import open_base
 from adapterswap.sweeps import SweepRecipe, prepare, read_samples, sweep
 from adapterswap.sweeps.judging import way_of
 

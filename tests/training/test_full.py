@@ -16,7 +16,7 @@ from tolerances import close_after_adam, near
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.errors import FieldError
-from adapterswap.experts.checkpoints import open_checkpoint
+from adapterswap.model.checkpoints import open_checkpoint
 from adapterswap.training import TrainRecipe, estimate, train
 
 from .conftest import echo_rows, word_tokenizer

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tolerances import near
 
 from adapterswap.errors import DependencyError, FieldError
-from adapterswap.experts.adapters import open_adapter
+from adapterswap.experts.adapter import open_adapter
 from adapterswap.training import TrainRecipe, estimate, train
 
 from .conftest import echo_rows
@@ -41,7 +41,7 @@ def test_missing_libraries_are_reported(
     named: str,
 ) -> None:
     find, absent = importlib.util.find_spec, ("bitsandbytes", "flash_attn")
-    monkeypatch.setattr("adapterswap.training.libraries.find_spec", lambda name: None if name in absent else find(name))
+    monkeypatch.setattr("adapterswap.training.base.find_spec", lambda name: None if name in absent else find(name))
     recipe = make_recipe(**changes)
     for attempt in (lambda: estimate(recipe), lambda: train(recipe, out_path=tmp_path / "expert")):
         with refused(DependencyError, parameter, match=named):

@@ -19,8 +19,7 @@ from adapterswap.errors import FieldError
 from adapterswap.training import TrainRecipe, train
 from adapterswap.training.base import open_trainable
 from adapterswap.training.data import load_data, sequences
-from adapterswap.training.rendering import Example
-from adapterswap.training.tokens import tokenize
+from adapterswap.training.tokens import Example, tokenize
 
 from .conftest import echo_rows, two_sides, word_tokenizer
 from .spying import spied

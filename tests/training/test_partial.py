@@ -15,16 +15,16 @@ from refusals import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from adapterswap.bases import empty_model
 from adapterswap.errors import FieldError
-from adapterswap.experts.adapters import open_adapter
-from adapterswap.planning.compositions import Composition
+from adapterswap.experts.adapter import open_adapter
+from adapterswap.model.loading import empty_model
+from adapterswap.planning.composing import slice_layers
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
-from adapterswap.planning.slicing import slice_layers
 from adapterswap.training import TrainRecipe, estimate, train
 from adapterswap.training.base import open_trainable
 from adapterswap.training.targets import find_targets
-from adapterswap.writing import write_adapter
+from adapterswap.writing.adapter import write_adapter
 
 MakeRecipe = Callable[..., TrainRecipe]
 

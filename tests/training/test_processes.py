@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tolerances import near
 
 from adapterswap.errors import RunError
-from adapterswap.experts.adapters import open_adapter
+from adapterswap.experts.adapter import open_adapter
 from adapterswap.training import TrainRecipe, train
 
 from .conftest import echo_rows, two_sides

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from adapterswap.errors import AdapterswapError, FieldError
-from adapterswap.shipped import find_recipe, shipped_recipes
+from adapterswap.files.yaml import find_recipe, shipped_recipes
 from adapterswap.training import TrainRecipe, read_train_recipe
 from adapterswap.training.recipe import AdapterOptions, DatasetSource, TrainingOptions, Validation
 

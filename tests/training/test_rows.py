@@ -15,10 +15,10 @@ import pytest
 from refusals import refused
 
 from adapterswap.errors import AdapterswapError, BaseModelError, DataError, FieldError, NotFoundError
+from adapterswap.training.data import load_rows
 from adapterswap.training.loading import SourceCounts
 from adapterswap.training.recipe import DatasetSource
-from adapterswap.training.rendering import Example
-from adapterswap.training.rows import load_rows
+from adapterswap.training.tokens import Example
 
 from .conftest import write_jsonl
 

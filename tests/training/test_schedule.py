@@ -9,7 +9,7 @@ from transformers import get_scheduler
 
 from adapterswap.errors import FieldError
 from adapterswap.training.recipe import TrainingOptions
-from adapterswap.training.schedule import choose_schedule, total_steps
+from adapterswap.training.report import choose_schedule, total_steps
 
 
 def rates(options: TrainingOptions, steps: int) -> list[float]:

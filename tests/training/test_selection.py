@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from adapterswap.errors import AdapterswapError, DependencyError, FieldError, RunError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.mgsm import mgsm_task_names
-from adapterswap.shipped import shipped_recipes
+from adapterswap.files.yaml import shipped_recipes
 from adapterswap.training import TrainRecipe, TrainReport, estimate, judging, train
 from adapterswap.training.selection import JudgedCheckpoint, SelectionOptions, best_first, is_judged, worn_out
 
@@ -336,7 +336,7 @@ def test_mistakes_are_reported_before_anything_is_trained(
     )
     with pytest.raises(FieldError, match=r"training\.save_every_samples is null"):
         make_recipe(selection={"tasks": ["pico_last"]})
-    monkeypatch.setattr("adapterswap.training.libraries.find_spec", lambda name: None if name == "lm_eval" else name)
+    monkeypatch.setattr("adapterswap.training.base.find_spec", lambda name: None if name == "lm_eval" else name)
     check(selecting(), partial(refused, DependencyError, "selection", match=r"adapterswap\[eval\]"))
 
 

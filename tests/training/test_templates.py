@@ -4,7 +4,7 @@ import pytest
 from refusals import refused
 
 from adapterswap.errors import DataError, FieldError
-from adapterswap.training.templates import Template
+from adapterswap.training.recipe import Template
 
 
 def test_fields_are_filled_and_braces_can_be_written() -> None:

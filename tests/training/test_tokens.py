@@ -12,11 +12,10 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from adapterswap.training.isolation import isolated
+from adapterswap.training.data import load_rows
 from adapterswap.training.recipe import DatasetSource
-from adapterswap.training.rendering import Example
-from adapterswap.training.rows import load_rows
-from adapterswap.training.tokens import Tokens, tokenize
+from adapterswap.training.run import isolated
+from adapterswap.training.tokens import Example, Tokens, tokenize
 
 from .conftest import WORDS, word_tokenizer, write_jsonl
 

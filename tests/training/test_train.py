@@ -34,7 +34,7 @@ from adapterswap.errors import (
     OutputError,
     RunError,
 )
-from adapterswap.experts.adapters import open_adapter
+from adapterswap.experts.adapter import open_adapter
 from adapterswap.training import TrainRecipe, estimate, train
 
 from .conftest import echo_rows, word_tokenizer
@@ -301,7 +301,7 @@ def test_the_estimate_agrees_with_the_run(tmp_path: Path, make_recipe: MakeRecip
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_estimate_of_activations_is_near_what_autograd_keeps(make_recipe: MakeRecipe, checkpointing: bool) -> None:
-    from adapterswap.training.memory import memory
+    from adapterswap.training.report import memory
 
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from adapterswap.bases import open_base
 from adapterswap.errors import DataError, FieldError
-from adapterswap.experts.layers import kind_of, layer_of
+from adapterswap.model.layers import kind_of, layer_of
+from adapterswap.model.loading import open_base
 from adapterswap.training import TrainRecipe, estimate, train
 from adapterswap.training.data import load_data
 from adapterswap.training.recipe import TrainingOptions
-from adapterswap.training.schedule import simultaneous_steps
-from adapterswap.training.turns import RowsInTurns, side_of_step
+from adapterswap.training.report import simultaneous_steps
+from adapterswap.training.trainer import RowsInTurns, side_of_step
 
 from .conftest import WORDS, two_sides
 from .spying import spied

@@ -13,8 +13,8 @@ from refusals import refused
 
 import adapterswap
 from adapterswap.errors import UnsupportedError
-from adapterswap.experts.adapter_keys import factor_key
-from adapterswap.experts.peft_trial import try_in_peft
+from adapterswap.experts.keys import factor_key
+from adapterswap.experts.trial import try_in_peft
 from adapterswap.writing import loadable
 
 MIXTURES = [name for name, architecture in ARCHITECTURES.items() if architecture.v4_experts is not None]

@@ -45,10 +45,10 @@ from tolerances import close
 import adapterswap
 from adapterswap import Composition
 from adapterswap.errors import ExpertError, UnsupportedError
-from adapterswap.experts.adapter_config import read_adapter_config
-from adapterswap.experts.peft_kinds import KINDS, REFUSED_KINDS
-from adapterswap.serving.base_shapes import base_shapes, check_fits
-from adapterswap.serving.memo import Memo
+from adapterswap.experts.config import read_adapter_config
+from adapterswap.experts.keys import KINDS, REFUSED_KINDS
+from adapterswap.serving.cache import Memo
+from adapterswap.serving.composer import base_shapes, check_fits
 
 from .vocabularies import merged_by_peft
 

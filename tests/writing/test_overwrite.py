@@ -255,7 +255,7 @@ def test_no_analysis_over_the_table_that_it_draws(here: Path, run: Run) -> None:
 
 
 def test_no_copies_over_the_shipped_recipes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from adapterswap import shipped
+    from adapterswap.files import yaml as shipped
 
     shutil.copytree(shipped._folder(), tmp_path / "recipes")
     monkeypatch.setattr(shipped, "_folder", lambda: tmp_path / "recipes")

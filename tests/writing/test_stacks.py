@@ -22,7 +22,6 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition, LiveComposer, layer_swap
-from adapterswap.bases import quiet_peft
 from adapterswap.errors import (
     ArgumentError,
     BaseModelError,
@@ -31,6 +30,7 @@ from adapterswap.errors import (
     FieldError,
     UnsupportedError,
 )
+from adapterswap.model.loading import quiet_peft
 
 DEPTH = {"encoder": 4, "decoder": 6}
 SIZES = {

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import adapterswap
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, UnsupportedError
-from adapterswap.planning.allocation import Rule
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
+from adapterswap.planning.rules import Rule
 
 from .vocabularies import LAYERS, SIZE, in_peft, loaded, merged_by_peft, pico_llama, plan_of
 

@@ -29,7 +29,7 @@ from transformers import (
 
 import adapterswap
 from adapterswap.errors import BaseModelError, ExpertError, UnsupportedError
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.plan import Plan
 
 from .vocabularies import LAYERS, SIZE, in_peft, loaded, merged_by_peft, pico_llama

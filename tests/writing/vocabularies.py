@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import adapterswap
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 

@@ -1,1 +1,0 @@
-"""The numbers of a plan, in numpy: the tensors of its result, and their values."""

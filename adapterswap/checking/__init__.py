@@ -1,1 +1,0 @@
-"""Compare outputs with their sources. Writes nothing."""

@@ -1,0 +1,252 @@
+"""Options that several commands share: paths and their completion, devices, uploads, several processes.
+
+A leading `~` is the home folder, even if the shell did not expand it (`--out-path=~/x`). Hub ids stay as they are.
+Completion reads the names of folders and the list of shipped recipes, but opens no file.
+
+Holds names and help only, so that --help does not import torch; `bases.choose_device` checks the value. Prints nothing.
+
+Knows nothing of what they compute.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+
+from adapterswap.cli.printing import note, working
+from adapterswap.errors import AdapterswapError
+from adapterswap.files.tensorfile import FLOAT_NAMES
+from adapterswap.processes import Processes, count_processes, first_to_report, joined, leave
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+_MARKS = ("adapter_config.json", "config.json")  # a folder with one of these is an expert or a base
+_PLAIN = re.compile(r"[\w./~+@%=:-]*")  # what bash accepts from a completion unquoted
+_SUFFIXES = (".yaml", ".yml")
+
+
+class EntryPath(click.ParamType[str]):
+    """A path or a Hub id."""
+
+    name = "text"
+
+    def __init__(self, kind: str = "file") -> None:
+        """`kind`: what the shell completes on its own, `file` or `dir`."""
+        self.kind = kind
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from adapterswap.files.text import expand_text
+
+        return expand_text(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(incomplete, type=self.kind)]
+
+
+class _ExpertPath(EntryPath):
+    """A folder that holds an adapter or a model, or a Hub id; completion offers the ids in the Hub's cache.
+
+    `NAME=PATH` is completed too.
+    """
+
+    def __init__(self, *, or_recipe: bool = False) -> None:
+        super().__init__("file" if or_recipe else "dir")
+        self.or_recipe = or_recipe
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from adapterswap.model.sources import cached_models
+
+        name, equals, typed = incomplete.rpartition("=")
+        completions = _entries(typed, lambda path: _is_expert(path) or (self.or_recipe and _is_recipe(path)))
+        cached = [repo for repo in cached_models() if repo.startswith(typed)]
+        return _as_items([name + equals + entry for entry in (*completions, *cached)], incomplete, self.kind)
+
+
+class RecipePath(EntryPath):
+    """A recipe's file, or the name of a shipped recipe."""
+
+    def __init__(self, folder: str = "") -> None:
+        """`folder`: offer only the shipped recipes of this folder, such as `train`."""
+        super().__init__()
+        self.folder = folder
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from adapterswap.files.yaml import shipped_recipes
+
+        shipped = [name for name in shipped_recipes(self.folder) if name.startswith(incomplete)]
+        files = _entries(incomplete, _is_recipe)
+        return _as_items([*shipped, *files], incomplete, self.kind)
+
+
+def _entries(typed: str, is_offered: Callable[[Path], bool]) -> list[str]:
+    """The entries that start with `typed`: those that `is_offered` accepts, and all other folders with a trailing /."""
+    head, _, tail = typed.rpartition("/")
+    head += "/" if "/" in typed else ""
+    try:
+        paths = sorted(Path(os.path.expanduser(head) or ".").iterdir())
+    except OSError:
+        return []
+    visible = [path for path in paths if path.name.startswith(tail) and (tail or not path.name.startswith("."))]
+    completions = []
+    for path in visible:
+        if is_offered(path):
+            completions.append(head + path.name)
+        elif path.is_dir():
+            completions.append(head + path.name + "/")
+    return completions
+
+
+def _is_expert(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in _MARKS)
+
+
+def _is_recipe(path: Path) -> bool:
+    return path.suffix in _SUFFIXES and path.is_file()
+
+
+def _as_items(completions: list[str], incomplete: str, kind: str) -> list[CompletionItem]:
+    """The completions. A single folder (no space may follow it) and names that need quotes are left to the shell."""
+    from click.shell_completion import CompletionItem
+
+    if (
+        not completions
+        or (len(completions) == 1 and completions[0].endswith("/"))
+        or not all(map(_PLAIN.fullmatch, completions))
+    ):
+        return [CompletionItem(incomplete, type=kind)]
+    return [CompletionItem(entry) for entry in completions]
+
+
+PATH = EntryPath()
+FOLDER = EntryPath("dir")
+EXPERT = _ExpertPath()
+EXPERT_OR_RECIPE = _ExpertPath(or_recipe=True)
+
+
+def name_and_path(option: str) -> tuple[str, str]:
+    """The two parts of `--expert NAME=PATH`."""
+    name, equals, path = option.partition("=")
+    if not equals or not name or not path:
+        raise click.UsageError(f"--expert {option!r} is not NAME=PATH.")
+    return name, path
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def device_option(default: str = "auto", *, more: str = "") -> Callable[[_Function], _Function]:
+    """Add `--device`; the command receives the name.
+
+    Args:
+        default: the name that the option has by default.
+        more: text that the help shows after the names.
+    """
+    help_text = f"auto, cpu, cuda, cuda:N, mps{more}."
+    return click.option("--device", default=default, show_default=True, metavar="NAME", help=help_text)
+
+
+def dtype_option(help_text: str, *, auto: bool = False) -> Callable[[_Function], _Function]:
+    """Add `--dtype`; the command receives the name.
+
+    Args:
+        help_text: the help, which says whose dtype it is.
+        auto: whether `auto` is a choice, and the default; otherwise the option has no default.
+    """
+    if not auto:
+        return click.option("--dtype", type=click.Choice(list(FLOAT_NAMES)), help=help_text)
+    return click.option(
+        "--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True, help=help_text
+    )
+
+
+_OPTIONS = (
+    click.option("--push-to-hub", metavar="ID", help="Upload the folder to this Hub repository, with its model card."),
+    click.option(
+        "--private/--public",
+        default=None,
+        help="Require a private repository, or create a public one.  [default: a new one is private]",
+    ),
+    click.option("--revision", metavar="BRANCH", help="Branch to upload to; created if it does not exist."),
+    click.option("--commit-message", metavar="TEXT", help="Commit message of the upload."),
+)
+
+
+def push_options(function: _Function) -> _Function:
+    """Add the options to a command, which passes them to `Push.of`."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+class Push(NamedTuple):
+    """Where to upload what a command writes; `repo` is None if nothing is uploaded."""
+
+    repo: str | None
+    private: bool | None
+    revision: str | None
+    commit_message: str | None
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Push:
+        """Take the four options out of a command's `options`, and check them before anything is computed."""
+        push = cls(*(options.pop(key) for key in ("push_to_hub", "private", "revision", "commit_message")))
+        if push.repo is None:
+            flags = ("--private/--public", "--revision", "--commit-message")
+            if unused_flags := [flag for flag, value in zip(flags, push[1:], strict=True) if value is not None]:
+                raise click.UsageError(f"{' and '.join(unused_flags)} can only be used with --push-to-hub.")
+        else:
+            from adapterswap.model.sources import check_repository
+
+            check_repository(push.repo)
+        return push
+
+    def upload(self, folder: str | Path) -> None:
+        """Upload the folder, if --push-to-hub was passed, and print its address."""
+        if self.repo is None:
+            return
+        from adapterswap.model.sources import publish
+
+        with working("uploading"):
+            url = publish(
+                folder, self.repo, private=self.private, revision=self.revision, commit_message=self.commit_message
+            )
+        note(f"uploaded: {url}")
+
+
+_GRACE = 30  # seconds
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Let only one process print an error.
+
+    The launcher stops all processes as soon as one of them exits, so the others wait until the error is printed. A
+    process that is still running after the wait is the only one with the error, and raises it.
+    """
+    try:
+        yield
+    except (AdapterswapError, click.UsageError):
+        if not first_to_report():
+            time.sleep(_GRACE)
+        raise
+
+
+@contextmanager
+def together(device: str) -> Iterator[Processes]:
+    """Join the other processes, if there are any, and leave them at the end: see `joined`."""
+    if count_processes() == 1:
+        yield Processes()
+        return
+    with joined(device) as processes:
+        yield processes
+    leave()

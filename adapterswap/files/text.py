@@ -1,0 +1,206 @@
+"""Read small untrusted files: only regular files, only up to a size, only plain JSON; and JSON with its own hash.
+
+There are limits because reading JSON takes many times the file's size in memory. Knows nothing of what the files say.
+
+This guards against accidents and well-meant edits, not against forgery. Knows nothing of what the JSON says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, ExpertError
+
+_MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
+_MAX_CONTAINERS = 500_000  # lists and objects
+_POINTER = b"version https://git-lfs.github.com/spec/"  # the start of the text that Git LFS keeps in place of a file
+_POINTER_BYTES = 1024  # a pointer is always shorter
+_MAX_DEPTH = 40  # the configs of real models nest about five deep
+
+
+class _Short(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"<a number of {x.bit_length()} bits>"
+
+
+_short = _Short()
+_short.maxlevel = 3
+_short.maxstring = _short.maxother = 100
+
+
+def shown(value: Any) -> str:
+    """A value from a file, for use in a message: like `repr`, but short however large the value is."""
+    return _short.repr(value)
+
+
+def expand(path: str | Path) -> Path:
+    """`path` with a leading `~` or `~user` replaced by that user's home folder, if the user exists."""
+    with suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path(path)
+
+
+def expand_text(reference: str) -> str:
+    """Like `expand`, for text that may be a Hub id: text that does not begin with `~` is returned unchanged."""
+    return str(expand(reference)) if reference.startswith("~") else reference
+
+
+def exists(path: Path) -> bool:
+    """Whether `path` exists; False if it is not a valid path."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder that you can access; False if it is not a valid path."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def open_regular(path: Path, remedy: str, *, kind: type[AdapterswapError] = ExpertError) -> BufferedReader:
+    """Open a regular file for reading. Anything else is refused: a pipe could wait for ever, a device never end.
+
+    Args:
+        path: the file.
+        remedy: the remedy in the error message.
+        kind: the class of the error; it depends on what the file belongs to.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # opening a pipe must not wait; no effect on regular files
+
+    try:
+        file = open(path, "rb", opener=opener)  # noqa: SIM115 - the caller closes it
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise kind(f"{path} cannot be read: {reason}", remedy) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise kind(f"{path} is not a regular file", remedy)
+    return file
+
+
+def read_small(
+    path: Path, remedy: str, *, limit: int = _MAX_BYTES, kind: type[AdapterswapError] = ExpertError
+) -> bytes:
+    """Read the bytes of a small file; `remedy` and `kind` as for `open_regular`."""
+    with open_regular(path, remedy, kind=kind) as file:
+        try:
+            content = file.read(limit + 1)
+        except OSError as error:
+            raise kind(f"{path} cannot be read: {error.strerror}", remedy) from None
+    check_pointer(content, path, kind=kind)
+    if len(content) > limit:
+        raise kind(f"{path} is larger than {limit:,} bytes, the most that is read from such a file", remedy)
+    return content
+
+
+def check_pointer(content: bytes, path: Path, *, kind: type[AdapterswapError] = ExpertError) -> None:
+    """Raise an error of class `kind` if `content`, a file's first bytes, is from a Git LFS pointer."""
+    if content.startswith(_POINTER):
+        raise kind(
+            f"{path} is a Git LFS pointer, not the file itself",
+            "Run `git lfs pull` in its repository, or download the file",
+        )
+
+
+def check_pointers(folder: Path, *, kind: type[AdapterswapError] = ExpertError) -> None:
+    """Do the same for all files in a folder, before a library fails on one with a less helpful message."""
+    for path in sorted(folder.iterdir()):
+        with suppress(OSError):
+            if path.is_file() and path.stat().st_size < _POINTER_BYTES:
+                check_pointer(path.read_bytes(), path, kind=kind)
+
+
+def read_json(
+    path: Path, remedy: str = "Write or download it again", *, kind: type[AdapterswapError] = ExpertError
+) -> dict[str, Any]:
+    """Read the JSON object in a small file; `remedy` and `kind` as for `open_regular`."""
+    return parse_json(read_small(path, remedy, kind=kind), str(path), remedy, kind=kind)
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False, allow_nan: bool = False) -> None:
+    """Write a JSON object for people to read: one key per line, non-ASCII letters unescaped, a final newline.
+
+    Halves of surrogate pairs, which UTF-8 cannot encode, are written as JSON escapes (`\\ud800`).
+
+    Args:
+        path: the file to write, or to replace.
+        content: the object.
+        sort_keys: sort the keys by name instead of keeping their order.
+        allow_nan: write NaN and Infinity, which are not valid JSON but which Python reads back.
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False, sort_keys=sort_keys, allow_nan=allow_nan)
+    path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+def parse_json(raw: bytes, where: str, remedy: str, *, kind: type[AdapterswapError] = ExpertError) -> dict[str, Any]:
+    """Parse the JSON object in `raw`. It may contain Infinity, as the configs of Mamba models do.
+
+    `where` names the source in messages; `remedy` and `kind` as for `open_regular`.
+    """
+    if raw.count(b"[") + raw.count(b"{") > _MAX_CONTAINERS:  # counted before they take up memory
+        raise kind(f"{where} contains more than {_MAX_CONTAINERS:,} lists and objects", remedy)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            raise ValueError("an object has the same key twice")
+        return mapping
+
+    try:
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+        raise kind(f"{where} is not JSON in UTF-8: {reason[:200]}", remedy) from None
+    if not isinstance(content, dict):
+        raise kind(f"{where} is not a JSON object", remedy)
+    if _is_deep(content):
+        raise kind(f"{where} is nested more than {_MAX_DEPTH} levels deep", remedy)
+    return content
+
+
+def _is_deep(content: Any) -> bool:
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, dict) else value)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+SEAL = "sha256"
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """`content` with the hash of its JSON as its last key, `sha256`."""
+    return {**content, SEAL: _digest(content)}
+
+
+def is_sealed(content: Mapping[str, Any]) -> bool:
+    """Whether `content`, as read back, is unchanged since it was sealed."""
+    unsealed = {key: value for key, value in content.items() if key != SEAL}
+    return content.get(SEAL) == _digest(unsealed)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,460 @@
+"""Do the experts have one base? Its weights, the number of its layers, one name for each of its modules.
+
+Reads configs of bases; knows nothing of plans.
+
+Names are compared from headers alone. The base's model is built only if two names may mean one module. Knows nothing of
+rules.
+
+Each check adds the mistakes that it finds to a `Problems`. Knows opened experts; knows nothing of rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, Problems
+from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
+from adapterswap.experts.keys import is_bias
+from adapterswap.experts.names import names_of_base, under_canonical_names
+from adapterswap.files.text import expand, is_folder, read_json
+from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, sha256_of
+from adapterswap.model.layers import (
+    EMBEDDINGS,
+    HEADS,
+    STACKS,
+    NumLayers,
+    Stack,
+    ends_of,
+    format_depth,
+    has_both_stacks,
+    layers_ahead,
+    of_any_stack,
+    same_depth,
+    stack_of,
+    stacked_layers_in_config,
+)
+from adapterswap.model.sources import (
+    CONFIG,
+    PROVENANCE,
+    WEIGHTS,
+    Source,
+    alias_remedy,
+    at_revision,
+    base_config,
+    cached_base_config,
+    cached_base_folder,
+    differing_weights,
+    find_source,
+    identity_of,
+    is_hub_id,
+    public_name,
+    same_base,
+)
+from adapterswap.planning.composition import Composition
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The base's number of layers, the base itself (see `Plan.base_source`), and a note if it could not be checked."""
+
+    num_layers: NumLayers
+    base: Source | None = None
+    notes: tuple[str, ...] = ()
+
+
+def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
+    """The number of layers to use; `known` is the model's own, if a model is loaded.
+
+    A composition of whole experts whose rules name no layers needs no number: if the config does not say it, the least
+    possible one is used.
+    """
+    requested: NumLayers | None = composition.num_layers
+    declared = composition.base_model
+    if requested is None:
+        if known:
+            return Depth(known)
+        slices = any(adapter.kept_layers is not None for adapter in experts.values())
+        num_layers, base_source = find_num_layers(experts, declared, required=slices or composition.names_layers)
+        return Depth(num_layers or least_depth(experts), base_source)
+    base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
+    is_local = declared is not None and not known and is_folder(expand(declared))
+    source = find_source(declared, [], what="base model") if declared and is_local else None
+    if actual is None:
+        fault = "does not say how many layers it has" if is_read else "is not on this machine"
+        reason = f"The config of {public_name(base)} {fault}" if base else "The experts do not name a base"
+        return Depth(requested, source, (f"{reason}, so num_layers {format_depth(requested)} could not be checked",))
+    if not same_depth(actual, requested):
+        raise CompositionError(
+            f"num_layers is {format_depth(requested)}, but {base} has {format_depth(actual)} layers",
+            "Remove `num_layers`, or pass `base_model` if you mean another base",
+            parameter="num_layers",
+        )
+    return Depth(actual, source)
+
+
+def outside_the_layers(
+    experts: Mapping[str, Adapter],
+    num_layers: NumLayers,
+    *,
+    base_model: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, Adapter]:
+    """The experts, with layers that predict further tokens (see `layers_ahead`) counted as outside the layers.
+
+    Args:
+        experts: as opened, with layers counted from module names alone.
+        num_layers: the language model's. If it has one number for each stack, nothing changes.
+        base_model: the declared base, whose config is read if it is on this machine; by default the experts' own.
+        config: the base's config, if it is already loaded.
+    """
+    if not isinstance(num_layers, int):
+        return dict(experts)
+    adapters = {}
+    for name, adapter in experts.items():
+        deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
+        if deepest >= num_layers:
+            reference = base_model or _reference(adapter)
+            base_config = config or (cached_base_config(reference) if reference else None)
+            if base_config is not None and deepest < num_layers + layers_ahead(base_config):
+                adapter = _cut_off(adapter, num_layers)
+        adapters[name] = adapter
+    return adapters
+
+
+def _cut_off(adapter: Adapter, num_layers: int) -> Adapter:
+    """The adapter, with its modules from layer `num_layers` on counted as outside the layers."""
+
+    def lora(module: LoraModule) -> LoraModule:
+        return replace(module, layer=None) if (module.layer or 0) >= num_layers else module
+
+    def full(module: FullModule) -> FullModule:
+        return replace(module, layer=None) if (module.layer or 0) >= num_layers else module
+
+    def opaque(module: OpaqueModule) -> OpaqueModule:
+        if (module.layer or 0) < num_layers:
+            return module
+        return replace(module, layer=None, lora=None if module.lora is None else lora(module.lora))
+
+    return replace(
+        adapter,
+        modules=by_layer({name: lora(module) for name, module in adapter.modules.items()}),
+        saved=by_layer({name: full(module) for name, module in adapter.saved.items()}),
+        opaque=by_layer({name: opaque(module) for name, module in adapter.opaque.items()}),
+    )
+
+
+def _depth_on_this_machine(
+    experts: Mapping[str, Adapter], base_model: str | None
+) -> tuple[str | None, NumLayers | None, bool]:
+    """The base and its number of layers, each None if it cannot be known without the network, and whether the base's
+    config was read."""
+    base = base_model or next((_reference(adapter) for adapter in experts.values() if adapter.config.base_model), None)
+    config = cached_base_config(base) if base else None
+    return base, None if config is None else stacked_layers_in_config(config), config is not None
+
+
+def _reference(adapter: Adapter) -> str | None:
+    """The base that an adapter names, at its revision."""
+    name = adapter.config.base_model
+    return None if name is None else at_revision(name, adapter.config.revision)
+
+
+def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
+    """The least number of layers that a base with the experts' modules can have."""
+    parts = [part for adapter in experts.values() for part in adapter.parts.values()]
+
+    slices = [adapter.kept_layers for adapter in experts.values() if adapter.kept_layers is not None]
+    kept = [(stack, layer) for slice_ in slices for stack, layers in slice_.by_stack.items() for layer in layers]
+
+    def least(stack: Stack | None) -> int:
+        layers = [part.layer for part in parts if part.layer is not None and stack in (None, stack_of(part.name))]
+        return 1 + max([*layers, *(layer for key, layer in kept if key in (None, stack))], default=0)
+
+    if not any(has_both_stacks(adapter.container) for adapter in experts.values()):
+        return least(None)
+    return {stack: least(stack) for stack in STACKS}
+
+
+def find_num_layers(
+    experts: Mapping[str, Adapter], base_model: str | None = None, *, required: bool = True
+) -> tuple[NumLayers | None, Source]:
+    """The base's number of layers, from its config.json and never from the experts' modules, and the base."""
+    named: dict[str, str] = {}
+    for name, adapter in experts.items():
+        if (reference := _reference(adapter)) is not None:
+            named[name] = reference
+    if base_model is not None:
+        base, namer, remedy = base_model, "`base_model`", "Correct it, or pass `num_layers`"
+    elif named:
+        namer, base = next(iter(named.items()))
+        namer, remedy = f"{namer}'s adapter_config.json", "Pass `base_model` with the base's folder, or `num_layers`"
+    else:
+        raise BaseModelError(
+            "the experts do not say which base model they adapt",
+            "Pass `num_layers`, or `base_model` with the base's folder",
+            parameter="base_model",
+        )
+    try:
+        source, config = base_config(base)
+    except AdapterswapError as error:
+        reason = error.problems[0].message
+        raise type(error)(
+            f"cannot read the number of layers from the base that {namer} names: {reason}",
+            remedy,
+            parameter="base_model",
+        ) from None
+    num_layers = stacked_layers_in_config(config)
+    if num_layers is None and required:
+        raise BaseModelError(
+            f"the config of {base} does not say how many layers it has", "Pass `num_layers`", parameter="num_layers"
+        )
+    return num_layers, source
+
+
+_Modules = Mapping[str, Part]
+
+
+def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, problems: Problems) -> dict[str, Adapter]:
+    """The experts, with one name for each module of their base.
+
+    They are returned unchanged if no two of their names can mean the same module. If their modules have entirely
+    different names, they are compared with the base's if the base is on this machine.
+
+    Args:
+        experts: the experts of one base, by name.
+        base_model: the declared base; by default the first that an expert names.
+        problems: collects names that could not be reconciled.
+    """
+    odd, reference = _differing_names(experts), reference_of(experts, base_model)
+    if odd is None and not (_differ_in_kind(experts) and reference and cached_base_config(reference) is not None):
+        return dict(experts)
+    if reference is None:
+        problems.add(
+            f"{odd}, but no base model is named to compare them with",
+            "Pass `base_model`",
+            parameter="base_model",
+            kind=ExpertError,
+        )
+        return dict(experts)
+    try:
+        names = names_of_base(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    except AdapterswapError as error:
+        if odd is not None:
+            problems.add(
+                f"{odd}, and the base {reference} cannot be read to decide it: {error.problems[0].message}",
+                "Pass the base's folder as `base_model`, or use experts that were saved from the same model class with "
+                "the same version of transformers",
+                parameter="base_model",
+                kind=ExpertError,
+            )
+        return dict(experts)
+    renamed = {}
+    for name, adapter in experts.items():
+        renamed[name] = adapter
+        with problems.collect():
+            renamed[name] = under_canonical_names(adapter, names, name)
+    return renamed
+
+
+def reference_of(experts: Mapping[str, Adapter], base_model: str | None) -> str | None:
+    """Where to find the base: the declared one, or the first that an expert names, at its revision."""
+    named = (
+        at_revision(adapter.config.base_model, adapter.config.revision)
+        for adapter in experts.values()
+        if adapter.config.base_model
+    )
+    return base_model or next(named, None)
+
+
+def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
+    """A sentence about two names in different experts that may mean one module; None if there are none."""
+    layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
+    for name, container in layered.items():
+        first_name, first = next(iter(layered.items()))
+        if of_any_stack(container) != of_any_stack(first):
+            return (
+                f"The layers are named {first}.N in {first_name} but {container}.N in {name}; these may be the same "
+                "modules"
+            )
+    parts: dict[str, _Modules] = {name: adapter.parts for name, adapter in experts.items()}
+    for name, modules in parts.items():
+        for other, others in parts.items():
+            if (twin := _twin(modules, others)) is not None:
+                return f"{name} adapts {twin[0]} and {other} adapts {twin[1]}; these may be the same module"
+    return None
+
+
+def _twin(ours: _Modules, theirs: _Modules) -> tuple[str, str] | None:
+    """A name that is only in `ours` and one that is only in `theirs`, if the two may mean one module."""
+    mine, others = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    if not mine:
+        return None
+    for long in sorted(mine):
+        if (short := next((short for short in _other_names(long, theirs) if short not in ours), None)) is not None:
+            return long, short
+    by_place = {_place(theirs[name]): name for name in sorted(others)}
+    return next(((name, by_place[at]) for name in sorted(mine) if (at := _place(ours[name])) in by_place), None)
+
+
+def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
+    """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
+    _, *ends = ends_of(module)
+    yield from (end for end in ends if end in names)
+    last = module.rpartition(".")[2]
+    if last in EMBEDDINGS | HEADS:
+        yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
+
+
+def _place(module: Part) -> tuple[str, ...]:
+    """The parts that all names of one module share: its kind and stack, the numbers in the name, its last part."""
+    parts = (module.name.removesuffix(".bias") if is_bias(module.name) else module.name).split(".")
+    return module.kind, stack_of(module.name) or "", parts[-1], *(part for part in parts if part.isdigit())
+
+
+def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
+    """Whether two experts each have modules that the other has in no layer.
+
+    They may adapt different modules, such as attention and MLP, or use different names for the same ones.
+    """
+    if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
+        return False
+    modules = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
+    return any(first - second and second - first for first, second in combinations(modules, 2))
+
+
+Expert = Adapter | Checkpoint
+_Problem = tuple[str, str]  # the message and the remedy
+
+_RESAVED = "If both hold the same weights in different files, delete `fingerprints` from the record in {}'s folder"
+
+
+def adapt_one_base(one: Adapter, other: Adapter) -> bool:
+    """Whether two adapters have the same base: by its weights if both records name them, else by its name."""
+    if one.base_fingerprints and other.base_fingerprints:
+        return one.base_fingerprints == other.base_fingerprints
+    return same_base(one.config.base_model, other.config.base_model)
+
+
+def check_bases(
+    experts: Mapping[str, Expert], declared: str | None, problems: Problems, *, by_weights: bool = True
+) -> None:
+    """Check that experts have one base: by the weights that their records name and, for adapters, by name.
+
+    Args:
+        experts: the experts by name.
+        declared: the base that the user declared. Then adapters may call it differently, but not have another one.
+        problems: collects the mistakes.
+        by_weights: also compare weights, and look for chains. Records were checked when they were written.
+    """
+    reported = set()
+    for (one, first), (two, second) in combinations(experts.items(), 2):
+        problem = _weights_differ(one, first, two, second) if by_weights else None
+        if isinstance(first, Adapter) and isinstance(second, Adapter) and problem is None:
+            problem = _chained(one, first, two, second) if by_weights else None
+            if declared is None:
+                problem = problem or _names_differ(one, first, two, second)
+        if problem is not None and two not in reported:
+            reported.add(two)
+            problems.add(*problem, kind=ExpertError)
+
+
+def check_base_weights(recorded: Mapping[str, Mapping[str, str]], base: Source | None) -> None:
+    """Check that a base is the one that experts were trained on; one on the Hub is not compared.
+
+    Args:
+        recorded: the fingerprints of each expert's base by the expert's own record; empty if that does not say.
+        base: the base; None if it is not at hand.
+    """
+    for name, fingerprints in recorded.items():
+        file = differing_weights(fingerprints, identity_of(base)) if base is not None and fingerprints else None
+        if base is not None and file is not None:
+            raise BaseModelError(
+                f"{name} was trained on a base with other weights than {base}: {file} differs",
+                f"Pass the base that it was trained on as `base_model`. {_RESAVED.format(name)}",
+                parameter="base_model",
+            )
+
+
+def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tuple[str, ...]:
+    """A note if experts name a local base and it is not known by which weights, so that it could not be checked.
+
+    Paths to one folder on this machine need no check.
+    """
+    places = {
+        name: expert.config.base_model
+        for name, expert in experts.items()
+        if isinstance(expert, Adapter) and expert.config.base_model and not is_hub_id(expert.config.base_model)
+    }
+    sides = {*places.values(), *([declared] if declared is not None else [])}
+    recorded = all(experts[name].base_fingerprints for name in places)
+    known = recorded and (declared is None or is_folder(expand(declared)))
+    if known or len(places) + (declared is not None) < 2 or _one_folder(sides):
+        return ()
+    without = [name for name in places if not experts[name].base_fingerprints] or [str(declared)]
+    base = _called(experts[next(iter(places))])
+    what = f"the weights of the local base {base} are not known for {' and '.join(without)}"
+    return (f"Not checked whether all have one base: {what}",)
+
+
+def _one_folder(places: Collection[str]) -> bool:
+    """Whether all are paths to one folder that exists here, whatever the current folder is."""
+    folders = [expand(place) for place in places]
+    existing = all(folder.is_absolute() and is_folder(folder) for folder in folders)
+    return existing and len({folder.resolve() for folder in folders}) == 1
+
+
+def _called(expert: Expert) -> str:
+    """What an expert calls its base."""
+    name = public_name(expert.config.base_model) if isinstance(expert, Adapter) else None
+    return name or "one that it does not name"
+
+
+def _weights_differ(one: str, first: Expert, two: str, second: Expert) -> _Problem | None:
+    """The problem if the records of two experts name different weights of their bases."""
+    if differing_weights(first.base_fingerprints, second.base_fingerprints) is None:
+        return None
+    message = f"{one} and {two} adapt different bases: {_called(first)} and {_called(second)}, whose weights differ"
+    return message, f"Compose experts of one base. {_RESAVED.format(two)}"
+
+
+def _names_differ(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | None:
+    """The problem if two adapters name different bases, or different revisions of one."""
+    ours, theirs = first.config, second.config
+    if not adapt_one_base(first, second):
+        message = f"{one} adapts the base {ours.base_model}, but {two} adapts {theirs.base_model}"
+        return message, alias_remedy(ours.base_model, theirs.base_model)
+    if (ours.revision or "main") == (theirs.revision or "main"):
+        return None
+    message = (
+        f"{one} adapts the revision {ours.revision or 'main'} of {ours.base_model}, but {two} adapts "
+        f"{theirs.revision or 'main'}"
+    )
+    return message, "Compose experts of one revision, or pass `base_model=org/name@revision` for the result"
+
+
+def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | None:
+    """The problem if one adapter was trained on a base into which the other is merged, by our record in its folder."""
+    if same_base(first.config.base_model, second.config.base_model):
+        return None
+    for name, part, later, on_top in ((one, first, two, second), (two, second, one, first)):
+        if _is_merged_into(part, on_top):
+            message = f"{later} was trained on top of {name}, which is merged into its base {on_top.config.base_model}"
+            return message, f"Compose adapters that were trained on one base: {later} alone holds only what it adds"
+    return None
+
+
+def _is_merged_into(part: Adapter, on_top: Adapter) -> bool:
+    """Whether the base of `on_top` is on this machine, and its record names `part` among the merged experts."""
+    named = on_top.config.base_model
+    folder = None if named is None else cached_base_folder(at_revision(named, on_top.config.revision))
+    with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
+        for merged in read_json(folder / PROVENANCE)["experts"].values() if folder else ():
+            hashes = merged["sha256"]
+            if hashes.get(CONFIG) == part.config.sha256 and hashes.get(WEIGHTS) == sha256_of(part.file.path):
+                return True
+    return False

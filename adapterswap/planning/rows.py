@@ -1,0 +1,671 @@
+"""Embeddings and heads row by row: different vocabularies, resized bases, and single trained tokens.
+
+A trained token is like a new one: if one of the experts that the rule names trained it, its row is copied from that
+expert, because an average with a row that was never trained would spoil it. If several did, the rule applies to these
+only. All other rows stay the base's. Knows slots; reads no tensor.
+
+A row whose token the base has follows the rule for its module, like any weight outside the layers. The row of a new
+token is copied from its owner: averaging it with weights that were never trained for the token would spoil it.
+Tokenizers say which rows are new. This goes for adapters and for full checkpoints. Knows plans and tokenizers; reads no
+tensor.
+
+PEFT saves the resized weight beside the factors and puts it in the base's place: the result is copy + ΔW. So the rows
+that the base lacks are taken from the copies. DoRA computes all rows from the whole copy, so it is merged only if one
+expert owns the weight. Knows slots of stored tensors; reads no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adapterswap.changes.copies import copy_beside
+from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.changes.locating import TiedHead
+from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError
+from adapterswap.experts.adapter import Adapter, and_more
+from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.model.layers import HEADS, extra_rows, is_vocabulary, language_config
+from adapterswap.model.sources import at_revision, base_config, cached_base_config, cached_base_folder
+from adapterswap.model.tokenizers import Tokens, clashes, read_tokens, tokenizer_bytes
+from adapterswap.planning.composition import Composition
+from adapterswap.planning.slots import Rows, Slot, Term, shared_out
+
+
+def settle_tokens(
+    slot: Slot, size: int | None, tokens: Mapping[str, Tokens], problems: Problems
+) -> tuple[Slot, int | None]:
+    """The slot with the rows of the trained tokens, and the number of rows of the result if it has more than the base.
+
+    Args:
+        slot: the slot with its terms, at least one of them with trained tokens.
+        size: the base's number of rows; None if it is unknown.
+        tokens: expert → its tokens, for experts with a tokenizer.
+        problems: collects blends with an expert that changes the whole weight, negative weights, and new tokens of
+            several experts that may differ.
+    """
+    trained = [term for term in slot.terms if isinstance(term.change, Whole) and term.change.rows]
+    other = next((term for term in slot.terms if term not in trained), None)
+    first = trained[0].expert
+    if other is not None:
+        problems.add(
+            f"{first} trained single tokens of {slot.name} (trainable_token_indices), but {other.expert} changes the "
+            "whole weight, so the two cannot be blended",
+            f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {first}}}",
+            kind=UnsupportedError,
+        )
+        return slot, None
+    if slot.rule is not None and slot.rule.combines_sides:
+        return slot, None  # `check_saved` refuses it
+    terms: dict[str, Term] = {}
+    for term in trained:  # an expert may enter on two sides
+        earlier = terms.get(term.expert)
+        terms[term.expert] = (
+            term if earlier is None else replace(term, coefficient=earlier.coefficient + term.coefficient)
+        )
+    if any(term.coefficient <= 0 for term in terms.values()):
+        odd = next(name for name, term in terms.items() if term.coefficient <= 0)
+        problems.add(
+            f"{odd} trained tokens of {slot.name}, whose rows replace the base's, so its weight must be above 0",
+            f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {first}}}",
+            kind=CompositionError,
+        )
+        return replace(slot, terms=(replace(trained[0], coefficient=1.0),)), None
+    owners: dict[int, list[Term]] = {}
+    for term in terms.values():
+        for row in term.whole.rows:
+            owners.setdefault(row, []).append(term)
+    rows: list[Rows] = []
+    for row in sorted(owners):
+        entering = shared_out(owners[row])
+        last = rows[-1] if rows else None
+        follows = (
+            last is not None
+            and (last.stop, last.terms) == (row, entering)
+            and all(term.whole.place_of(row) == term.whole.place_of(row - 1) + 1 for term in entering)
+        )
+        is_new = size is not None and row >= size
+        if last is not None and follows and last.is_new == is_new:
+            rows[-1] = replace(last, stop=row + 1)
+        else:
+            rows.append(Rows(row, row + 1, entering, 0.0, is_new))
+    unknown = next(
+        (part for part in rows if part.is_new and len(part.terms) > 1 and not _has_tokenizers(part, tokens)), None
+    )
+    if unknown is not None:
+        several = [term.expert for term in unknown.terms]
+        problems.add(
+            f"{' and '.join(several)} trained the new token {unknown.start} of {slot.name}, but "
+            f"{next(name for name in several if name not in tokens)} has no tokenizer.json that says which token it is",
+            "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
+        )
+    total = rows[-1].stop
+    settled = replace(slot, terms=shared_out(list(terms.values())), rows=tuple(rows))
+    return settled, total if size is not None and total > size else None
+
+
+def _has_tokenizers(rows: Rows, tokens: Mapping[str, Tokens]) -> bool:
+    return all(term.expert in tokens for term in rows.terms)
+
+
+def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems: Problems) -> None:
+    """Report results that PEFT computes wrongly if the base ties its head to its embedding.
+
+    Trained tokens of an embedding also apply to the tied head, unless an adapter changes both. So no other change of an
+    embedding or head is allowed, unless the base's config says that they are not tied.
+    """
+    trained = [slot for slot in slots if slot.of_tokens]
+    changed = [slot for slot in slots if slot.terms and (slot in trained or is_vocabulary(slot.name, slot.layer))]
+    if not trained or (config is not None and config.get("tie_word_embeddings") is False):
+        return
+    if len(changed) == 1 and changed[0].name.rpartition(".")[2] not in HEADS:
+        return
+    names = " and ".join(slot.name for slot in changed)
+    tied = "its config.json is not on this machine" if config is None else "its config.json does not say that"
+    problems.add(
+        f"tokens of {trained[0].name} were trained (trainable_token_indices), and the result changes {names}. PEFT "
+        f"computes that correctly only if the base's embedding and head are not tied, but {tied}",
+        "Use a base with `tie_word_embeddings: false` and pass it as `base_model`, or leave all but the embedding to "
+        "the base by rules",
+        parameter="base_model",
+        kind=BaseModelError if config is None else UnsupportedError,
+    )
+
+
+def with_rows_of_base(slot: Slot, rows: Sequence[Rows], problems: Problems) -> Slot:
+    """A stored embedding or head, with the rows of trained tokens and the base's rows between them."""
+    count, complete, next_row = slot.shape[0], list[Rows](), 0
+    for part in rows:
+        if part.start > next_row:
+            complete.append(Rows(next_row, part.start, (), 1.0))
+        complete.append(part)
+        next_row = part.stop
+    if next_row < count:
+        complete.append(Rows(next_row, count, (), 1.0))
+    odd = next((part for part in complete if not part.terms and part.stop > count), None)
+    if odd is not None:
+        problems.add(
+            f"the tokens up to {next_row - 1} of {slot.name} were trained, but the base has {count} rows and no expert "
+            f"trained row {max(count, odd.start)}",
+            "Resize the base's vocabulary as for training, save it, and pass it as `base_model`",
+            parameter="base_model",
+            kind=BaseModelError,
+        )
+        return slot
+    return replace(slot, rows=tuple(complete), shape=(complete[-1].stop, *slot.shape[1:]))
+
+
+_SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
+
+
+class Vocabularies(NamedTuple):
+    """The slots with their rows settled, and notes for the user."""
+
+    slots: list[Slot]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _TokenTable:
+    """The vocabularies of the base and the experts, as far as they are known.
+
+    Attributes:
+        config: the base's; None if it is not on this machine.
+        size: the base's number of rows; None if it is not known.
+        base: the base's tokens or, if unknown, those that every expert has.
+        tokens: expert → its tokens; experts without a tokenizer are left out.
+    """
+
+    config: Mapping[str, Any] | None
+    size: int | None
+    base: Tokens
+    tokens: Mapping[str, Tokens]
+
+    def extra(self, module: str) -> int:
+        """The rows that the base has for this module beyond its vocabulary."""
+        return 0 if self.config is None else extra_rows(self.config, module)
+
+    def new(self, expert: str, rows: int) -> dict[int, str | None]:
+        """The expert's tokens that the base lacks, by id, for ids below `rows`; None if a token's text is unknown."""
+        if expert in self.tokens:
+            added = {i: t for i, t in self.tokens[expert].items() if i < rows and self.base.get(i) != t}
+            return dict(sorted(added.items()))
+        return dict.fromkeys(range(rows if self.size is None else self.size, rows))
+
+
+def settle_vocabulary(
+    slots: Sequence[Slot],
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    composition: Composition,
+    problems: Problems,
+    base: Checkpoint | None = None,
+) -> Vocabularies:
+    """Settle the rows of embeddings and heads if an expert has tokens that the base or another expert lacks.
+
+    Args:
+        slots: the slots with their terms.
+        ends: expert → its changes of embeddings and heads, by the slot's name.
+        experts: the experts.
+        composition: the request.
+        problems: collects clashes of tokens, and new tokens that would get no row, or only part of one.
+        base: the base, if it has been opened.
+    """
+    if not any(ends.values()) or _are_alike(slots, ends, experts, base):
+        return Vocabularies(list(slots))
+    table = _token_table(ends, experts, composition, slots, base, problems)
+    if problems:
+        return Vocabularies(list(slots))
+    settled, sizes = [], {}
+    new: dict[int, tuple[str, str | None]] = {}
+    for slot in slots:
+        slot_changes = {name: changes[slot.name] for name, changes in ends.items() if slot.name in changes}
+        extra = table.extra(slot.module)
+        own_table = table if table.size is None else replace(table, size=table.size + extra)
+        if slot.base is not None:
+            own_table = replace(table, size=slot.base.tensor.shape[0])
+        if any(isinstance(term.change, Whole) and term.change.rows for term in slot.terms):
+            slot, size = settle_tokens(slot, own_table.size, table.tokens, problems)
+        else:
+            slot_changes = {
+                name: part for name, part in slot_changes.items() if not (isinstance(part, Whole) and part.rows)
+            }
+            size = None
+        if slot_changes and not slot.of_tokens:
+            slot, size = _settled(slot, slot_changes, own_table, composition, problems)
+        if size is not None:
+            sizes[slot.name] = size - extra
+        for rows in slot.rows:
+            for i in range(rows.start, rows.stop) if rows.is_new else ():
+                owner = rows.terms[0].expert
+                if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
+                    new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
+        settled.append(slot)
+    if not any(slot.is_stored for slot in slots):  # else `making` checks them, after the rows of LoRA's copies
+        check_sizes(sizes, problems)
+    check_ties(settled, table.config, problems)
+    return Vocabularies(settled, _notes(table, new, sizes, is_model=any(slot.is_stored for slot in slots)))
+
+
+def _are_alike(
+    slots: Sequence[Slot],
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    base: Checkpoint | None,
+) -> bool:
+    """Whether stored embeddings and heads have the same rows in all checkpoints, and all tokenizers the same bytes.
+
+    Parsing a large tokenizer takes longer than planning.
+    """
+    if not all(slot.is_stored for slot in slots):
+        return False
+    rows_of = {slot.name: slot.shape[0] for slot in slots if slot.shape}
+    if any(_rows_of(part, rows_of[name]) != rows_of[name] for parts in ends.values() for name, part in parts.items()):
+        return False
+    folders = [expert.source.folder for expert in experts.values()] + ([base.source.folder] if base else [])
+    return len({tokenizer_bytes(folder) for folder in folders} - {None}) < 2
+
+
+def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
+    """Check that all embeddings and heads of a result have the same number of rows (`sizes`, by name)."""
+    if len(set(sizes.values())) > 1:
+        few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+        problems.add(
+            f"{many} would have {sizes[many]} rows and {few} {sizes[few]}: an expert resized the vocabulary but holds "
+            "only one of the two",
+            "Save that expert again with both in modules_to_save, or with save_embedding_layers=True",
+            kind=UnsupportedError,
+        )
+
+
+def _rows_of(change: Change, base: int | None = None) -> int:
+    """The number of rows of the weight that a change of an embedding or head is for; `base` is that of the base."""
+    if isinstance(change, Whole):
+        return next(iter(change.tensors.values())).shape[0]
+    lora = change.part.lora if isinstance(change, Opaque) else change.lora
+    if lora is None:  # (IA)³ and others, of the base's own weight
+        assert base is not None
+        return base
+    return lora.in_features if lora.embedding else lora.out_features
+
+
+def _token_table(
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    composition: Composition,
+    slots: Sequence[Slot],
+    opened: Checkpoint | None,
+    problems: Problems,
+) -> _TokenTable:
+    """The tokens of the base and the experts. Experts that have different tokens under one id are reported."""
+    config: Mapping[str, Any] | None = None
+    folder: Path | None = None
+    configs = [expert.config for expert in experts.values() if isinstance(expert, Adapter)]
+    named = (at_revision(c.base_model, c.revision) for c in configs if c.base_model)
+    reference = composition.base_model or next(named, None)
+    if opened is not None:
+        config, folder = opened.config, opened.source.folder
+    elif reference is not None:
+        config, folder = cached_base_config(reference), cached_base_folder(reference)
+    if config is None and composition.base_model is not None and any(s.in_full and s.needs_base for s in slots):
+        with problems.collect():
+            source, config = base_config(composition.base_model)
+            folder = source.folder
+    size = None if config is None else language_config(config).get("vocab_size")
+    size = size if type(size) is int else None
+    tokens: dict[str, Tokens] = {}
+    for name, expert in experts.items():
+        with problems.collect():
+            own_tokens = read_tokens(expert.source.folder)
+            if own_tokens is not None:
+                tokens[name] = own_tokens
+    base = None
+    with problems.collect():
+        base = None if folder is None else read_tokens(folder)
+    if base is None:  # assume the tokens that all experts share
+        everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
+        row_counts = [
+            min(part.rows) if isinstance(part, Whole) and part.rows else _rows_of(part, size)
+            for changes in ends.values()
+            for part in changes.values()
+        ]
+        base = {i: token for i, token in everywhere if i < (size or min(row_counts))}
+    is_unknown = reference is None and opened is None
+    names = list(tokens)
+    for number, name in enumerate(names):
+        for other in names[:number]:
+            ours, theirs = ({i: t for i, t in tokens[who].items() if base.get(i) != t} for who in (other, name))
+            if odd := clashes(ours, theirs):
+                problems.add(
+                    f"{other} and {name} have different tokens under one id, or one token under two: {and_more(odd)}",
+                    "Train both with one tokenizer: add all new tokens, in one order, to each before training"
+                    + (". If one of them has the base's tokens, pass the base as `base_model`" * is_unknown),
+                    kind=ExpertError,
+                )
+    return _TokenTable(config, size, base, tokens)
+
+
+def _settled(
+    slot: Slot,
+    changes: Mapping[str, Change],
+    table: _TokenTable,
+    composition: Composition,
+    problems: Problems,
+) -> tuple[Slot, int | None]:
+    """The slot with its rows, and their number; None if it stays the base's."""
+    sizes = {name: _rows_of(part, table.size) for name, part in changes.items()}
+    new = {name: table.new(name, sizes[name]) for name in changes}
+    new_ids = {i for tokens in new.values() for i in tokens}
+    unnamed = next((name for name in changes if name not in table.tokens), None)
+    differ = len(set(sizes.values())) > 1 or bool(new_ids)
+    if table.size is None and slot.is_stored and differ and unnamed is not None:
+        listed = ", ".join(f"{size} rows in {name}" for name, size in sizes.items())
+        problems.add(
+            f"the rows of {slot.name} are those of different tokens ({listed}), but {unnamed} has no "
+            "tokenizer.json that says which",
+            f"Pass `base_model`, whose tokens are known by their place. {_SAVE}",
+            parameter="base_model",
+            kind=ExpertError,
+        )
+        return slot, None
+    if new_ids and not slot.terms:
+        problems.add(
+            f"the rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
+            f"{_owners(new)} ({_tokens(new)})",
+            "Average it (`outside=average`), or give it to that expert in its own rule: "
+            f"{{modules: [{slot.module}], expert: {_owners(new)}}}",
+            kind=CompositionError,
+        )
+        return slot, None
+    if not slot.terms:
+        return slot, None
+    entering = {term.expert for term in slot.terms}
+    known_ids = {i for name in entering for i in new[name]}
+    entering |= {name for name, tokens in new.items() if not tokens.keys() <= known_ids}
+    if not all(isinstance(changes[name], Whole) for name in entering):
+        if _has_one_rule(slot, sizes, new):
+            return slot, max(sizes[term.expert] for term in slot.terms)
+        if not _is_sum(slot, changes, composition):
+            owner = max(sorted(entering), key=lambda name: (len(new[name]), sizes[name]))
+            excess = f"new tokens ({_tokens(new)})" if new_ids else f"{sizes[owner]} rows"
+            odd = next((name for name, change in changes.items() if isinstance(change, Opaque)), owner)
+            problems.add(
+                f"{owner} has {excess} and {_kind_of(changes[owner])} on {slot.name}, whose rows the rule "
+                f"`{slot.rule}` does not combine with fixed weights"
+                if odd == owner
+                else f"{owner} has {excess}, but {odd} has {_kind_of(changes[odd])} on {slot.name}, whose rows cannot "
+                "be computed one by one",
+                f"Give it to {owner} in its own rule: {{modules: [{slot.module}], expert: {owner}}}",
+                kind=UnsupportedError,
+            )
+            return slot, None
+    if len(unknown := [name for name, tokens in new.items() if None in tokens.values()]) and len(new) > 1:
+        shared = {i for i in new[unknown[0]] if any(i in tokens for name, tokens in new.items() if name != unknown[0])}
+        if shared:
+            problems.add(
+                f"{' and '.join(new)} hold rows for new tokens ({_ids(shared)}) in {slot.name}, but {unknown[0]} has "
+                "no tokenizer.json that says which tokens they are",
+                _SAVE,
+                kind=ExpertError,
+            )
+            return slot, None
+    total = max(sizes[name] for name in entering)
+    edges = {0, total, *sizes.values(), *new_ids, *(i + 1 for i in new_ids)}
+    edges |= set() if table.size is None else {table.size}
+    rows: list[Rows] = []
+    ordered = sorted(edge for edge in edges if edge <= total)
+    for start, stop in pairwise(ordered):
+        owners = [name for name, tokens in new.items() if start in tokens]
+        part = _range_of(slot, start, stop, owners, sizes, table, changes)
+        if part is None:
+            problems.add(
+                f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
+                f"`{slot.rule}` gives it to neither",
+                f"Give it to one of them in its own rule: {{modules: [{slot.module}], expert: {owners[0]}}}",
+                kind=CompositionError,
+            )
+            return slot, None
+        last = rows[-1] if rows else None
+        if last is not None and (last.terms, last.rest, last.is_new) == (part.terms, part.rest, part.is_new):
+            rows[-1] = replace(last, stop=stop)
+        else:
+            rows.append(part)
+    ordinary = all((part.terms, part.rest) == (slot.terms, slot.rest) for part in rows)
+    ordinary = ordinary and all(sizes[term.expert] == total for term in slot.terms)
+    if ordinary and (table.size in (None, total) or not slot.rest):
+        # All rows have the same terms, but merging has to know where the base's rows end.
+        rows = rows if table.size is not None and table.size != total else []
+    if rows and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
+        weighting = "magnitude weights" if slot.method == "linear" else slot.method
+        problems.add(
+            f"{slot.name} has rows for tokens that the base or an expert lacks, so it cannot be combined by "
+            f"{weighting}",
+            f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.module}], expert: NAME}}",
+            parameter="weights" if slot.method == "linear" else "method",
+            kind=UnsupportedError,
+        )
+        return slot, None
+    return replace(slot, rows=tuple(rows)), total
+
+
+def _range_of(
+    slot: Slot,
+    start: int,
+    stop: int,
+    owners: Sequence[str],
+    sizes: Mapping[str, int],
+    table: _TokenTable,
+    changes: Mapping[str, Change],
+) -> Rows | None:
+    """A range of rows with its terms; None if several experts own the rows and the rule names none of them."""
+    if owners:
+        entering = [term for term in slot.terms if term.expert in owners]
+        if not entering and len(owners) > 1:
+            return None
+    else:
+        entering = [term for term in slot.terms if sizes[term.expert] >= stop]
+        if len(entering) == len(slot.terms) and (not slot.rest or table.size is None or stop <= table.size):
+            return Rows(start, stop, slot.terms, slot.rest)
+        owners = [name for name, size in sizes.items() if size >= stop]
+    if not entering:
+        entering = [Term(owners[0], owners[0], 1.0, changes[owners[0]])]
+    terms = shared_out(entering)
+    return Rows(start, stop, terms, _rest(terms), is_new=True)
+
+
+def _rest(terms: Sequence[Term]) -> float:
+    """The base's coefficient in rows of these terms, whose coefficients add up to 1."""
+    added = [term.coefficient for term in terms if not isinstance(term.change, Whole)]
+    return 1.0 if len(added) == len(terms) else sum(added)
+
+
+def _has_one_rule(slot: Slot, sizes: Mapping[str, int], new: Mapping[str, Mapping[int, str | None]]) -> bool:
+    """Whether all rows of a module with LoRA are computed alike, so that an adapter can hold the result.
+
+    They are if there are no new tokens, or if one expert has all of them and owns the module, or if all experts that
+    the rule names have the same ones. Otherwise the rule would scale the ΔW of new tokens, which need their own.
+    """
+    if len({sizes[term.expert] for term in slot.terms}) > 1:
+        return False
+    new_ids = {i for tokens in new.values() for i in tokens}
+    if not new_ids or (slot.owner is not None and new_ids <= new.get(slot.owner, {}).keys()):
+        return True
+    new_tokens = [new.get(name, {}) for name in slot.requested]
+    same = all(
+        tokens.keys() == new_ids and tokens == new_tokens[0] and None not in tokens.values() for tokens in new_tokens
+    )
+    return same and all(isinstance(term.change, LowRank) for term in slot.terms)
+
+
+def _is_sum(slot: Slot, changes: Mapping[str, Change], composition: Composition) -> bool:
+    """Whether the rows can be computed one by one: a sum with coefficients that no tensor decides."""
+    fixed = slot.rule is not None and not slot.rule.weights and composition.row_threshold is None
+    return fixed and slot.method == "linear" and not any(isinstance(part, Opaque) for part in changes.values())
+
+
+def _kind_of(change: Change) -> str:
+    if isinstance(change, Opaque):
+        return change.part.method
+    return "LoRA" if isinstance(change, LowRank) else "whole weights"
+
+
+def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:
+    return " and ".join(name for name, tokens in new.items() if tokens)
+
+
+def _tokens(new: Mapping[str, Mapping[int, str | None]]) -> str:
+    texts = {i: token for tokens in new.values() for i, token in tokens.items()}
+    return and_more([f"{i}" if texts[i] is None else f"{i} {texts[i]!r}" for i in sorted(texts)])
+
+
+def _ids(numbers: set[int]) -> str:
+    return and_more([str(number) for number in sorted(numbers)])
+
+
+def _notes(
+    table: _TokenTable, new: Mapping[int, tuple[str, str | None]], sizes: Mapping[str, int], *, is_model: bool
+) -> tuple[str, ...]:
+    size = max(sizes.values(), default=0)
+    grows = table.size is not None and size > table.size
+    if not grows and not (is_model and new):
+        return ()
+    owners = dict.fromkeys(owner for owner, _ in new.values())
+    additions = [
+        f"{and_more([repr(token) if token else str(i) for i, (o, token) in new.items() if o == owner])} of {owner}"
+        for owner in owners
+    ]
+    listed = f" ({'; '.join(additions)})" if additions else ""
+    if is_model and not grows:
+        return (f"the vocabulary has new tokens{listed}",)
+    growth = f"the vocabulary grows from {table.size} to {size} rows{listed}"
+    if is_model:
+        return (growth,)
+    return (f"{growth}: call model.resize_token_embeddings({size}) before PEFT loads the adapter",)
+
+
+def with_lent_rows(
+    slots: Mapping[str, Slot],
+    stored: Mapping[str, StoredTensor],
+    tied: TiedHead | None,
+    adapters: Mapping[str, Adapter],
+    problems: Problems,
+) -> dict[str, Slot]:
+    """The slots of a merge, with copies in the rows of embeddings and heads that have LoRA and that the base lacks.
+
+    Args:
+        slots: the stored tensors with their terms, and with the rows that the plan gives them.
+        stored: the base's tensors.
+        tied: the embedding and its head, if they are tied in the base but not in the result: if one of them has LoRA,
+            the other has the copy's rows without ΔW.
+        adapters: the experts that are adapters.
+        problems: collects experts that hold no copy, and methods that are not weighted sums.
+    """
+    extended = dict(slots)
+    for name, slot in slots.items():
+        if not slot.has_tokens:
+            continue
+        size = stored[name].tensor.shape[0]
+        if any(_factor_rows(term) > size for term in _low_rank(slot)):
+            extended[name] = _with_copies(slot, size, adapters, problems)
+        elif any(_factor_rows(term) > size for term in slot.opaque):
+            extended[name] = _on_copy(slot, size, problems)
+    if tied is not None:
+        for untied, other in ((tied.head, tied.embedding), (tied.embedding, tied.head)):
+            extended[untied] = _without_factors(extended[untied], extended[other])
+    return extended
+
+
+def _factor_rows(term: Term) -> int:
+    """The rows of the stored weight that the factors are for; 0 if the change has none."""
+    if term.opaque is None:
+        return term.lora.in_features if term.low_rank.transposed else term.lora.out_features
+    lora = term.opaque.part.lora
+    return 0 if lora is None else lora.in_features if term.opaque.transposed else lora.out_features
+
+
+def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
+    """An embedding or head that PEFT computes from the whole of its owner's copy (DoRA)."""
+    term = max(slot.opaque, key=_factor_rows)
+    total, copy = _factor_rows(term), copy_beside(term.change)
+    if slot.owner is None:
+        problems.add(
+            f"{slot.name} is {term.method} of a resized vocabulary in {term.expert}, which is computed from its own "
+            f"{total} rows, so it cannot be blended",
+            f"Give it to {term.expert} in its own rule: {{modules: [{slot.module}], expert: {term.expert}}}",
+            kind=UnsupportedError,
+        )
+        return slot
+    if copy is None or copy.shape[0] < total:
+        _report_no_copy(term, slot.module, size, problems)
+        return slot
+    lent = replace(term, change=Whole(term.change.path, {"weight": copy}))
+    rows = (Rows(0, total, slot.terms, 0.0, is_new=True, lent=(lent,)),)
+    return replace(slot, rows=rows, shape=(total, *slot.shape[1:]))
+
+
+def _report_no_copy(term: Term, module: str, size: int, problems: Problems) -> None:
+    problems.add(
+        f"{term.expert} has {term.method or 'LoRA'} on {_factor_rows(term)} rows of {module}, but the base has {size}, "
+        "and the adapter holds no copy of the others",
+        "Save the adapter again with `save_embedding_layers=True`, or pass the resized base on which it "
+        "was trained as `base_model`",
+        parameter="base_model",
+        kind=BaseModelError,
+    )
+
+
+def _with_copies(slot: Slot, size: int, adapters: Mapping[str, Adapter], problems: Problems) -> Slot:
+    """An embedding or head with LoRA; the base has only the first `size` of its rows."""
+    if not slot.is_linear or slot.opaque:
+        problems.add(
+            f"{slot.name} has LoRA of a resized vocabulary, whose rows can only be added up, but its method is "
+            f"{slot.method}",
+            "Compose the experts into an adapter with `compose` first, and merge that",
+            parameter="method",
+            kind=UnsupportedError,
+        )
+        return slot
+    total = max(_factor_rows(term) for term in _low_rank(slot))
+    rows = slot.rows or (Rows(0, size, slot.terms, slot.rest), Rows(size, total, slot.terms, slot.rest, is_new=True))
+    complete = []
+    for part in rows:
+        if part.stop <= size or part.rest == 0:
+            complete.append(part)
+            continue
+        if part.start < size:
+            problems.add(
+                f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
+                "Pass `base_model` when you compose them",
+                parameter="base_model",
+                kind=BaseModelError,
+            )
+            return slot
+        lent = []
+        for term in shared_out(_low_rank(part)):
+            copy = copy_beside(term.change)
+            if copy is None or copy.shape[0] < part.stop:
+                _report_no_copy(term, term.lora.name, size, problems)
+                return slot
+            whole = Whole(term.change.path, {"weight": copy})
+            lent.append(replace(term, coefficient=part.rest * term.coefficient, change=whole))
+        complete.append(replace(part, rest=0.0, lent=tuple(lent)))
+    return replace(slot, rows=tuple(complete), shape=(rows[-1].stop, *slot.shape[1:]))
+
+
+def _low_rank(part: Slot | Rows) -> list[Term]:
+    """The terms with factors, of all rows."""
+    terms = part.all_terms if isinstance(part, Slot) else part.terms
+    return [term for term in terms if isinstance(term.change, LowRank)]
+
+
+def _without_factors(slot: Slot, other: Slot) -> Slot:
+    """An embedding or head without LoRA, with the new rows of `other`, to which it is tied in the base."""
+    added = [replace(part, start=max(part.start, slot.shape[0])) for part in other.rows if part.stop > slot.shape[0]]
+    if slot.rows or not added or not all(part.lent and len(part.lent) == len(part.terms) for part in added):
+        return slot
+    rows = [Rows(0, slot.shape[0], slot.terms, slot.rest)]
+    rows += [Rows(part.start, part.stop, part.lent, 0.0, is_new=True) for part in added]
+    return replace(slot, rows=tuple(rows), shape=other.shape)

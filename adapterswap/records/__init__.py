@@ -1,1 +1,0 @@
-"""What outputs say about themselves: adapterswap.json and the model card."""

@@ -1,0 +1,1 @@
+"""Tools around composing: convert, extract, compare, inspect and verify."""

@@ -1,0 +1,302 @@
+"""The difference of two adapters: distance and cosine of ΔW per module, distance of weights trained in full.
+
+ΔW is compared in low rank and never formed; whole weights are read in blocks. Knows opened adapters only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.changes.joint import Joint
+from adapterswap.changes.reading import read_matrices
+from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
+from adapterswap.experts.adapter import Adapter, open_expert
+from adapterswap.files.numbers import open_files, read_elements, row_ranges
+from adapterswap.files.tensorfile import Tensor
+from adapterswap.model.layers import STACKS, Kind, stack_of
+from adapterswap.planning.base import under_one_name
+from adapterswap.writing.outputs import map_in_threads
+from adapterswap.writing.resolving import cosine
+
+_PLACES = ("no", *STACKS)  # the order of the first words of layers' names
+
+
+_BLOCK = 2**20  # elements read at a time
+
+_Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two ΔW of one module, X of the first adapter and Y of the second (zero if one lacks the module).
+
+    Attributes:
+        name, layer, kind: the module.
+        norms: ‖X‖ and ‖Y‖ (Frobenius).
+        product: ⟨X, Y⟩.
+        apart: ‖X - Y‖.
+        distance: ‖X - Y‖ / ‖X‖; infinite for X = 0 ≠ Y.
+        cosine: ⟨X, Y⟩ / (‖X‖·‖Y‖); None if one is zero.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    norms: tuple[float, float]
+    product: float
+    apart: float
+
+    @property
+    def distance(self) -> float:
+        first, second = self.norms
+        return self.apart / first if first else (math.inf if second else 0.0)
+
+    @property
+    def cosine(self) -> float | None:
+        return cosine(self.product, self.norms)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data; an infinite distance, which JSON cannot hold, is null."""
+        return {"norms": list(self.norms), "distance": _finite(self.distance), "cosine": self.cosine}
+
+
+@dataclass(frozen=True)
+class SavedDifference:
+    """A module that one or both adapters hold in full (`modules_to_save`): W₁ of the first, W₂ of the second.
+
+    Whole weights do not determine ΔW without the base, so a module that only one adapter holds in full has no distance.
+
+    Attributes:
+        name, layer, kind: the module.
+        shape: of its parameters, in words.
+        norms: ‖W₁‖ and ‖W₂‖ (Frobenius, over all its parameters); None for an adapter that does not hold it in full.
+        apart: ‖W₁ - W₂‖; None if one does not hold it in full.
+        lora: whether the adapter that does not hold it in full has LoRA on it.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    shape: str
+    norms: tuple[float | None, float | None]
+    apart: float | None
+    lora: bool = False
+
+    @property
+    def distance(self) -> float | None:
+        """‖W₁ - W₂‖ / ‖W₁‖; infinite for W₁ = 0 ≠ W₂; None if it is unknown."""
+        if self.apart is None or self.norms[0] is None:
+            return None
+        return self.apart / self.norms[0] if self.norms[0] else (math.inf if self.apart else 0.0)
+
+    @property
+    def remark(self) -> str:
+        """Why there is no distance; empty if there is one."""
+        if self.apart is not None:
+            return ""
+        holder, lacking = ("first", "second") if self.norms[1] is None else ("second", "first")
+        lora_note = f"; the {lacking} has LoRA on it" if self.lora else ""
+        return f"trained in full in the {holder} only{lora_note}: the change is unknown without the base"
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data; an infinite distance, which JSON cannot hold, is null."""
+        return {
+            "shape": self.shape,
+            "norms": list(self.norms),
+            "apart": self.apart,
+            "distance": _finite(self.distance),
+            **({"remark": self.remark} if self.remark else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two adapters compared.
+
+    Attributes:
+        modules: every LoRA module that either has, in the order of layers.
+        saved: every module that either holds in full, in the same order.
+    """
+
+    modules: tuple[Difference, ...]
+    saved: tuple[SavedDifference, ...] = ()
+
+    def __repr__(self) -> str:
+        overall = self.total
+        saved = f", {len(self.saved)} trained in full" if self.saved else ""
+        return (
+            f"<Comparison distance={overall.distance:.4g}, cosine={overall.cosine}, {len(self.modules)} modules{saved}>"
+        )
+
+    @property
+    def total(self) -> Difference:
+        """All LoRA modules as one, called `all`."""
+        return total(self.modules)
+
+    @property
+    def layers(self) -> tuple[Difference, ...]:
+        """The LoRA modules of each layer as one, named by the layer's number, or `no layer`.
+
+        If both an encoder and a decoder are adapted, by the stack and the number: `decoder 3`.
+        """
+        stacks = {stack_of(module.name): None for module in self.modules if module.layer is not None}
+        layers: dict[str, list[Difference]] = {}
+        for module in self.modules:
+            stack = f"{stack_of(module.name)} " if len(stacks) > 1 else ""
+            layers.setdefault("no layer" if module.layer is None else f"{stack}{module.layer}", []).append(module)
+        names = list(layers) if len(stacks) == 1 else sorted(layers, key=lambda name: _PLACES.index(name.split()[0]))
+        return tuple(total(layers[name], name) for name in names)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data: what `adapterswap diff --json` prints."""
+        return {
+            "total": self.total.as_json(),
+            "layers": {row.name: row.as_json() for row in self.layers},
+            "modules": {module.name: module.as_json() for module in self.modules},
+            "saved": {module.name: module.as_json() for module in self.saved},
+        }
+
+
+def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
+    """Compare two adapters: the distance and the cosine of their ΔW, exact up to about 1e-10.
+
+    Args:
+        one, other: opened adapters, folders or Hub ids. A module that one of them lacks counts as ΔW = 0. Modules
+            with different names are matched by the base that the adapters name.
+
+    Returns:
+        Each module, each layer, and all of them together.
+
+    Raises:
+        ArgumentError: `one` or `other` has the wrong type.
+        NotFoundError: an adapter does not exist, or could not be downloaded.
+        ExpertError: an adapter is damaged; a module has another shape, or other parameters, in the other adapter; a
+            tensor holds NaN or infinity.
+        UnsupportedError: a full checkpoint, or an adapter of a kind that cannot be read.
+    """
+    problems = Problems(ExpertError)
+    both = under_one_name({"one": _opened(one, "one"), "other": _opened(other, "other")}, None, problems)
+    problems.raise_if_any()
+    pair = both["one"], both["other"]
+    return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)))
+
+
+def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
+    check_type(reference, (Adapter, str, Path), parameter, "Pass a local folder, a Hub id or an opened adapter")
+    try:
+        opened = reference if isinstance(reference, Adapter) else open_expert(reference)
+    except AdapterswapError as error:
+        raise error.recast(parameter=parameter) from None
+    if isinstance(opened, Adapter):
+        opened.check_low_rank("`diff` compares")
+        return opened
+    raise UnsupportedError(
+        f"{reference} is a full checkpoint, but `diff` compares adapters",
+        "Cut an adapter out of it with `adapterswap extract`, or measure its change with `adapterswap analyze`",
+        parameter=parameter,
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or math.isinf(value) else value
+
+
+def compare(one: Adapter, other: Adapter) -> list[Difference]:
+    """The difference of every LoRA module that either adapter has, in the order of layers."""
+    names = dict.fromkeys([*one.modules, *other.modules])
+    with open_files([one.file, other.file]) as files:
+
+        def difference(name: str) -> Difference:
+            pair = [(adapter, adapter.modules.get(name)) for adapter in (one, other)]
+            present = [(adapter, module) for adapter, module in pair if module is not None]
+            _check_shapes(name, [module.shape for _, module in present])
+            factors = [read_matrices(adapter.name, files[adapter.file.path], module) for adapter, module in present]
+            module, matrices = present[0][1], []
+            for joint in map(Joint, zip(*factors, strict=True)):
+                if len(present) == 1:
+                    norm = joint.norm([1])
+                    norms = (norm, 0.0) if pair[1][1] is None else (0.0, norm)
+                    matrices.append(Difference(name, module.layer, module.kind, norms, 0.0, norm))
+                else:
+                    norms = joint.norm([1, 0]), joint.norm([0, 1])
+                    inner, apart = joint.inner(0, 1), joint.norm([1, -1])
+                    matrices.append(Difference(name, module.layer, module.kind, norms, inner, apart))
+            return matrices[0] if len(matrices) == 1 else total(matrices, name)
+
+        differences = list(map_in_threads(difference, names))
+    return sorted(differences, key=lambda row: (-1 if row.layer is None else row.layer, row.name))
+
+
+def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
+    """The difference of every module that either adapter holds in full, in the order of layers."""
+    differences = []
+    with open_files([one.file, other.file]) as files:
+        for name in dict.fromkeys([*one.saved, *other.saved]):
+            pair = [adapter.saved.get(name) for adapter in (one, other)]
+            if len({module.rows for module in pair if module is not None}) > 1:
+                raise UnsupportedError(
+                    f"the adapters hold different rows of {name} (trainable_token_indices), which cannot be compared",
+                    "Merge both into full weights with `merge`, and compare these",
+                    parameter="other",
+                )
+            _check_shapes(name, [module.shape for module in pair if module is not None])
+            module = next(saved_module for saved_module in pair if saved_module is not None)
+            squares, apart = [0.0] * len([saved_module for saved_module in pair if saved_module is not None]), 0.0
+            for parameter, tensor in module.tensors.items():
+                for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
+                    blocks = [
+                        _elements(adapter, files[adapter.file.path], saved_module.tensors[parameter], start, stop)
+                        for adapter, saved_module in zip((one, other), pair, strict=True)
+                        if saved_module is not None
+                    ]
+                    squares = [sum_ + _squared(block) for sum_, block in zip(squares, blocks, strict=True)]
+                    apart += _squared(blocks[0] - blocks[-1])
+            present = iter(squares)
+            norms = [None if saved_module is None else math.sqrt(next(present)) for saved_module in pair]
+            both = None not in pair
+            lora = not both and name in one.modules.keys() | other.modules.keys()
+            differences.append(
+                SavedDifference(
+                    name, module.layer, module.kind, module.shape, (norms[0], norms[1]),
+                    math.sqrt(apart) if both else None, lora,
+                )
+            )  # fmt: skip
+    return sorted(
+        differences,
+        key=lambda row: (-1 if row.layer is None else row.layer, row.name),
+    )
+
+
+def _check_shapes(module: str, shapes: Sequence[str]) -> None:
+    if len(set(shapes)) > 1:
+        raise ExpertError(
+            f"{module} is {shapes[0]} in the first adapter and {shapes[1]} in the second",
+            "Compare adapters of the same base",
+            parameter="other",
+        )
+
+
+def _elements(adapter: Adapter, file: int, tensor: Tensor, start: int, stop: int) -> _Vector:
+    return read_elements(adapter.name, file, tensor, start, stop).astype(np.float64)
+
+
+def _squared(values: _Vector) -> float:
+    return float(values @ values)
+
+
+def total(differences: Sequence[Difference], name: str = "all") -> Difference:
+    """Several modules as one, with their ΔW side by side; without modules, ΔW is zero."""
+    if not differences:
+        return Difference(name, None, "other", (0.0, 0.0), 0.0, 0.0)
+    norms = [math.sqrt(math.fsum(row.norms[side] ** 2 for row in differences)) for side in (0, 1)]
+    product = math.fsum(row.product for row in differences)
+    apart = math.sqrt(math.fsum(row.apart**2 for row in differences))
+    first = differences[0]
+    return Difference(name, first.layer, first.kind, (norms[0], norms[1]), product, apart)

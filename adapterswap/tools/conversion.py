@@ -1,0 +1,501 @@
+"""Convert an adapter: other names, layout or dtype, safetensors for a pickle, rsLoRA for other kinds.
+
+PEFT before 0.19 always took the first axis of an expert's matrix for its inputs: A is (experts·rank ×
+first) and B (second × rank·experts). Since then A belongs to the inputs, which in most models are the second axis. The
+numbers are the same, so A and B change places, transposed for each expert. Knows PEFT's layouts; computes nothing.
+
+A LoRA is written again by a plan of one expert, so only rounding or truncation can lose anything. For other kinds PEFT
+computes the dense ΔW, and the truncated SVD is its best approximation of that rank (Eckart & Young 1936). Knows folders
+of adapters; knows nothing of compositions of several.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from adapterswap.changes.reading import Factors
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    NotFoundError,
+    Problems,
+    UnsupportedError,
+    reason_of,
+)
+from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter, read_adapter
+from adapterswap.experts.keys import TRAINABLE_TOKENS, factor_key, parameter_key
+from adapterswap.experts.names import Orientation, renamed_adapter
+from adapterswap.files.folders import check_target, scratch_folder
+from adapterswap.files.numbers import decode, finite_bytes
+from adapterswap.files.tensorfile import FLOAT_NAMES
+from adapterswap.files.text import exists, expand, read_json, shown, write_json
+from adapterswap.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint, sha256_of
+from adapterswap.model.layers import recorded_layers
+from adapterswap.model.sources import CONFIG, WEIGHTS, Source, at_revision, find_source, recorded_base
+from adapterswap.planning.base import least_depth
+from adapterswap.planning.composing import whole_rules
+from adapterswap.planning.composition import Composition, expert_name
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
+from adapterswap.tools.comparing import Difference, compare
+from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, write_lowered
+from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
+from adapterswap.writing.layout import Shape, adapter_config, most_common, written_scale
+from adapterswap.writing.loadable import with_written_names
+from adapterswap.writing.outputs import Form
+from adapterswap.writing.records import CompositionRecord, ConversionRecord
+from adapterswap.writing.reduction import approximate
+
+_CURRENT = "0.19.0"  # the first version of PEFT with today's layout
+
+
+def is_older(folder: Path) -> bool:
+    """Whether the adapter in a folder has LoRA on parameters, and a config of PEFT before 0.19 or without a version."""
+    config = read_json(folder / CONFIG)
+    if not config.get("target_parameters") or config.get("peft_type") != "LORA":
+        return False
+    match = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+    return match is None or (int(match[1]), int(match[2])) < (0, 19)
+
+
+def write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
+    """Write the adapter in `folder` with today's layout into the empty folder `out`.
+
+    Args:
+        folder: the adapter's; see `is_older`.
+        out: gets its weights and its config.
+        base: its matrices show which axis belongs to the inputs.
+
+    Returns:
+        Whether A and B changed places.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    write_json(out / CONFIG, {**read_json(folder / CONFIG), "peft_version": _CURRENT})
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        tensors: dict[str, Any] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    save_file(tensors, out / WEIGHTS)
+    adapter = read_adapter(Source(out, str(folder)))
+    fused = [module for module in adapter.modules.values() if module.experts > 1]
+    if not _is_swapped(fused, adapter.container, base):
+        return False
+    for module in fused:
+        a, b = tensors[module.a.name], tensors[module.b.name]
+        count, rank = module.experts, module.rank
+        # A of expert e is B's columns e, e + experts, … of the rank axis, transposed; and the other way round.
+        first = b.reshape(-1, rank, count).permute(2, 1, 0).reshape(count * rank, -1)
+        second = a.reshape(count, rank, -1).permute(2, 1, 0).reshape(-1, rank * count)
+        tensors[module.a.name], tensors[module.b.name] = first.contiguous(), second.contiguous()
+    save_file(tensors, out / WEIGHTS)
+    return True
+
+
+def _is_swapped(fused: list[LoraModule], container: str | None, base: Checkpoint) -> bool:
+    """Whether A belongs to the outputs. A model's matrices have one layout, so one that is not square decides."""
+    orientation = Orientation(base)
+    problems = Problems(BaseModelError)
+    layouts: dict[bool, str] = {}
+    for module in fused:
+        parameter = orientation.fused(module.name, container)
+        fits = []
+        if parameter is not None and parameter.shape[0] == module.experts:
+            out, into = reversed(parameter.shape[1:]) if parameter.transposed else parameter.shape[1:]
+            fits = [(module.out_features, module.in_features) == (out, into)]
+            fits += [(module.out_features, module.in_features) == (into, out) and not parameter.transposed]
+        if not any(fits):
+            stored = f"has it as {shown(parameter.shape)}" if parameter is not None else "has no such parameter"
+            problems.add(
+                f"{module.name} has factors of {module.experts} matrices, {module.in_features} and "
+                f"{module.out_features} long, and {base.name} {stored}",
+                "Give the base that the adapter was trained on with `base_model`",
+                parameter="base_model",
+            )
+        elif not all(fits):
+            layouts.setdefault(fits[1], module.name)
+    problems.raise_if_any()
+    if len(layouts) != 1 and fused:
+        which = f"{layouts[True]} and {layouts[False]} differ" if layouts else f"{fused[0].name} is square"
+        raise UnsupportedError(
+            f"PEFT before 0.19 stored A and B of fused experts the other way round for some models, and {which}, so "
+            "the shapes do not say whether it did here",
+            "Merge the adapter into its base with the version of PEFT that made it",
+            parameter="adapter",
+        )
+    return True in layouts
+
+
+def as_safetensors(pickled: Path, folder: Path) -> None:
+    """Write the tensors in the file `pickled` to the folder's `adapter_model.safetensors`.
+
+    Only `torch.load(weights_only=True)` reads the file: it builds only tensors and plain containers.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    remedy = "Save the adapter again with PEFT, which writes safetensors"
+    try:
+        content: Any = torch.load(pickled, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has no single class for these errors
+        raise ExpertError(f"{pickled} cannot be read without running code: {reason_of(error)}", remedy) from None
+    if not isinstance(content, dict):
+        raise ExpertError(f"{pickled} holds a {type(content).__name__} instead of named tensors", remedy)
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            raise ExpertError(f"{pickled}: {key!r} is not a dense tensor with a name", remedy)
+    tensors = {key: content[key].detach().clone().contiguous() for key in sorted(content)}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+# With LoRA, trained tokens are copied. PEFT merges modules of other kinds, which would lose the tokens' rows.
+_TOKENS = "trainable_token_indices"
+# Settings with which a LoRA is more than s·B·A, or something else.
+_VARIANTS = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config")
+_RESOLUTION = 5e-8  # of errors that are computed from inner products
+_CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
+
+
+def convert(
+    adapter: str | Path,
+    out_path: str | Path,
+    *,
+    names: Literal["transformers4", "transformers5"] | None = None,
+    layout: Literal["exact", "portable"] = "exact",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    rank: int | None = None,
+    max_error: float | None = None,
+    saved_rank: int | None = None,
+    base_model: str | Path | None = None,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Conversion:
+    """Convert an adapter: other module names, another layout or dtype, safetensors, or rsLoRA.
+
+    A LoRA keeps its ΔW, up to the rounding to `dtype` and to `rank`. LoRA on fused experts (`target_parameters`) that
+    PEFT before 0.19 saved gets today's layout. For other kinds (DoRA, LoHa, LoKr, OFT, (IA)³, …) PEFT computes each
+    module's ΔW on its base, and ΔW ≈ B·A is its truncated SVD, with lora_alpha = √rank, so that rsLoRA's scale is 1.
+
+    Args:
+        adapter: a folder or Hub id.
+        out_path: the folder to write; it appears whole or not at all.
+        names: write the module names of `transformers4` or `transformers5`; see `write_adapter`.
+        layout: `exact`, or `portable` (one rank, plain LoRA, scale 1).
+        dtype: the dtype of the tensors; by default the adapter's own, or float32 if ΔW is computed.
+        rank: the highest rank of a module; kinds other than LoRA need this or `max_error`.
+        max_error: refuse the conversion if any module has a larger relative error of ΔW, rounding included. For kinds
+            other than LoRA, each module gets the smallest rank that is enough, up to `rank`.
+        saved_rank: turn every module trained in full (`modules_to_save`) into LoRA of at most this rank, by the
+            truncated SVD of W - W_base, for engines that serve only LoRA. By default these modules stay as they are.
+        base_model: the adapter's base, if it names none or another path. DoRA, other kinds than LoRA, fused experts of
+            PEFT before 0.19 and `saved_rank` need its weights.
+        allow_pickle: read `adapter_model.bin` too, only with `torch.load(weights_only=True)`.
+        overwrite: replace the folder, if `convert` or a similar command wrote it.
+        dry_run: compute and report everything, and write nothing.
+        progress: called after each module of another kind, with the number of finished modules and the total.
+
+    Returns:
+        The kind before the conversion, and each module's rank and relative error.
+
+    Raises:
+        ArgumentError: an argument has the wrong type or value, or an adapter of another kind than LoRA was passed
+            without `rank` and `max_error`.
+        NotFoundError: there is no such adapter.
+        ExpertError: it is damaged, changes nothing, or lacks tensors that PEFT would fill with random numbers.
+        BaseModelError: its base is needed, but is not known or cannot be loaded.
+        UnsupportedError: it is a pickle and `allow_pickle` is False; PEFT has no ΔW for its kind; an error is above
+            `max_error`; with `saved_rank`, a module trained in full is a vector, such as a norm.
+        OutputError: the folder exists (without `overwrite`), holds other files, overlaps the input, or cannot be
+            written.
+    """
+    if names not in (None, "transformers4", "transformers5"):
+        raise ArgumentError(f"`names` is {names!r}", "Pass transformers4 or transformers5", parameter="names")
+    if dtype is not None and dtype not in FLOAT_NAMES:
+        raise ArgumentError(f"`dtype` is {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
+    if saved_rank is not None and (type(saved_rank) is not int or saved_rank < 1):
+        raise ArgumentError(f"`saved_rank` is {saved_rank!r}", "Pass a whole number above 0", parameter="saved_rank")
+    stored = FLOAT_NAMES[dtype] if dtype else None
+    form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
+    base_model = None if base_model is None else str(base_model)
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[adapter, base_model])
+    source = find_source(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
+    with scratch_folder("convert") as place:
+        folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
+        kind = _kind(folder)
+        older = is_older(folder)
+        if older:
+            current = place / "current"
+            current.mkdir()
+            config = read_json(folder / CONFIG)
+            base_name = config.get("base_model_name_or_path")
+            write_current(folder, current, open_checkpoint(_base_of(base_name, config.get("revision"), base_model)))
+            folder = current
+        if kind == "LORA":
+            try:
+                opened, approximated = read_adapter(replace(source, folder=folder)), {}
+            except AdapterswapError as error:
+                raise error.recast(parameter="adapter") from None
+        else:
+            if rank is None and max_error is None:
+                raise ArgumentError(
+                    f"{adapter} is {kind}, which LoRA can only approximate",
+                    "Pass `rank=16`, or `max_error=0.1` for the smallest rank with that error",
+                    parameter="rank",
+                )
+            cut = place / "cut"
+            cut.mkdir()
+            folder = _under_current_names(replace(source, folder=folder), place / "named", base_model)
+            approximated = _cut(folder, cut, form, base_model, progress)
+            opened = read_adapter(replace(source, folder=cut))
+            form = replace(form, max_rank=None, max_error=None)
+        if saved_rank is not None and opened.tokens:
+            raise UnsupportedError(
+                f"{next(iter(opened.tokens))} has trained tokens ({_TOKENS}), which stay as they are",
+                "Leave out `saved_rank`, or merge the adapter into its base with `merge`",
+                parameter="saved_rank",
+            )
+        lowers = saved_rank is not None and bool(opened.saved)
+        if saved_rank is not None and lowers:
+            lowered = place / "lowered"
+            lowered.mkdir()
+            base = open_checkpoint(_base_of(opened.config.base_model, opened.config.revision, base_model))
+            approximated |= write_lowered(
+                opened, base, lowered, rank=min(saved_rank, rank or saved_rank), error=max_error, dtype=stored
+            )
+            opened = read_adapter(replace(source, folder=lowered))
+        opened = replace(
+            opened, source=source, base_fingerprints=recorded_base(source.folder),
+            kept_layers=recorded_layers(source.folder),
+        )  # fmt: skip
+        expert = expert_name(adapter, {}, "expert")
+        prepared = prepare(_plan_of(opened, expert, base_model), form)
+        target = place / "written"
+        original = {file: sha256_of(source.folder / file) for file in (PICKLED if pickled else WEIGHTS, CONFIG)}
+
+        def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
+            if kind == "LORA" and not (pickled or lowers or older):
+                return record
+            experts = {
+                name: source_record.model_copy(update={"sha256": original})
+                for name, source_record in record.experts.items()
+            }
+            sha256 = {file: sha256_of(written / file) for file in (WEIGHTS, CONFIG)}
+            total = Conversion(target, kind, pickled, tuple(approximated.values()))
+            conversion = ConversionRecord(
+                peft_type=kind,
+                pickled=pickled,
+                rank=rank,
+                max_error=max_error,
+                sha256=sha256,
+                modules={
+                    module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
+                    for module in approximated.values()
+                },
+            )
+            if approximated:
+                conversion = conversion.model_copy(update={"relative_error": total.relative_error})
+            if lowers:
+                conversion = conversion.model_copy(update={"saved_rank": saved_rank})
+            return record.model_copy(update={"experts": experts, "conversion": conversion})
+
+        trial = dry_run or max_error is not None  # errors are known only after the files are written
+        written = write_prepared(
+            prepared, target if trial else out_path, overwrite=overwrite and not trial, amend=amend
+        )
+        modules = _measured(opened, open_adapter(written), prepared.plan.slots, approximated)
+        conversion_result = Conversion(expand(out_path), kind, pickled, modules)
+        _check_errors(conversion_result, max_error)
+        if trial and not dry_run:
+            write_prepared(prepared, out_path, overwrite=overwrite, amend=amend)
+    return conversion_result
+
+
+def _safetensors(source: Source, place: Path, *, allow_pickle: bool) -> tuple[Path, bool]:
+    """A folder with the adapter's config and safetensors, and whether they were a pickle."""
+    if exists(source.folder / WEIGHTS) or not exists(source.folder / PICKLED):
+        return source.folder, False
+    if not allow_pickle:
+        raise UnsupportedError(
+            f"{source.folder} holds a pickled adapter ({PICKLED}), which can run code when loaded",
+            "Pass `allow_pickle=True` to read its tensors with torch's restricted unpickler, which runs none",
+            parameter="allow_pickle",
+        )
+    folder = place / "safetensors"
+    folder.mkdir()
+    as_safetensors(source.folder / PICKLED, folder)
+    shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
+    return folder, True
+
+
+def _kind(folder: Path) -> str:
+    """The adapter's kind: LORA if ΔW is s·B·A, DORA and so on for its variants, else PEFT's name."""
+    config = read_json(folder / CONFIG, "Pass the folder of a PEFT adapter")
+    kind = config.get("peft_type")
+    init = config.get("init_lora_weights")
+    if kind == TRAINABLE_TOKENS:
+        raise UnsupportedError(
+            "Trained tokens are rows that replace the base's, and LoRA can only add to them",
+            "Merge them into the base with `merge`",
+            parameter="adapter",
+        )
+    if kind not in CONVERTIBLE:
+        raise UnsupportedError(
+            f"Adapters of the kind {shown(kind)} cannot be converted: their ΔW from PEFT is not tested",
+            f"Convert one of {', '.join(CONVERTIBLE)}",
+            parameter="adapter",
+        )
+    if isinstance(init, str) and init.lower().startswith(_CHANGING_INITS):
+        raise UnsupportedError(
+            f"init_lora_weights is {shown(init)}, which changed the base's weights",
+            "Save it with PEFT's path_initial_model_for_weight_conversion, which turns it into a plain LoRA",
+            parameter="adapter",
+        )
+    if kind == "LORA" and config.get("use_dora") and config.get(_TOKENS):
+        raise UnsupportedError(
+            f"{_TOKENS} is set beside DoRA, and only the tokens of plain LoRA are carried over",
+            "Merge it into its base with `merge`",
+            parameter="adapter",
+        )
+    if config.get("layer_replication"):
+        raise UnsupportedError(
+            f"layer_replication is {shown(config['layer_replication'])}: it repeats layers, so that indices no longer "
+            "name the base's",
+            "Train it without layer_replication",
+            parameter="adapter",
+        )
+    if kind == "LORA" and config.get("use_dora"):
+        return "DORA"
+    variant = next((key for key in _VARIANTS if config.get(key)), None)
+    if kind == "LORA" and variant is not None:
+        raise UnsupportedError(
+            f"{variant} is set, and such a LoRA cannot be converted", "Retrain it", parameter="adapter"
+        )
+    return str(kind)
+
+
+def _under_current_names(source: Source, out: Path, base_model: str | None) -> Path:
+    """The adapter's folder, or a copy in `out` with the base's names if its own are older, which PEFT may not know."""
+    try:
+        plan = _plan_of(read_adapter(source), "expert", base_model)
+        if with_written_names(plan) is plan:
+            return source.folder
+        return write_prepared(prepare(plan, Form()), out)
+    except AdapterswapError:  # of a kind that cannot be composed, or without a base to compare names with
+        return source.folder
+
+
+def _cut(
+    folder: Path, out: Path, form: Form, base_model: str | None, progress: Callable[[int, int], None]
+) -> dict[str, ConvertedModule]:
+    """Write an rsLoRA into `out` that approximates the adapter of another kind in `folder`; return its modules."""
+    from safetensors.numpy import save_file
+
+    config = read_json(folder / CONFIG)
+    base_name = config.get("base_model_name_or_path")
+    reference = _base_of(base_name, config.get("revision"), base_model)
+    base = find_source(reference, WEIGHT_FILES, what="base model")
+    loaded = load_with_base(folder, base.folder, reference)
+    tensors: dict[str, Any] = {}
+    modules: dict[str, ConvertedModule] = {}
+    dtype = form.dtype or "F32"
+    for change in loaded.changes(progress):
+        if not np.isfinite(change.delta).all():
+            raise ExpertError(f"ΔW of {change.name} holds NaN or infinity", "Train the adapter again")
+        norm = float(np.linalg.norm(change.delta.astype(np.float64)))
+        if norm == 0:
+            continue
+        cut = approximate(change.delta, rank=form.max_rank, error=form.max_error)
+        a, b = (
+            decode(finite_bytes(values, dtype, change.name), dtype, values.shape)
+            for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
+        )
+        error = float(np.linalg.norm((change.delta - Factors(a, b).b @ a).astype(np.float64))) / norm
+        modules[change.name] = ConvertedModule(change.name, a.shape[0], norm, error)
+        tensors[factor_key(change.name, "A", embedding=False)] = a
+        tensors[factor_key(change.name, "B", embedding=False)] = b
+    if not modules:
+        raise ExpertError("The adapter changes no weight of its base", "Train it first", parameter="adapter")
+    for name, tensor in loaded.saved.items():
+        module, _, parameter = name.rpartition(".")
+        tensors[parameter_key(module, parameter, wrapped=module in modules)] = tensor.float().numpy()
+    shapes = {name: Shape(module.rank, *written_scale(module.rank, True, 1.0)) for name, module in modules.items()}
+    rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
+    save_file(tensors, out / WEIGHTS)
+    content = adapter_config(
+        shapes, rank, alpha, rslora=True, base_model=base_name or reference, revision=config.get("revision"),
+        task_type=config.get("task_type"), fan_in_fan_out=bool(config.get("fan_in_fan_out")), tied=False,
+        saved=config.get("modules_to_save") or (), auto_mapping=config.get("auto_mapping"),
+        variant={"bias": "all"} if config.get("bias", "none") != "none" else None,
+    )  # fmt: skip
+    write_json(out / CONFIG, content)
+    return modules
+
+
+def _base_of(base_name: object, revision: str | None, base_model: str | None) -> str:
+    """The base that the caller passed, or else the one that the adapter names."""
+    reference = base_model or (at_revision(base_name, revision) if isinstance(base_name, str) else None)
+    if reference is None:
+        raise BaseModelError("The adapter names no base model", "Pass `base_model`", parameter="base_model")
+    return reference
+
+
+def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
+    """The plan that gives every module to one expert. Without the base, the least possible depth is enough."""
+    composition = Composition(allocation=whole_rules(expert, adapter), base_model=base_model)
+    try:
+        return make_plan(composition, {expert: adapter})
+    except (NotFoundError, BaseModelError):
+        return make_plan(
+            composition.model_copy(update={"num_layers": least_depth({expert: adapter})}), {expert: adapter}
+        )
+
+
+def _measured(
+    before: Adapter, after: Adapter, slots: Mapping[str, Any], own: Mapping[str, ConvertedModule]
+) -> tuple[ConvertedModule, ...]:
+    """The modules with their errors: those in `own` as they are, the others compared with their factors before."""
+    names = {slot.module: name for name, slot in slots.items()}
+    own_modules = [replace(module, name=names.get(name, name)) for name, module in own.items()]
+    if own.keys() >= before.modules.keys():
+        return tuple(own_modules)
+    renamed = renamed_adapter(
+        before, {n: names.get(n, n) for n in (*before.modules, *before.saved)}, "", after.container
+    )
+    own_names = {module.name for module in own_modules}
+    return (
+        *(
+            ConvertedModule(
+                difference.name, after.modules[difference.name].rank, difference.norms[0], _error(difference)
+            )
+            for difference in compare(renamed, after)
+            if difference.name in after.modules and difference.name not in own_names
+        ),
+        *own_modules,
+    )
+
+
+def _error(difference: Difference) -> float:
+    """The relative error; 0 below the resolution of inner products."""
+    return difference.distance if difference.norms[0] and difference.distance > _RESOLUTION else 0.0
+
+
+def _check_errors(conversion: Conversion, max_error: float | None) -> None:
+    problems = Problems(UnsupportedError)
+    for module in conversion.modules:
+        if max_error is not None and module.error > max_error * (1 + 1e-6) + 1e-7:
+            problems.add(
+                f"the relative error of {module.name} is {module.error:.3g} at rank {module.rank}, above {max_error:g}",
+                "Pass a larger `rank`, a larger `max_error`, or `dtype=float32`",
+                parameter="max_error",
+            )
+    problems.raise_if_any()

@@ -1,0 +1,355 @@
+"""How any PEFT adapter changes its base's weights, as dense matrices, truncated to LoRA of a rank.
+
+PEFT merges one module at a time, in float32. The base's weight is restored afterwards, so memory holds the base and one
+module. A kind is supported if a test shows that merging it gives the same outputs. Knows PEFT's layers; knows nothing
+of low rank.
+
+Engines that serve only LoRA can then load the adapter. Weights of linear layers and embeddings can become LoRA;
+vectors, such as norms, cannot. Knows checkpoints and adapter folders; knows nothing of compositions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.changes.kinds import Whole
+from adapterswap.changes.locating import find_tied_head, locate_all, with_head
+from adapterswap.changes.reading import Factors, read_difference
+from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError, reason_of
+from adapterswap.experts.adapter import Adapter, and_more
+from adapterswap.experts.keys import canonical_key, factor_key, part_key
+from adapterswap.files.numbers import decode, finite_bytes, open_files
+from adapterswap.files.text import read_json, write_json
+from adapterswap.model.anatomy import AdaptableWeight, adaptable_weights, build_empty, read_config, rename_keys
+from adapterswap.model.checkpoints import Checkpoint
+from adapterswap.model.loading import quiet_peft
+from adapterswap.model.sources import CONFIG, WEIGHTS
+from adapterswap.writing.layout import Shape, adapter_config, written_scale
+from adapterswap.writing.reduction import approximate
+
+
+@dataclass(frozen=True)
+class ConvertedModule:
+    """A module of a converted adapter.
+
+    Attributes:
+        name: its full name in the written adapter.
+        rank: the rank of its factors.
+        norm: ‖ΔW‖ before the conversion (Frobenius).
+        error: ‖ΔW - ΔW'‖ / ‖ΔW‖ with the factors as written; 0 if it is below 5e-8.
+    """
+
+    name: str
+    rank: int
+    norm: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` wrote, or would write.
+
+    Attributes:
+        out_path: the folder.
+        peft_type: the adapter's kind before, such as LORA, DORA or LOHA.
+        pickled: whether its weights were a pickle.
+        modules: its LoRA modules.
+    """
+
+    out_path: Path
+    peft_type: str
+    pickled: bool
+    modules: tuple[ConvertedModule, ...]
+
+    @property
+    def relative_error(self) -> float:
+        """‖ΔW - ΔW'‖ / ‖ΔW‖ over all modules together."""
+        norm = math.sqrt(math.fsum(module.norm**2 for module in self.modules))
+        distance = math.sqrt(math.fsum((module.norm * module.error) ** 2 for module in self.modules))
+        return distance / norm if norm else 0.0
+
+    @property
+    def worst(self) -> ConvertedModule:
+        """The module with the largest error."""
+        return max(self.modules, key=lambda module: module.error)
+
+
+CONVERTIBLE = (
+    "LORA", "ADALORA", "LOHA", "LOKR", "OFT", "BOFT", "IA3", "VERA", "HRA", "FOURIERFT", "VBLORA", "RANDLORA", "MISS",
+    "SHIRA", "C3A", "DELORA", "WAVEFT", "GRALORA",
+)  # fmt: skip
+"""The values of `peft_type` that are converted; LORA stands for DoRA and other variants of it."""
+
+# The settings that say how PEFT starts a module; False means at random.
+_INITS = ("init_weights", "init_lora_weights", "init_ia3_weights")
+_MODULES = part_key("", "").removesuffix(".")  # before the names of modules
+# A trained bias of the base, not one of PEFT's own tensors (`lora_B.bias`).
+_BASE_BIAS = re.compile(r"(?<!\.lora_A)(?<!\.lora_B)\.bias$")
+
+_KEEP = "Use the adapter as it is, or merge it into its base with PEFT"
+
+
+@dataclass(frozen=True)
+class DenseChange:
+    """ΔW of a module, out×in."""
+
+    name: str
+    delta: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter in its base.
+
+    Attributes:
+        model: the PeftModel.
+        saved: the parameters that were trained in full, of whole modules or biases alone, by their names in the base.
+    """
+
+    model: Any
+    saved: Mapping[str, Any]
+
+    def changes(self, progress: Callable[[int, int], None]) -> Iterator[DenseChange]:
+        """ΔW of every module that the adapter changes."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from transformers.pytorch_utils import Conv1D
+
+        modules = self.model.get_base_model().named_modules()
+        layers = {name: module for name, module in modules if isinstance(module, BaseTunerLayer)}
+        for count, (name, layer) in enumerate(layers.items(), start=1):
+            own = layer.get_base_layer()
+            shape = getattr(getattr(own, "weight", None), "shape", ())
+            if type(own).__name__ not in ("Linear", "Conv1D") or len(shape) != 2:
+                raise UnsupportedError(
+                    f"{name} is of the class {type(own).__name__}, but only linear layers can be converted to LoRA",
+                    _KEEP,
+                    parameter="adapter",
+                )
+            delta = _merged_difference(name, layer, own)
+            yield DenseChange(name, np.ascontiguousarray(delta.T) if isinstance(own, Conv1D) else delta)
+            progress(count, len(layers))
+
+
+def _merged_difference(name: str, layer: Any, own: Any) -> npt.NDArray[np.float32]:
+    """W_merged - W_base, as the base stores it."""
+    import torch
+
+    weight, bias = own.weight, own.bias
+    with torch.no_grad():
+        before = weight.detach().float().clone()
+        own.weight = torch.nn.Parameter(before.clone(), requires_grad=False)
+        own.bias = None if bias is None else torch.nn.Parameter(bias.detach().float().clone(), requires_grad=False)
+        try:
+            layer.merge(safe_merge=True)
+        except Exception as error:  # each kind raises its own errors
+            raise UnsupportedError(
+                f"PEFT cannot merge the adapter at {name}: {reason_of(error)}", _KEEP, parameter="adapter"
+            ) from None
+        if bias is not None and not torch.equal(own.bias, bias.float()):
+            raise UnsupportedError(
+                f"The adapter changes the bias of {name}, which LoRA cannot hold", _KEEP, parameter="adapter"
+            )
+        delta: npt.NDArray[np.float32] = (own.weight - before).numpy()
+        own.weight, own.bias = weight, bias
+    return delta
+
+
+def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAdapter:
+    """The adapter in a folder, loaded by PEFT into its base, in the dtype that the base is stored in."""
+    import transformers
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    config = read_config(base_folder, f"The base model {base_name}")
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+    try:
+        if kind is None:
+            raise ValueError(f"transformers has no {names[0]}")
+        base = kind.from_pretrained(base_folder, dtype="auto", use_safetensors=True, trust_remote_code=False).eval()
+    except Exception as error:  # as in `bases.load_weights`
+        raise BaseModelError(
+            f"The base model {base_name} cannot be loaded: {reason_of(error)}",
+            "Pass the base that the adapter was trained on, in safetensors, with `base_model`",
+            parameter="base_model",
+        ) from None
+    stored = load_file(folder / WEIGHTS)
+    try:
+        with quiet_peft():
+            model = PeftModel.from_pretrained(base, str(folder))
+            loaded = model.load_adapter(str(folder), "default")
+    except KeyError as error:  # of a module trained in full, for which PEFT expects a tensor
+        raise ExpertError(
+            f"The adapter has no tensor {error.args[0]}, although its config says that it was trained",
+            "Save the adapter again",
+            parameter="adapter",
+        ) from None
+    except Exception as error:  # PEFT has no single class for these errors
+        raise ExpertError(
+            f"PEFT cannot load the adapter into {base_name}: {reason_of(error)}", _KEEP, parameter="adapter"
+        ) from None
+    unexpected = loaded.unexpected_keys
+    if unexpected:
+        raise ExpertError(
+            f"PEFT has no place in {base_name} for {and_more(unexpected)} of the adapter",
+            "Pass the base that the adapter was trained on with `base_model`",
+            parameter="base_model",
+        )
+    stored = {canonical_key(key): tensor for key, tensor in stored.items()}
+    _check_complete(model, stored, loaded.missing_keys, read_json(folder / CONFIG))
+    return LoadedAdapter(model, _saved(model, stored))
+
+
+def _check_complete(model: Any, stored: Mapping[str, Any], missing: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Check that PEFT filled no tensor with random numbers. A module without any tensors counts as unchanged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    random_start = any(config.get(key) is False for key in _INITS)
+    modules = model.get_base_model().named_modules()
+    layers = [part_key(name, "") for name, module in modules if isinstance(module, BaseTunerLayer)]
+    shared = {name.rpartition(".")[2] for name in stored if not name.startswith(_MODULES)}  # by all modules
+    for key in (key.replace(".default", "") for key in missing):
+        layer = next((layer for layer in layers if key.startswith(layer)), None)
+        if layer is None or key.removeprefix(layer) in shared:
+            continue
+        if random_start or any(name.startswith(layer) for name in stored):
+            raise ExpertError(
+                f"The adapter has no tensor {key}, so PEFT would fill it with random numbers",
+                "Save the adapter again",
+                parameter="adapter",
+            )
+
+
+def _saved(model: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters trained in full: those of whole modules, which may have modules of their own, and biases."""
+    from peft.utils import ModulesToSaveWrapper
+
+    saved: dict[str, Any] = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            whole = part_key(name, "")
+            saved |= {key.removeprefix(_MODULES): stored[key] for key in stored if key.startswith(whole)}
+    biases = {key.removeprefix(_MODULES).replace(".base_layer", ""): key for key in stored if _BASE_BIAS.search(key)}
+    return saved | {name: stored[key] for name, key in biases.items()}
+
+
+_KEEP_IN_FULL = "Leave out `saved_rank` to keep it in full, or write full weights with `adapterswap merge`"
+
+
+def write_lowered(
+    adapter: Adapter, base: Checkpoint, out: Path, *, rank: int, error: float | None, dtype: str | None
+) -> dict[str, ConvertedModule]:
+    """Write the adapter into `out` with every module trained in full as LoRA; return those modules.
+
+    Args:
+        adapter: a LoRA.
+        base: the checkpoint that it adapts.
+        out: a folder.
+        rank: the highest rank of such a module.
+        error: the relative error of ΔW at which a smaller rank is enough; None for the full `rank`.
+        dtype: of the new factors; by default the dtype of the adapter's own factors.
+    """
+    dtype = dtype or next((module.dtype for module in adapter.modules.values()), "F32")
+    tensors: dict[str, Any] = _own_tensors(adapter)
+    lowered: dict[str, ConvertedModule] = {}
+    shapes = {module.name: Shape(module.rank, module.alpha, module.scale) for module in adapter.modules.values()}
+    config = adapter.config
+    for weight, delta in _changes(adapter, base):
+        norm = float(np.linalg.norm(delta.astype(np.float64)))
+        cut = approximate(delta, rank=rank, error=error)
+        alpha, scale = written_scale(cut.factors.a.shape[0], config.rslora, 1.0)
+        a, b = (
+            decode(finite_bytes(values, dtype, weight.name), dtype, values.shape)
+            for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
+        )
+        written = float(np.linalg.norm((delta - Factors.scaled(a, b, scale, weight.name).rows()).astype(np.float64)))
+        lowered[weight.name] = ConvertedModule(weight.name, a.shape[0], norm, written / norm)
+        shapes[weight.name] = Shape(a.shape[0], alpha, scale)
+        tensors[factor_key(weight.name, "A", embedding=weight.embedding)] = _torch(a, dtype)
+        tensors[factor_key(weight.name, "B", embedding=weight.embedding)] = _torch(b, dtype)
+    _write(tensors, out / WEIGHTS)
+    content = adapter_config(
+        shapes, config.rank, config.alpha, rslora=config.rslora, base_model=config.base_model,
+        revision=config.revision, task_type=config.task_type, fan_in_fan_out=config.fan_in_fan_out, tied=config.tied,
+        auto_mapping=config.auto_mapping,
+    )  # fmt: skip
+    write_json(out / CONFIG, content)
+    return lowered
+
+
+def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeight, npt.NDArray[np.float32]]]:
+    """ΔW (out×in) of every module trained in full that differs from the base."""
+    names = ("the adapter", base.name)
+    problems = Problems(UnsupportedError)
+    if adapter.opaque or any(module.parameter for module in adapter.modules.values()):
+        problems.add("The adapter is more than plain LoRA on modules", _KEEP_IN_FULL, parameter="saved_rank")
+        problems.raise_if_any()
+    stored = with_head(base.parameters, find_tied_head(base, {names[0]: adapter}))
+    located = locate_all({names[0]: adapter}, stored, "the base", base, problems).get(names[0], {})
+    problems.raise_if_any()
+    model = build_empty(base)
+    weights, name_of = adaptable_weights(model), rename_keys(model)
+    full = {
+        key: (location.module, location.change)
+        for key, location in located.items()
+        if isinstance(location.change, Whole)
+    }
+    with open_files([adapter.file, *base.shards]) as files:
+
+        def read(key: str, change: Whole) -> npt.NDArray[np.float32]:
+            return read_difference(names, change, Whole.of(stored[key].path, stored[key].tensor), files)
+
+        matrices = {}
+        for key, (module, change) in full.items():
+            weight = weights.get(module) or weights.get((name_of(key) or "").removesuffix(".weight"))
+            if weight is None or len(change.tensor.shape) != 2:
+                if read(key, change).any():
+                    problems.add(
+                        f"{key} was trained in full, but is not a matrix of a linear layer or an embedding, so LoRA "
+                        "cannot hold its change",
+                        _KEEP_IN_FULL,
+                        parameter="saved_rank",
+                    )
+            elif adapter.config.tied and weight.tied:
+                problems.add(
+                    f"{module} was trained together with the module that is tied to it (ensure_weight_tying)",
+                    _KEEP_IN_FULL,
+                    parameter="saved_rank",
+                )
+            else:
+                matrices[key] = weight, change
+        problems.raise_if_any()
+        for key, (weight, change) in matrices.items():
+            delta = read(key, change)
+            if delta.any():
+                yield weight, np.ascontiguousarray(delta.T if weight.transposed else delta)
+
+
+def _own_tensors(adapter: Adapter) -> dict[str, Any]:
+    """All tensors except those of modules trained in full, by PEFT's keys."""
+    from safetensors import safe_open
+
+    left_out = {tensor.name for module in adapter.saved.values() for tensor in module.tensors.values()}
+    with safe_open(adapter.file.path, "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys() if key not in left_out}  # noqa: SIM118
+
+
+def _torch(values: npt.NDArray[np.float32], dtype: str) -> Any:
+    import torch
+
+    names = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return torch.from_numpy(values).to(names[dtype])
+
+
+def _write(tensors: Mapping[str, Any], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)

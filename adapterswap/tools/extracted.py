@@ -1,0 +1,271 @@
+"""The result of a verification, and the check of an extracted adapter against its record.
+
+The last digits of a singular value decomposition depend on the machine, so nothing is cut again. The files are compared
+by their SHA-256. If the fine-tune and its base are available, so are their files, and every module's ‖ΔW‖ and error are
+computed again. Knows the records that `extract` writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adapterswap.changes.reading import Factors, read_factors
+from adapterswap.errors import ArgumentError, Problems
+from adapterswap.experts.adapter import Adapter, open_adapter
+from adapterswap.files.numbers import open_files
+from adapterswap.model.checkpoints import Checkpoint, hashed, open_checkpoint, sha256_of
+from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
+from adapterswap.tools.cutting import measure
+from adapterswap.tools.pairing import Selection, WeightMatrix, pair
+from adapterswap.writing.adapter import ADAPTER_FILES, CARD
+from adapterswap.writing.outputs import cores, torch_threads
+from adapterswap.writing.records import FORMAT, ExtractionRecord, ExtractionRequest, SourceRecord, shards_source
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The differences between an adapter or a model and the result recomputed from its sources.
+
+    Attributes:
+        changed_sources: experts, or `base`, that have changed since they were composed or cut: name → the file that
+            differs, or `weights`.
+        differing: tensors that differ from the recomputed ones, are missing, or should not be there. Of an extracted
+            adapter: its file, if it is not the one that was written, and modules whose ‖ΔW‖ or error differs from the
+            record.
+        config_differs: whether the config differs from the recomputed one, or from the one that was extracted.
+        config: the config's file name.
+        extracted: whether it is an adapter that was cut out of a full fine-tune.
+        record_differs: the keys of adapterswap.json whose values differ from the recomputed ones.
+        unchecked: sources that were not compared, because their location is not known: those of an extracted adapter,
+            or `base`.
+        notes: what else was found and makes no difference to the result: files beside it, an edited model card, and a
+            revision that could not be compared because a folder was passed.
+    """
+
+    changed_sources: Mapping[str, str] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()
+    config_differs: bool = False
+    config: str = CONFIG
+    extracted: bool = False
+    unchecked: tuple[str, ...] = ()
+    record_differs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return not (self.changed_sources or self.differing or self.config_differs or self.record_differs)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data: what `adapterswap verify --json` prints."""
+        return {
+            "equal": self.equal,
+            "changed_sources": dict(self.changed_sources),
+            "differing": list(self.differing),
+            "config_differs": self.config_differs,
+            "record_differs": list(self.record_differs),
+            "unchecked": list(self.unchecked),
+            "notes": list(self.notes),
+        }
+
+
+FILES = "files"  # the list that `atomic_folder` adds
+
+_NOT_IN_SOURCES: dict[int, set[str]] = {1: {"base_model", "base_revision", "origin"}, 2: {"origin"}, 3: set()}
+# A source may have moved: of its identity only the hashes are compared, each in its own way.
+_WHERE = {"source", "revision", "sha256", "entered"}
+
+
+def contradicting(*sources: SourceRecord | None) -> bool:
+    """Whether a source contradicts itself: an id on the Hub has a revision, and a folder has none."""
+    return any(source is not None and ("/" in source.source) != (source.revision is not None) for source in sources)
+
+
+def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note about files in a result's folder that its record does not list, if there are any."""
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    listed = content.get(FILES, found)
+    added = sorted(name for name in found if name not in listed and not name.startswith("."))
+    return (f"Files that were not written with it: {', '.join(added)}",) if added else ()
+
+
+def marked(entry: Mapping[str, Any], record_format: int) -> dict[str, Any]:
+    """A source's keys with what can be compared of their values. Since format 3, no key may be missing."""
+    ignored = {"fingerprints", *_NOT_IN_SOURCES[record_format], *(_WHERE if record_format < FORMAT else ())}
+    return {key: None if key in _WHERE else value for key, value in entry.items() if key not in ignored}
+
+
+_FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record
+
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
+
+
+_KEYS = {*ExtractionRecord.model_fields, FILES}
+_WRITTEN = _KEYS - {"slice"}  # always written, since format 3
+_REQUEST = ExtractionRequest.model_fields.keys()
+
+
+def verify_extracted(
+    folder: Path,
+    content: Mapping[str, Any],
+    record: ExtractionRecord,
+    source_paths: Mapping[str, str | Path],
+    base_model: str | None,
+) -> Verification:
+    """Check the adapter in `folder`, whose adapterswap.json holds `content`.
+
+    Args:
+        folder: the adapter's.
+        content: its record as raw data.
+        record: the same, parsed.
+        source_paths: the path of the fine-tune, as `full`, to compare it if it is not on the Hub.
+        base_model: the path of the base, to compare it if it is not on the Hub.
+    """
+    opened = _open(record.extraction, source_paths, base_model)
+    unfounded = list(_sources_differ(opened, content, record))
+    differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
+    with hashed(list(opened.values())) as hashes:
+        if len(opened) == 2:
+            differing += _other_changes(open_adapter(folder), opened[_FULL], opened[_BASE], record, unfounded)
+        shard_hashes = dict(zip(opened, hashes(), strict=True))
+    changed = {}
+    for name, source in ((_FULL, record.extraction.full), (_BASE, record.extraction.base)):
+        files = shard_hashes.get(name, source.sha256)
+        differing_files = sorted(file for file, _ in files.items() ^ source.sha256.items())
+        if name == _BASE and name in opened and record.format != 1 and source.revision is None:
+            prints = base_fingerprints(opened[name].source.folder)
+            differing_files += sorted(file for file, _ in prints.items() ^ source.fingerprints.items())
+        if differing_files:
+            changed[name] = differing_files[0]
+    return Verification(
+        changed,
+        tuple(differing),
+        sha256_of(folder / CONFIG) != record.sha256.get(CONFIG),
+        extracted=True,
+        unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
+        record_differs=tuple(
+            dict.fromkeys(
+                [*_sources_differ(opened, content, record), *_record_differs(folder, content, record), *unfounded]
+            )
+        ),
+        notes=added_files(folder, content),
+    )
+
+
+def _sources_differ(
+    opened: Mapping[str, Checkpoint], content: Mapping[str, Any], record: ExtractionRecord
+) -> tuple[str, ...]:
+    """The record's key of the sources, if it disagrees with the opened ones, apart from their hashes."""
+    recorded = content["extraction"]
+    found = {name: shards_source(checkpoint, {}).content() for name, checkpoint in opened.items()}
+    alike = all(marked(recorded[name], record.format) == marked(found[name], record.format) for name in found)
+    return () if alike or record.format == 1 else ("extraction",)
+
+
+def _record_differs(folder: Path, content: Mapping[str, Any], record: ExtractionRecord) -> tuple[str, ...]:
+    """The keys of the record that contradict each other or the written adapter."""
+    differing_keys = [key for key in content if key not in _KEYS]
+    if record.format != 1:
+        differing_keys += [key for key in sorted(_WRITTEN) if key not in content]
+        request = record.extraction
+        over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
+        if over or _REQUEST - content["extraction"].keys() or contradicting(request.full, request.base):
+            differing_keys.append("extraction")
+        if content.get(FILES) != sorted([*ADAPTER_FILES, CARD, PROVENANCE]):
+            differing_keys.append(FILES)
+    layers, origin = record.extraction.layers, record.extraction.full.origin
+    inherited = origin.slice.content() if origin is not None and origin.slice is not None else None
+    if content.get("slice") != (inherited if layers is None else {"layers": layers}):
+        differing_keys.append("slice")
+    unchanged = content.get("unchanged")
+    if not isinstance(unchanged, list) or any(name in record.extracted for name in map(str, unchanged)):
+        differing_keys.append("unchanged")
+    if any(sha256_of(folder / name) != record.sha256.get(name) for name in (WEIGHTS, CONFIG)):
+        return tuple(differing_keys)  # a changed adapter is reported elsewhere
+    adapter = open_adapter(folder)
+    ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
+    if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:
+        differing_keys.append("extracted")
+    if content.get("base_model") != public_name(adapter.config.base_model):
+        differing_keys.append("base_model")
+    depth = content.get("num_layers")
+    if type(depth) is not int or depth <= max((module.layer or 0 for module in adapter.modules.values()), default=0):
+        differing_keys.append("num_layers")
+    return tuple(differing_keys)
+
+
+def _open(
+    request: ExtractionRequest, source_paths: Mapping[str, str | Path], base_model: str | None
+) -> dict[str, Checkpoint]:
+    """The checkpoints that were passed or are on the Hub, by their names in the record."""
+    problems = Problems(ArgumentError)
+    for name in source_paths.keys() - {_FULL}:
+        problems.add(
+            f"`experts` names {name!r}, but the adapter was cut out of one fine-tune, called {_FULL!r}",
+            f"Pass `experts={{{_FULL!r}: PATH}}`, and its base as `base_model`",
+            parameter="experts",
+        )
+    places = {_FULL: source_paths.get(_FULL) or request.full.reference, _BASE: base_model or request.base.reference}
+    opened = {}
+    for (name, place), label in zip(places.items(), ("full fine-tune", "base model"), strict=True):
+        if place is not None:
+            with problems.collect():
+                opened[name] = open_checkpoint(place, what=label)
+    problems.raise_if_any()
+    return opened
+
+
+def _other_changes(
+    adapter: Adapter, full: Checkpoint, base: Checkpoint, record: ExtractionRecord, unfounded: list[str]
+) -> list[str]:
+    """The modules whose ‖ΔW‖ or error differs from the record, and those that only one side has.
+
+    `unfounded` collects keys of the record that say something else than the two checkpoints.
+    """
+    extraction = record.extraction
+    selection = Selection(extraction.layers, tuple(extraction.modules), extraction.embeddings)
+    matched = pair(full, base, selection)
+    matrices = {matrix.weight.name: matrix for matrix in matched.matrices}
+    heads = {head for matrix in matrices.values() for head in matrix.weight.tied}
+    names = dict.fromkeys([*matrices, *record.extracted, *(adapter.modules.keys() - heads)])
+    unchanged = []
+    if record.num_layers != matched.num_layers:
+        unfounded.append("num_layers")
+    with open_files([*full.shards, *base.shards, adapter.file]) as files, torch_threads(cores() - 1):
+
+        def as_recorded(name: str) -> bool:
+            recorded, matrix = record.extracted.get(name), matrices.get(name)
+            if matrix is None or (recorded is None and name in adapter.modules):
+                return False
+            if recorded is None:  # unchanged, or not loadable by the PEFT of that time
+                left_out = record.left_out.get(f"{name}.weight")
+                norm = measure(matrix, None, files, (full.name, base.name))[0]
+                unchanged.extend([] if norm else [name])
+                return math.isclose(norm, left_out.norm if left_out else 0, rel_tol=_RELATIVE)
+            if not {name, *matrix.weight.tied} <= adapter.modules.keys():
+                return False
+            for factors in _factors(adapter, matrix, files):
+                if factors.shape != matrix.shape:
+                    return False
+                norm, residual = measure(matrix, factors, files, (full.name, base.name))
+                if not math.isclose(norm, recorded.norm, rel_tol=_RELATIVE):
+                    return False
+                if not math.isclose(residual / norm, recorded.relative_error, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):
+                    return False
+            return True
+
+        differing = [name for name in names if not as_recorded(name)]
+    if unchanged != record.unchanged:
+        unfounded.append("unchanged")
+    return differing
+
+
+def _factors(adapter: Adapter, matrix: WeightMatrix, files: Mapping[Path, int]) -> Iterator[Factors]:
+    """The adapter's factors of a weight, then those of each tied head, transposed."""
+    file = files[adapter.file.path]
+    yield read_factors(adapter.name, file, adapter.modules[matrix.weight.name])
+    for head in matrix.weight.tied:
+        yield read_factors(adapter.name, file, adapter.modules[head]).T

@@ -1,0 +1,386 @@
+"""Cut an adapter out of a full fine-tune, and write it as a folder: weights, config, record, card.
+
+Ranks are known only after the last weight, so the factors wait in a spool until the safetensors header can be written.
+Knows adapter folders; computes no factor.
+
+The rest is measured and reported. The folder appears whole or not at all, and memory holds only a
+few copies of the largest weight. Knows checkpoints and adapter folders; knows nothing of compositions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap import __version__
+from adapterswap.errors import ArgumentError, ExpertError
+from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.numbers import open_files
+from adapterswap.files.tensorfile import FLOAT_NAMES
+from adapterswap.files.text import expand_text, write_json
+from adapterswap.files.yaml import dump_yaml
+from adapterswap.model.anatomy import class_of
+from adapterswap.model.checkpoints import hashed, open_checkpoint, sha256_of
+from adapterswap.model.layers import KeptLayers, Kind
+from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS, public_name
+from adapterswap.planning.base import check_base_weights
+from adapterswap.tools.cutting import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
+from adapterswap.tools.pairing import Reason, Selection, WeightPair, pair
+from adapterswap.writing.adapter import CARD, COMPOSED
+from adapterswap.writing.cards import escaped, licence_of, loading
+from adapterswap.writing.layout import Shape, adapter_config, check_base_name, most_common, written_scale
+from adapterswap.writing.outputs import OutputTensor, Spool, cores, torch_threads
+from adapterswap.writing.records import (
+    FORMAT,
+    ExtractedModule,
+    ExtractionRecord,
+    ExtractionRequest,
+    LeftOut,
+    SliceRecord,
+    shards_source,
+    with_fingerprints,
+)
+from adapterswap.writing.tensors import write_computed
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """One module of the adapter.
+
+    Attributes:
+        name, layer, kind: the module.
+        out_features, in_features: the size of its ΔW.
+        rank: the rank of its factors.
+        norm: ‖ΔW‖, the Frobenius norm.
+        error: ‖ΔW - B·A‖ / ‖ΔW‖, with the factors as they are written.
+        dtype: the dtype of its factors, by its name in files.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    out_features: int
+    in_features: int
+    rank: int
+    norm: float
+    error: float
+    dtype: str
+
+    @classmethod
+    def of(cls, cut: Cut) -> Extracted:
+        weight = cut.matrix.weight
+        return cls(weight.name, weight.layer, weight.kind, *cut.matrix.shape, cut.rank, cut.norm, cut.error, cut.dtype)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A parameter that the fine-tune changed and the adapter does not hold: why, and ‖W_full - W_base‖."""
+
+    name: str
+    reason: Reason
+    norm: float
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """What was cut out of a full fine-tune.
+
+    Attributes:
+        modules: the adapter's.
+        unchanged: modules that the fine-tune did not change; the adapter leaves them out.
+        lost: everything else that it changed.
+    """
+
+    modules: tuple[Extracted, ...]
+    unchanged: tuple[str, ...]
+    lost: tuple[Lost, ...]
+
+    def __repr__(self) -> str:
+        return f"<Extraction of {len(self.modules)} modules, rank {self.ranks}, relative error {self.error:.4g}>"
+
+    @property
+    def norm(self) -> float:
+        """‖ΔW‖ over all of the adapter's modules together."""
+        return _norm(module.norm for module in self.modules)
+
+    @property
+    def ranks(self) -> str:
+        """The rank of the modules, or the lowest and the highest: `4–64`."""
+        ranks = sorted({module.rank for module in self.modules})
+        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+
+    @property
+    def error(self) -> float:
+        """‖ΔW - B·A‖ / ‖ΔW‖ over all of the adapter's modules together."""
+        return _norm(module.norm * module.error for module in self.modules) / self.norm
+
+    @property
+    def whole_error(self) -> float:
+        """The same over everything that the fine-tune changed; the part that was left out counts in full."""
+        lost = _norm(parameter.norm for parameter in self.lost)
+        return math.hypot(lost, self.norm * self.error) / math.hypot(lost, self.norm)
+
+    @property
+    def lost_share(self) -> float:
+        """The part of ‖W_full - W_base‖ over all parameters that lies outside the adapter's modules."""
+        lost = _norm(parameter.norm for parameter in self.lost)
+        return lost / math.hypot(lost, self.norm)
+
+    @property
+    def lost_by_reason(self) -> Mapping[Reason, tuple[int, float]]:
+        """For each reason the number of parameters, and their share as in `lost_share`."""
+        total = math.hypot(_norm(parameter.norm for parameter in self.lost), self.norm)
+        reasons = sorted({parameter.reason for parameter in self.lost})
+        groups = {
+            reason: [parameter.norm for parameter in self.lost if parameter.reason == reason] for reason in reasons
+        }
+        return {reason: (len(norms), _norm(norms) / total) for reason, norms in groups.items()}
+
+
+def shortened(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers written as one, such as `model.layers.*.mlp.router.weight`."""
+    return sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
+
+
+def _norm(values: Iterable[float]) -> float:
+    return math.sqrt(math.fsum(value**2 for value in values))
+
+
+_NAMES = 8  # kinds of names that a line shows; adapterswap.json has all names
+
+
+def write_folder(
+    folder: Path, pair: WeightPair, form: CutForm, selection: Selection, extraction: Extraction,
+    tensors: Sequence[OutputTensor], hashes: list[dict[str, str]], base_model: str,
+) -> None:  # fmt: skip
+    """Fill the empty `folder`.
+
+    Args:
+        pair, form, selection: what was requested.
+        extraction: the result.
+        tensors: the factors.
+        hashes: the SHA-256 of the fine-tune's and of the base's shards.
+        base_model: the base, as the user named it.
+    """
+    write_computed(tensors, folder / WEIGHTS)
+    config = _config(pair, extraction, base_model)
+    write_json(folder / CONFIG, config)
+    base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
+    record = ExtractionRecord(
+        format=FORMAT,
+        kind="extraction",
+        adapterswap_version=__version__,
+        base_model=base,
+        num_layers=pair.num_layers,
+        sha256={name: sha256_of(folder / name) for name in (WEIGHTS, CONFIG)},
+        extraction=ExtractionRequest(
+            full=shards_source(pair.full, hashes[0]),
+            base=with_fingerprints(shards_source(pair.base, hashes[1]), pair.base.source),
+            rank=form.rank,
+            max_error=form.max_error,
+            layers=selection.layers,
+            modules=list(selection.modules),
+            embeddings=selection.embeddings,
+        ),
+        extracted={
+            module.name: ExtractedModule(rank=module.rank, relative_error=module.error, norm=module.norm)
+            for module in extraction.modules
+        },
+        unchanged=list(extraction.unchanged),
+        left_out={
+            parameter.name: LeftOut(reason=parameter.reason, norm=parameter.norm) for parameter in extraction.lost
+        },
+        **SliceRecord.of(pair.full.kept_layers if selection.layers is None else KeptLayers.of(selection.layers)),
+    )
+    write_json(folder / PROVENANCE, record.content())
+    (folder / CARD).write_text(_card(pair, extraction, base, config), encoding="utf-8")
+
+
+def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[str, Any]:
+    """PEFT's config: α = √r gives rsLoRA's scale α/√r = 1 for every module, exactly, so that B·A is ΔW itself."""
+    ranks = {m.name: m.rank for m in extraction.modules}
+    weights = [matrix.weight for matrix in pair.matrices if matrix.weight.name in ranks]
+    ranks |= {head: ranks[weight.name] for weight in weights for head in weight.tied}
+    shapes = {name: Shape(rank, *written_scale(rank, True, 1.0)) for name, rank in ranks.items()}
+    rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
+    base = pair.base.source
+    return adapter_config(
+        shapes,
+        rank,
+        alpha,
+        rslora=True,
+        base_model=base.name if base.revision else base_model,
+        revision=base.revision,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=any(weight.transposed and not weight.embedding for weight in weights),
+        tied=any(weight.tied for weight in weights),
+    )
+
+
+def _card(pair: WeightPair, extraction: Extraction, base: str | None, config: Mapping[str, Any]) -> str:
+    """The model card: what the adapter was cut out of, its error, and what is missing."""
+    front = {
+        **({"base_model": base} if base and "/" in base else {}),
+        "library_name": "peft",
+        **(licence.front() if (licence := licence_of(pair.full.source.folder)) else {}),
+        "tags": ["adapterswap", "lora"],
+    }
+    rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", extraction.modules, layer)
+                     for layer in dict.fromkeys(m.layer for m in extraction.modules))  # fmt: skip
+    lost = "".join(f"- {escaped(line)}\n" for line in lost_lines(extraction))
+    return f"""---
+{dump_yaml(front).strip()}
+---
+
+# {escaped(pair.full.source.name)} as an adapter
+
+An rsLoRA adapter for {escaped(str(base))}, cut out of the full fine-tune {escaped(pair.full.name)} with
+adapterswap {__version__}. Its relative error is {extraction.error:.4f} over the weights that it adapts, and
+{extraction.whole_error:.4f} over everything that the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
+
+| | modules | rank | relative error |
+|---|---|---|---|
+{rows}
+{f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{lost}" if lost else ""}
+## Use
+
+{loading(config, base, task_type="CAUSAL_LM", model_class=class_of(pair.base))}
+`adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
+"""
+
+
+def lost_lines(extraction: Extraction) -> list[str]:
+    """A line for each reason why a changed parameter is not in the adapter, with the share and the names."""
+    lines = []
+    for reason, (count, share) in extraction.lost_by_reason.items():
+        names = shortened(parameter.name for parameter in extraction.lost if parameter.reason == reason)
+        shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more kinds" if len(names) > _NAMES else "")
+        lines.append(f"{count} {reason} ({shown}): {share:.2%} of the norm of the whole change")
+    return lines
+
+
+def _row(name: str, modules: tuple[Extracted, ...], layer: int | None) -> str:
+    group = Extraction(tuple(m for m in modules if m.layer == layer), (), ())
+    return f"| {name} | {len(group.modules)} | {group.ranks} | {group.error:.4f} |"
+
+
+def extract(
+    full: str | Path,
+    base_model: str | Path,
+    out_path: str | Path,
+    *,
+    rank: int | None = None,
+    max_error: float | None = None,
+    layers: str | None = None,
+    modules: Sequence[str] = (),
+    embeddings: bool = False,
+    dtype: str | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Extraction:
+    """Write the rsLoRA adapter in `out_path` that turns the base into the full fine-tune as nearly as its rank allows.
+
+    Every linear weight in the layers is cut: ΔW ≈ B·A by truncated SVD, A = √Σ·Vᵀ (rank×in) and B = U·√Σ (out×rank),
+    the best of its rank in the Frobenius norm (Eckart & Young 1936). lora_alpha is √rank, so that rsLoRA's scale α/√r
+    is 1. Norms, biases and everything else that an adapter cannot hold are left out and reported.
+
+    Args:
+        full: the fine-tune, a full checkpoint: a folder or Hub id.
+        base_model: the base that it was fine-tuned from, a folder or Hub id.
+        out_path: the folder to write; it appears whole or not at all.
+        rank: the rank of every module; with `max_error`, the highest allowed.
+        max_error: each module gets the smallest rank with at most this relative error of ΔW, before its factors are
+            rounded to `dtype`.
+        layers: for example `0-4,30-31`; all by default.
+        modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
+        embeddings: cut the matrices outside the layers too: embeddings, heads, vision and audio towers, projectors.
+        dtype: float32, bfloat16 or float16; by default each factor has the dtype of the fine-tune's weight.
+        device: where torch computes: auto, cpu, cuda, cuda:N or mps, which computes on the CPU.
+        overwrite: replace the folder, if `extract` or a similar command wrote it.
+        dry_run: compute and report everything, and write nothing.
+        progress: called after each parameter with the number of finished parameters and the total.
+
+    Returns:
+        The extracted modules with their ranks and errors, and the parameters that were left out.
+
+    Raises:
+        ArgumentError: neither `rank` nor `max_error` was passed, or a value is out of range; the models lack the layers
+            or modules; the dtype or device is unknown; the base's path, which the adapter names, is not printable.
+        OutputError: the folder exists (without `overwrite`), holds other files, or cannot be written.
+        NotFoundError: a checkpoint does not exist, or could not be downloaded.
+        ExpertError: a checkpoint is damaged or holds NaN or infinity; there is no difference to extract.
+        BaseModelError: the two are of different architectures, depths or shapes, or transformers cannot build one.
+        UnsupportedError: a checkpoint is quantised, or has dtypes without arithmetic; the base has an encoder and a
+            decoder; PEFT cannot adapt the selected modules.
+    """
+    if dtype is not None and dtype not in FLOAT_NAMES:
+        raise ArgumentError(f"unknown dtype {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
+    form = CutForm(rank, max_error, FLOAT_NAMES[dtype] if dtype else None, _device(device))
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
+    opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
+    check_base_weights({opened[0].name: opened[0].base_fingerprints}, opened[1].source)
+    check_base_name(str(base_model))
+    inputs = [checkpoint.source.folder for checkpoint in opened]
+    selection = Selection(layers, tuple(modules), embeddings)
+    matched = leave_out_unloadable(pair(*opened, selection))
+    if dry_run:
+        return _carry_out(matched, form, progress)
+    with (
+        atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs) as folder,
+        hashed(opened) as hashes,
+    ):
+        spool, tensors = Spool(folder), list[OutputTensor]()
+        extraction = _carry_out(matched, form, progress, lambda cut: tensors.extend(cut.stored(spool)))
+        write_folder(folder, matched, form, selection, extraction, tensors, hashes(), expand_text(str(base_model)))
+    return extraction
+
+
+def _device(name: str) -> Any:
+    """The torch device that computes.
+
+    MPS has no float64, which norms are summed in. Its SVD is not used either: the reported errors depend on it, and it
+    was never tested (for the first one, of PyTorch 2.14, see issue 196112).
+    """
+    from adapterswap.model.loading import choose_device
+
+    device = choose_device(name)
+    return "cpu" if device.type == "mps" else device
+
+
+def _carry_out(
+    matched: WeightPair,
+    form: CutForm,
+    progress: Callable[[int, int], None],
+    keep: Callable[[Cut], None] = lambda cut: None,
+) -> Extraction:
+    names = (matched.full.name, matched.base.name)
+    total = len(matched.matrices) + len(matched.left_out)
+    extracted, unchanged, lost = [], [], []
+    with open_files([*matched.full.shards, *matched.base.shards]) as files, torch_threads(cores() - 1):
+        for count, matrix in enumerate(matched.matrices, start=1):
+            factors = cut(matrix, form, files, names)
+            if factors is None:
+                unchanged.append(matrix.weight.name)
+            else:
+                extracted.append(Extracted.of(factors))
+                keep(factors)
+            progress(count, total)
+        for count, left_out in enumerate(matched.left_out, start=len(matched.matrices) + 1):
+            norm = norm_of_change(left_out, files, names)
+            if norm:
+                lost.append(Lost(left_out.name, left_out.reason, norm))
+            progress(count, total)
+    if not extracted:
+        detail = f"; what differs is in {', '.join(sorted({parameter.reason for parameter in lost}))}" if lost else ""
+        raise ExpertError(
+            f"{names[0]} has the same selected weights as {names[1]}, so there is nothing to extract{detail}",
+            "Pass a full fine-tune of this base, or select what it changed",
+            parameter="full",
+        )
+    return Extraction(tuple(extracted), tuple(unchanged), tuple(lost))

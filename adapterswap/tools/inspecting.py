@@ -1,0 +1,283 @@
+"""The parts of an adapter or a model, from its header and configs only, and the expert that each part came from.
+
+Reads no tensor and prints nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, open_expert
+from adapterswap.files.tensorfile import Tensor
+from adapterswap.files.text import exists
+from adapterswap.gguf.reading import GgufAdapter, GgufModule, is_gguf, open_gguf
+from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.model.layers import (
+    Kind,
+    depth_of,
+    kind_of,
+    layer_container,
+    layer_of,
+    stack_in,
+    stacked_layers_in_config,
+)
+from adapterswap.model.sources import PROVENANCE
+
+if TYPE_CHECKING:
+    from adapterswap.writing.records import CompositionRecord
+
+Part = LoraModule | OpaqueModule | FullModule | StoredTensor | GgufModule
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an expert holds.
+
+    Attributes:
+        expert: the adapter, the full checkpoint, or the LoRA in GGUF, opened.
+        record: how adapterswap composed or merged it; None if it did not.
+    """
+
+    expert: Adapter | Checkpoint | GgufAdapter
+    record: CompositionRecord | None = None
+
+    def __repr__(self) -> str:
+        strip = "".join(f"\n{line}" for line in self.strip)
+        return f"<Inspection of {self.expert!r}{strip}>"
+
+    @property
+    def kind(self) -> Literal["adapter", "model", "gguf"]:
+        if isinstance(self.expert, GgufAdapter):
+            return "gguf"
+        return "adapter" if isinstance(self.expert, Adapter) else "model"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The modules of an adapter (those trained in full last), or the tensors of a checkpoint."""
+        if isinstance(self.expert, Adapter):
+            return tuple(self.expert.parts.values())
+        if isinstance(self.expert, GgufAdapter):
+            return tuple(self.expert.modules.values())
+        return tuple(self.expert.parameters.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of stored parameters: of an adapter, all except modules trained in full."""
+        if isinstance(self.expert, Adapter):
+            opaque = sum(map(_saved_parameters, self.expert.opaque.values()))
+            return sum(map(_lora_parameters, self.expert.modules.values())) + opaque
+        if isinstance(self.expert, GgufAdapter):
+            return sum(map(_lora_parameters, self.expert.modules.values()))
+        return sum(prod(parameter.tensor.shape) for parameter in self.expert.parameters.values())
+
+    @property
+    def num_saved_parameters(self) -> int:
+        """The number of parameters of modules that an adapter holds in full (`modules_to_save`)."""
+        return sum(map(_saved_parameters, self.expert.saved.values())) if isinstance(self.expert, Adapter) else 0
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of the files that hold its weights."""
+        if isinstance(self.expert, Adapter):
+            return self.expert.file.size
+        if isinstance(self.expert, GgufAdapter):
+            return self.expert.size
+        return sum(shard.size for shard in self.expert.shards)
+
+    @property
+    def strip(self) -> list[str]:
+        """The strip of layers, a line each; empty without a record.
+
+        Modules that no expert changed are left out if others of their kind and layer were changed.
+        """
+        if self.record is None:
+            return []
+        from adapterswap.planning.describe import Mark, blend_text, draw_strip
+        from adapterswap.planning.rules import BASE
+
+        marks, num_layers = [], self.record.num_layers
+        for name, layer, kind in self._places(self.record):
+            owner, stack = self.record.owner_of(name), stack_in(name, num_layers)
+            if layer is not None and layer < depth_of(stack, num_layers) and owner is not None:
+                alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
+                marks.append(Mark(layer, kind, alone, blend, stack))
+        changed = {(mark.stack, mark.layer, mark.kind) for mark in marks if mark.owner != BASE}
+        marks = [mark for mark in marks if mark.owner != BASE or (mark.stack, mark.layer, mark.kind) not in changed]
+        return draw_strip(marks, num_layers, self.record.experts).split("\n")
+
+    def _places(self, record: CompositionRecord) -> list[tuple[str, int | None, Kind]]:
+        """The name, layer and kind of each recorded module; GGUF uses other names than the record."""
+        if not isinstance(self.expert, GgufAdapter):
+            return [(part.name, part.layer, part.kind) for part in self.parts]
+        container = layer_container(record.modules)
+        return [(name, layer_of(name, container), kind_of(name)) for name in record.modules]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data: what `adapterswap inspect --json` prints."""
+        if isinstance(self.expert, Adapter):
+            facts = self._of_adapter(self.expert)
+        elif isinstance(self.expert, GgufAdapter):
+            facts = self._of_gguf(self.expert)
+        else:
+            facts = self._of_model(self.expert)
+        return {"kind": self.kind, "source": str(self.expert.source), **facts, **self._composed_of()}
+
+    def _of_gguf(self, adapter: GgufAdapter) -> dict[str, Any]:
+        return {
+            "architecture": adapter.architecture,
+            "alpha": adapter.alpha,
+            "parameters": self.num_parameters,
+            "bytes": self.nbytes,
+            "files": [{"name": file.path.name, "piece": file.piece} for file in adapter.files],
+            "modules": [asdict(module) for module in adapter.modules.values()],
+        }
+
+    def _of_adapter(self, adapter: Adapter) -> dict[str, Any]:
+        return {
+            "base_model": adapter.config.base_model,
+            "use_rslora": adapter.config.rslora,
+            "parameters": self.num_parameters,
+            "saved_parameters": self.num_saved_parameters,
+            "bytes": self.nbytes,
+            "modules": [
+                {
+                    "name": module.name,
+                    "layer": module.layer,
+                    "kind": module.kind,
+                    "rank": module.rank,
+                    "alpha": module.alpha,
+                    "scale": module.scale,
+                    "out_features": module.out_features,
+                    "in_features": module.in_features,
+                    "embedding": module.embedding,
+                    "dtype": module.dtype,
+                    "bytes": {"A": [module.a.start, module.a.stop], "B": [module.b.start, module.b.stop]},
+                    **self._owner(module.name),
+                }
+                for module in adapter.modules.values()
+            ],
+            **({"peft_type": adapter.config.peft_type} if adapter.opaque or not adapter.modules else {}),
+            **({"opaque": self._opaque(adapter)} if adapter.opaque else {}),
+            "saved": [
+                {
+                    "name": module.name,
+                    "layer": module.layer,
+                    "kind": module.kind,
+                    "parameters": _saved_parameters(module),
+                    **({"tokens": list(module.rows)} if module.rows else {}),
+                    "tensors": {name: _tensor(tensor) for name, tensor in module.tensors.items()},
+                    **self._owner(module.name),
+                }
+                for module in adapter.saved.values()
+            ],
+            "ignored": list(adapter.ignored),
+        }
+
+    def _opaque(self, adapter: Adapter) -> list[dict[str, Any]]:
+        """The modules whose change is not a product of two factors."""
+        return [
+            {
+                "name": module.name,
+                "layer": module.layer,
+                "kind": module.kind,
+                "method": module.method,
+                "parameters": _saved_parameters(module),
+                "tensors": {name: _tensor(tensor) for name, tensor in module.tensors.items()},
+                **self._owner(module.name),
+            }
+            for module in adapter.opaque.values()
+        ]
+
+    def _of_model(self, model: Checkpoint) -> dict[str, Any]:
+        return {
+            "model_type": model.config.get("model_type"),
+            "num_layers": stacked_layers_in_config(model.config),
+            "parameters": self.num_parameters,
+            "bytes": self.nbytes,
+            "shards": [{"name": shard.path.name, "bytes": shard.size} for shard in model.shards],
+            "tensors": [
+                {
+                    "name": parameter.name,
+                    "layer": parameter.layer,
+                    "kind": parameter.kind,
+                    **_tensor(parameter.tensor),
+                    "shard": parameter.path.name,
+                    **self._owner(parameter.name),
+                }
+                for parameter in model.parameters.values()
+            ],
+        }
+
+    def _owner(self, name: str) -> dict[str, Any]:
+        if self.record is None:
+            return {}
+        rows = {"rows": self.record.rows[name]} if name in self.record.rows else {}
+        return {"owner": self.record.modules.get(name), **rows}
+
+    def _composed_of(self) -> dict[str, Any]:
+        if self.record is None:
+            return {}
+        record = self.record
+        composed_of: dict[str, Any] = {
+            "experts": {name: str(source) for name, source in record.experts.items()},
+            "num_layers": record.num_layers,
+            "strip": self.strip,
+        }
+        if record.slice is not None:
+            composed_of["slice"] = record.slice.layers
+            if record.slice.stack is not None:
+                composed_of["stack"] = record.slice.stack
+        if record.origins:
+            composed_of["origins"] = {name: str(e.origin) for name, e in record.experts.items() if e.origin is not None}
+        return {"composed_of": composed_of}
+
+
+def inspect(path: str | Path) -> Inspection:
+    """Show what an adapter or a full checkpoint holds: ranks, scales, layers and, if it was composed, owners.
+
+    Args:
+        path: a PEFT LoRA folder, a folder of full weights, a Hub id `org/name[@revision]`, a GGUF file of LoRA, or the
+            folder of pieces that `export` wrote.
+
+    Returns:
+        The opened expert, and how it was composed.
+
+    Raises:
+        ArgumentError: `path` has the wrong type.
+        NotFoundError, ExpertError, UnsupportedError: it cannot be opened (see `open_expert`), or its adapterswap.json
+            cannot be read.
+    """
+    check_type(path, (str, Path), "path", "Pass a local folder or a Hub id such as org/name")
+    if is_gguf(path):
+        adapter = open_gguf(path)
+        return Inspection(adapter, adapter.record)
+    try:
+        expert = open_expert(path)
+    except AdapterswapError as error:
+        raise error.recast(parameter="path") from None
+    return Inspection(expert, _record(expert.source.folder))
+
+
+def _record(folder: Path) -> CompositionRecord | None:
+    if not exists(folder / PROVENANCE):  # the next line costs the import of pydantic
+        return None
+    from adapterswap.writing.records import CompositionRecord, read_record
+
+    record = read_record(folder)
+    return record if isinstance(record, CompositionRecord) else None
+
+
+def _lora_parameters(module: LoraModule | GgufModule) -> int:
+    return module.experts * module.rank * (module.in_features + module.out_features)
+
+
+def _saved_parameters(module: FullModule | OpaqueModule) -> int:
+    return sum(prod(tensor.shape) for tensor in module.tensors.values())
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "bytes": [tensor.start, tensor.stop]}

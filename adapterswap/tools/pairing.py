@@ -1,0 +1,462 @@
+"""Match a full fine-tune with its base, also of another class, and find the weights that an adapter can hold.
+
+A text-only model calls its layers `model.layers`, a multimodal one with the same decoder `model.language_model.layers`.
+`experts.names` maps the names; here a name counts only if it maps back to itself. Knows names; of tensors it reads
+only heads and embeddings that the config ties.
+
+Reads only configs and headers, no tensors. All reasons why two checkpoints are not a pair are reported together.
+Knows checkpoints and what LoRA can adapt; knows nothing of ranks and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from adapterswap.changes.copies import is_one_weight, stored_weight
+from adapterswap.changes.kinds import Whole
+from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.experts.adapter import compare_shapes
+from adapterswap.experts.names import ModelNames
+from adapterswap.files.numbers import open_files
+from adapterswap.files.tensorfile import FLOATS
+from adapterswap.model.anatomy import AdaptableWeight, Anatomy, build_empty, read_anatomy
+from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.model.layers import (
+    NO_LAYER,
+    before_layers,
+    format_layers,
+    language_config,
+    layer_of,
+    num_layers_in_config,
+    parse_layers,
+)
+from adapterswap.planning.rules import selects
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models.
+
+    Attributes:
+        checkpoint: its files.
+        anatomy: its parameters.
+        names: its modules.
+    """
+
+    checkpoint: Checkpoint
+    anatomy: Anatomy
+    names: ModelNames
+
+    def own_name(self, key: str) -> str | None:
+        """The model's name for a checkpoint's key; for one expert of a mixture, its name inside the mixture."""
+        if (name := self.anatomy.name_of(key)) is not None or self.anatomy.rename(key) is not None:
+            return name
+        return _name_in(key, self.names, self.checkpoint.container)
+
+
+def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether one is a language model of the type that the other contains, by their configs."""
+    parts = [language_config(checkpoint.config) for checkpoint in (one, other)]
+    alone = [part is checkpoint.config for part, checkpoint in zip(parts, (one, other), strict=True)]
+    kinds = [part.get("model_type") for part in parts]
+    return sum(alone) == 1 and kinds[0] is not None and kinds[0] == kinds[1]
+
+
+def read_side(checkpoint: Checkpoint) -> Side:
+    """Read a model's names."""
+    return Side(checkpoint, anatomy_as_stored(checkpoint), ModelNames(build_empty(checkpoint), checkpoint.name))
+
+
+def anatomy_as_stored(checkpoint: Checkpoint) -> Anatomy:
+    """Its anatomy, without a tie that it breaks: transformers loads a stored head that is another weight."""
+    anatomy = read_anatomy(checkpoint)
+    stored = {anatomy.rename(key): parameter for key, parameter in checkpoint.parameters.items()}
+    weights, parameters = dict(anatomy.weights), dict(anatomy.parameters)
+    for name, weight in anatomy.weights.items():
+        for head in weight.tied:
+            both = [stored[key] for key in (name, f"{head}.weight") if key in stored]
+            if len(both) < 2 or any(one.tensor.dtype not in FLOATS for one in both):
+                continue
+            with open_files(checkpoint.shards) as files:
+                if is_one_weight(*(stored_weight(one.tensor, files[one.path]) for one in both)):
+                    continue
+            weights[name] = replace(weight, tied=())
+            weights[f"{head}.weight"] = AdaptableWeight(
+                head, weight.in_features, weight.out_features, embedding=False, transposed=False
+            )
+            parameters[f"{head}.weight"] = f"{head}.weight"
+    return replace(anatomy, weights=weights, parameters=parameters)
+
+
+def counterpart(name: str, ours: Side, theirs: Side) -> str | None:
+    """Their name for our parameter `name`; None unless that name maps back to ours."""
+    their_name = _name_in(name, theirs.names, ours.names.container)
+    return (
+        their_name
+        if their_name is not None and _name_in(their_name, ours.names, theirs.names.container) == name
+        else None
+    )
+
+
+def expected_name(name: str, ours: Side, theirs: Side) -> str:
+    """The name that our parameter `name` would have in their model, whether or not they have it; for messages."""
+    moved = theirs.names.exchange(name, ours.names.container, theirs.names.container)
+    return counterpart(name, ours, theirs) or moved or name
+
+
+def is_outside(name: str, ours: Side, theirs: Side) -> bool:
+    """Whether our parameter `name` is certainly not the language model's, such as a vision tower's."""
+    containers = (ours.checkpoint.container, ours.names.container)
+    if any(layer_of(name, container) is not None for container in containers):
+        return False
+    if name not in ours.anatomy.parameters:  # transformers does not load it
+        return _name_in(name, ours.names, ours.checkpoint.container) is None
+    if not ours.names.is_multimodal or counterpart(name, ours, theirs) in theirs.anatomy.parameters:
+        return False
+    return not name.startswith(before_layers(ours.names.container or ""))
+
+
+def _name_in(parameter: str, names: ModelNames, container: str | None) -> str | None:
+    module, _, last = parameter.rpartition(".")
+    own_module = names.find(module, container)
+    return f"{own_module}.{last}" if own_module else None
+
+
+# Why an adapter does not hold a parameter, in the words that users read.
+Reason = Literal[
+    "norms", "biases", "embeddings and heads", "towers", "vocabulary", "experts and routers", "not selected",
+    "modules that PEFT cannot adapt", "not in the base", "other",
+]  # fmt: skip
+
+_REMEDY = "Pass the base that it was fine-tuned from"
+_Read = TypeVar("_Read")
+_FUSED = {"experts", "router", "gate"}  # name parts in a mixture of experts whose weights are not in a Linear
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which weights to extract.
+
+    Attributes:
+        layers: layers such as `0-4,30-31`, or `none`; all by default.
+        modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
+        embeddings: the matrices outside the layers too: embeddings, heads, vision and audio towers, projectors.
+    """
+
+    layers: str | None = None
+    modules: tuple[str, ...] = ()
+    embeddings: bool = False
+
+    def wants(self, weight: AdaptableWeight) -> bool:
+        if weight.layer is None:
+            return self.embeddings
+        if self.layers is not None and weight.layer not in parse_layers(self.layers):
+            return False
+        return not self.modules or any(selects(module, weight.name, weight.kind) for module in self.modules)
+
+
+@dataclass(frozen=True)
+class WeightMatrix:
+    """A weight whose ΔW the adapter will hold, and where both versions are stored."""
+
+    weight: AdaptableWeight
+    full: Whole
+    base: Whole
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in), however it is stored."""
+        rows, columns = self.full.tensor.shape
+        return (columns, rows) if self.weight.transposed else (rows, columns)
+
+
+@dataclass(frozen=True)
+class LeftOutWeight:
+    """A parameter of the fine-tune that the adapter does not hold; `base` is None if the base lacks it too."""
+
+    name: str
+    reason: Reason
+    full: Whole
+    base: Whole | None
+
+
+@dataclass(frozen=True)
+class WeightPair:
+    """A fine-tune and its base that belong together.
+
+    Attributes:
+        full, base: the checkpoints.
+        num_layers: the base's layers.
+        matrices: the weights that the adapter will hold; those without a layer first, then by layer and name.
+        left_out: everything else.
+    """
+
+    full: Checkpoint
+    base: Checkpoint
+    num_layers: int
+    matrices: tuple[WeightMatrix, ...]
+    left_out: tuple[LeftOutWeight, ...]
+
+
+def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair:
+    """Match the parameters of a fine-tune with its base's, under the base's names.
+
+    One of the two may be multimodal and the other its language model alone: a tower of the base stays as it is, and one
+    of the fine-tune is left out.
+    """
+    try:
+        num_layers = num_layers_in_config(base.config)
+    except AdapterswapError as error:
+        raise error.recast(parameter="base_model") from None
+    anatomy, sides = _common_anatomy(full, base)
+    if num_layers is None:
+        raise BaseModelError(
+            f"the config of {base.name} does not say how many layers it has",
+            "Pass another base",
+            parameter="base_model",
+        )
+    problems = Problems(BaseModelError)
+    towers: Mapping[str, StoredTensor] = {}
+    labels: Mapping[str, str] = {}
+    if sides is None:
+        ours, theirs = (dict(_by_name(checkpoint, anatomy.name_of)) for checkpoint in (full, base))
+        _check_names(ours, theirs, full, base, anatomy, problems)
+    else:
+        ours, theirs, towers, labels = _reconciled(*sides, problems)
+    _check_selection(selection, full, anatomy, num_layers, problems)
+    problems.raise_if_any()
+    matrices, left_out = list[WeightMatrix](), list[LeftOutWeight]()
+    different_shapes: list[str] = []
+    for name in sorted(ours.keys() & theirs.keys()):
+        tuned, original = ours[name], theirs[name]
+        weight = anatomy.weights.get(name)
+        both = Whole.of(tuned.path, tuned.tensor), Whole.of(original.path, original.tensor)
+        if not _check_numbers([(tuned, full, "full"), (original, base, "base_model")], problems):
+            continue
+        if tuned.tensor.shape != original.tensor.shape:
+            shapes = (
+                f"{name} is {list(tuned.tensor.shape)} in {full.name} and {list(original.tensor.shape)} in {base.name}"
+            )
+            if weight is None or weight.layer is not None or tuned.tensor.shape[1:] != original.tensor.shape[1:]:
+                different_shapes.append(name)
+            elif selection.embeddings:
+                problems.add(
+                    f"{shapes}: the vocabulary changed",
+                    "Leave `embeddings` out, or keep the full checkpoint",
+                    parameter="embeddings",
+                    kind=UnsupportedError,
+                )
+            else:
+                left_out.append(LeftOutWeight(name, "vocabulary", *both))
+        elif weight is not None and selection.wants(weight):
+            matrices.append(WeightMatrix(weight, *both))
+        else:
+            left_out.append(LeftOutWeight(name, _reason(name, weight, tuned, anatomy), *both))
+    for name, tower in towers.items():
+        if _check_numbers([(tower, full, "full")], problems):
+            left_out.append(LeftOutWeight(name, "not in the base", Whole.of(tower.path, tower.tensor), None))
+    words = (
+        {labels.get(name, name): "×".join(map(str, tensors[name].tensor.shape)) for name in different_shapes}
+        for tensors in (ours, theirs)
+    )
+    compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
+    problems.raise_if_any()
+    for matrix in matrices:
+        _check_tying(matrix.weight)
+    if not matrices:
+        raise ArgumentError(
+            "no matrix is selected, so there is nothing to extract",
+            "Select `layers` or `embeddings`",
+            parameter="layers",
+        )
+    matrices.sort(key=lambda m: (-1 if m.weight.layer is None else m.weight.layer, m.weight.name))
+    return WeightPair(full, base, num_layers, tuple(matrices), tuple(left_out))
+
+
+def _common_anatomy(full: Checkpoint, base: Checkpoint) -> tuple[Anatomy, tuple[Side, Side] | None]:
+    """The base's anatomy, and both models' names if their types differ."""
+    problems = Problems(BaseModelError)
+    for checkpoint, parameter in ((full, "full"), (base, "base_model")):
+        if checkpoint.config.get("quantization_config"):
+            problems.add(
+                f"{checkpoint.name} is quantised",
+                "Pass a version with floating point weights",
+                parameter=parameter,
+                kind=UnsupportedError,
+            )
+    kinds = [checkpoint.config.get("model_type") for checkpoint in (full, base)]
+    if kinds[0] != kinds[1] and not have_one_decoder(full, base):
+        problems.add(
+            f"{full.name} is a {kinds[0]} model, but the base {base.name} is a {kinds[1]} model",
+            _REMEDY,
+            parameter="base_model",
+        )
+    problems.raise_if_any()
+    sides: tuple[Side, Side] | None = None
+    if kinds[0] == kinds[1]:
+        anatomies = _of_full(anatomy_as_stored, full), anatomy_as_stored(base)
+    else:
+        sides = _of_full(read_side, full), read_side(base)
+        anatomies = sides[0].anatomy, sides[1].anatomy
+    if anatomies[0].tied != anatomies[1].tied:
+        heads = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
+        raise BaseModelError(
+            f"{full.name} {heads[0]} to the embedding, but the base {base.name} {heads[1]}",
+            f"{_REMEDY}, or keep the full checkpoint",
+            parameter="base_model",
+        )
+    return anatomies[1], sides
+
+
+def _of_full(read: Callable[[Checkpoint], _Read], full: Checkpoint) -> _Read:
+    """What `read` returns for the fine-tune; its errors, which name the base, name the fine-tune."""
+    try:
+        return read(full)
+    except AdapterswapError as error:
+        raise error.recast(parameter="full") from None
+
+
+def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> Iterator[tuple[str, StoredTensor]]:
+    """The stored tensors by the model's names, or by their own if the model has none for them.
+
+    A tensor that is neither a parameter nor floating point is a buffer of an older version, such as a causal mask.
+    """
+    for key, parameter in checkpoint.parameters.items():
+        name = name_of(key)
+        if name is not None or parameter.tensor.dtype in FLOATS:
+            yield name or key, parameter
+
+
+def _check_names(
+    ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint, base: Checkpoint,
+    anatomy: Anatomy, problems: Problems,
+) -> None:  # fmt: skip
+    parameter_names = set(anatomy.parameters.values())
+    for holder, lacking, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
+        for name in sorted(holder.keys() - lacking.keys()):
+            if name in parameter_names or len(holder[name].tensor.shape) > 1:  # else a buffer that one version saved
+                problems.add(f"{has.name} holds {name}, but {lacks.name} does not", _REMEDY, parameter="base_model")
+    _check_complete(anatomy, ours, theirs, full, base, problems)
+
+
+def _check_complete(
+    anatomy: Anatomy, ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint,
+    base: Checkpoint, problems: Problems,
+) -> None:  # fmt: skip
+    for name in sorted(anatomy.weights.keys() - ours.keys() - theirs.keys()):
+        problems.add(
+            f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
+            "Save or download both again, with all their weights: transformers would fill this one with random numbers",
+            parameter="full",
+            kind=ExpertError,
+        )
+
+
+def _reconciled(
+    full: Side, base: Side, problems: Problems
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor], dict[str, StoredTensor], dict[str, str]]:
+    """The stored tensors of two classes of model with one decoder, under the base's names."""
+    own, theirs = (dict(_by_name(side.checkpoint, side.own_name)) for side in (full, base))
+    ours, towers, labels = dict[str, StoredTensor](), dict[str, StoredTensor](), dict[str, str]()
+    for name, stored in sorted(own.items()):
+        base_name = counterpart(name, full, base)
+        if base_name in theirs:
+            ours[base_name] = stored
+            labels[base_name] = base_name if base_name == name else f"{name} ({base_name} in {base.checkpoint.name})"
+        elif is_outside(name, full, base):
+            towers[name] = stored
+        else:
+            _check_buffer(name, stored, full, base, problems)
+    for name in sorted(theirs.keys() - ours.keys()):
+        if not is_outside(name, base, full):
+            _check_buffer(name, theirs[name], base, full, problems)
+    _check_complete(base.anatomy, ours, theirs, full.checkpoint, base.checkpoint, problems)
+    return ours, theirs, towers, labels
+
+
+def _check_buffer(name: str, stored: StoredTensor, has: Side, lacks: Side, problems: Problems) -> None:
+    """Add a problem unless the tensor, which only one of the two holds, is a buffer that one version saved."""
+    if name not in has.anatomy.parameters and len(stored.tensor.shape) < 2:
+        return
+    expected = expected_name(name, has, lacks)
+    problems.add(
+        f"{has.checkpoint.name} holds {name}, but {lacks.checkpoint.name} does not hold {expected}",
+        f"{_REMEDY}, or save both with the same model class",
+        parameter="base_model",
+    )
+
+
+def _check_selection(
+    selection: Selection, full: Checkpoint, anatomy: Anatomy, num_layers: int, problems: Problems
+) -> None:
+    layers: frozenset[int] = frozenset()
+    if selection.layers is not None:
+        try:
+            layers = parse_layers(selection.layers)
+        except ValueError as error:
+            problems.add(
+                f"`layers`: {error}", "Pass for example `layers=0-4,30-31`", parameter="layers", kind=ArgumentError
+            )
+    if layers and max(layers) >= num_layers:
+        beyond = format_layers(layer for layer in layers if layer >= num_layers)
+        problems.add(
+            f"`layers`: there is no layer {beyond}",
+            f"Layers are 0 to {num_layers - 1}",
+            parameter="layers",
+            kind=ArgumentError,
+        )
+    elif full.kept_layers is not None and (cut := [i for i in layers if not full.kept_layers.has(None, i)]):
+        problems.add(
+            f"`layers`: {full.name} is a slice with the {full.kept_layers}, without layer {format_layers(cut)}",
+            "Choose from those that it has, or pass the whole fine-tune",
+            parameter="layers",
+            kind=ArgumentError,
+        )
+    inside = [weight for weight in anatomy.weights.values() if weight.layer is not None]
+    for module in selection.modules:
+        if selection.layers == NO_LAYER or not any(selects(module, weight.name, weight.kind) for weight in inside):
+            ends = sorted({weight.name.rpartition(".")[2] for weight in inside})
+            problems.add(
+                f"`modules` {module!r} matches nothing",
+                f"Use attention, mlp, or {', '.join(ends)}",
+                parameter="modules",
+                kind=ArgumentError,
+            )
+
+
+def _check_tying(weight: AdaptableWeight) -> None:
+    """PEFT 0.21 applies an embedding's LoRA to the head that is tied to it only if it knows the embedding's name."""
+    if weight.tied and weight.name.rpartition(".")[2] != "embed_tokens":
+        raise UnsupportedError(
+            f"{', '.join(weight.tied)} is tied to {weight.name}, and PEFT keeps them together only where the embedding "
+            "is called embed_tokens",
+            "Leave `embeddings` out",
+            parameter="embeddings",
+        )
+
+
+def _check_numbers(weights: Sequence[tuple[StoredTensor, Checkpoint, str]], problems: Problems) -> bool:
+    """Whether all weights are floating point. Each has its checkpoint and the name of its argument in `extract`."""
+    wrong = [entry for entry in weights if entry[0].tensor.dtype not in FLOATS]
+    for weight, checkpoint, parameter in wrong:
+        problems.add(
+            f"{weight.name} is {weight.tensor.dtype} in {checkpoint.name}",
+            f"Save it as {', '.join(FLOATS)}",
+            parameter=parameter,
+            kind=UnsupportedError,
+        )
+    return not wrong
+
+
+def _reason(name: str, weight: AdaptableWeight | None, parameter: StoredTensor, anatomy: Anatomy) -> Reason:
+    if weight is not None and weight.layer is not None:
+        return "not selected"
+    if weight is not None:
+        return "towers" if anatomy.is_in_tower(weight.name) else "embeddings and heads"
+    if name.endswith("bias"):
+        return "biases"
+    if _FUSED & set(name.split(".")):
+        return "experts and routers"
+    return "norms" if len(parameter.tensor.shape) == 1 else "other"

@@ -1,0 +1,551 @@
+"""Recompute an adapter, a model or a GGUF file from the sources in its record and compare.
+
+Knows the files that `export` writes; finds and compares sources and records like `verifying`.
+
+Finds the sources (Hub ids automatically, folders at the paths that the caller passes), writes the composition again to
+a temporary folder and compares byte for byte; `extracted` checks extracted adapters. Knows provenance; knows nothing of
+how a composition is requested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from adapterswap import __version__
+from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
+from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
+from adapterswap.files.folders import scratch_folder
+from adapterswap.files.numbers import open_files, read_bytes, row_ranges
+from adapterswap.files.tensorfile import TensorFile, read_header
+from adapterswap.files.text import exists, expand, is_folder, read_json
+from adapterswap.files.yaml import validate
+from adapterswap.gguf.export import write_gguf
+from adapterswap.gguf.layout import prepare_gguf
+from adapterswap.gguf.reading import REMEDY, GgufFile, is_gguf, open_gguf
+from adapterswap.model.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards, sha256_of
+from adapterswap.model.layers import recorded_layers
+from adapterswap.model.sources import (
+    CONFIG,
+    PROVENANCE,
+    WEIGHTS,
+    at_revision,
+    base_fingerprints,
+    find_source,
+    public_name,
+    recorded_base,
+)
+from adapterswap.planning.composition import Composition
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.rules import BASE
+from adapterswap.tools.extracted import FILES, Verification, added_files, contradicting, marked, verify_extracted
+from adapterswap.writing.adapter import CARD, prepare, write_prepared
+from adapterswap.writing.outputs import Form
+from adapterswap.writing.records import (
+    FORMAT,
+    CompositionRecord,
+    ConversionRecord,
+    ExtractionRecord,
+    Record,
+    SourceRecord,
+    adapter_source,
+    base_source,
+    composition_record,
+    parse_record,
+)
+
+_METADATA = "the GGUF metadata"
+_FIELDS_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared separately
+
+
+def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model: str | None) -> Verification:
+    """Export the sources again and compare every tensor, the metadata and the record; see `verify`.
+
+    A single piece is compared on its own; a folder must hold every piece that was written.
+    """
+
+    opened = open_gguf(path)
+    record, content = opened.record, opened.content
+    known = record is not None and record.format in FORMATS and record.output.get("format") == "gguf"
+    if record is None or content is None or not known:
+        raise ExpertError(
+            f"{opened.source} has no record that this version can read, so its sources are unknown",
+            REMEDY,
+            parameter="path",
+        )
+    output = {key: value for key, value in record.output.items() if key not in ("format", "outtype", "pieces")}
+    pieces = record.output.get("pieces")
+    sources = find_sources(record, experts)
+    adapters = {name: expert for name, expert in sources.items() if isinstance(expert, Adapter)}
+    plan = make_plan(recorded_composition(opened.source, record, base_model), adapters, recorded=True)
+    try:
+        form = Form(**{"truncation": "float32", **output})
+    except TypeError:
+        raise ExpertError(f"this version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
+    with scratch_folder("verify") as scratch:
+        again = scratch / "again"
+        write_gguf(prepare_gguf(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
+        rewritten = open_gguf(again)
+        ours = {file.piece: file for file in opened.files}
+        theirs = {file.piece: file for file in rewritten.files}
+        if not is_folder(opened.source):
+            theirs = {piece: file for piece, file in theirs.items() if piece in ours}
+        differing, fields = [], False
+        for piece in sorted({**theirs, **ours}, key=str):
+            if piece not in ours or piece not in theirs:
+                differing.append(f"{piece}.gguf")
+                continue
+            tensors = _differing_tensors(ours[piece], theirs[piece])
+            if not tensors and not np.array_equal(ours[piece].data, theirs[piece].data):
+                tensors = [f"{ours[piece].path.name} (bytes outside its tensors)"]
+            differing += tensors
+            fields = fields or _fields(ours[piece]) != _fields(theirs[piece])
+        found = of_sources(content, record, rewritten.content or {}, sources, base_model)
+        records = {file.fields.get("adapterswap.record") for file in opened.files}
+        return replace(
+            found, differing=tuple(differing), config_differs=fields, config=_METADATA,
+            record_differs=(*found.record_differs, *(["adapterswap.record"] if len(records) > 1 else [])),
+        )  # fmt: skip
+
+
+def _differing_tensors(first: GgufFile, second: GgufFile) -> list[str]:
+    """The tensors whose format, shape or bytes differ."""
+    names = sorted(first.tensors.keys() | second.tensors.keys())
+
+    def alike(name: str) -> bool:
+        if name not in first.tensors or name not in second.tensors:
+            return False
+        (dtype, shape, data), (other_dtype, other_shape, other_data) = first.tensors[name], second.tensors[name]
+        same = (dtype, shape) == (other_dtype, other_shape)
+        return same and np.array_equal(data.view(np.uint8), other_data.view(np.uint8))
+
+    return [name for name in names if not alike(name)]
+
+
+def _fields(file: GgufFile) -> dict[str, Any]:
+    return {key: value for key, value in file.fields.items() if key not in _FIELDS_NOT_COMPARED}
+
+
+Expert = Adapter | Checkpoint
+
+_REMEDY = "Pass a folder that `adapterswap compose`, `adapterswap merge` or `adapterswap extract` wrote"
+
+_SINCE_FORMAT_2 = ("auto_mapping",)  # keys of adapter_config.json that no result of format 1 has
+
+# Not compared, by format. Format 1 had no revisions and is recomputed by its rules, since today's methods give other
+# rules. Format 2 had no defaults in its composition.
+_NOT_COMPARED: dict[int, set[str]] = {
+    1: {"format", "kind", "composition", "rules", "base_revision"},
+    2: {"format", "kind", "composition"},
+    3: set(),
+}
+FORMATS = tuple(_NOT_COMPARED)
+
+_CONVERSION = {"peft_type", "pickled", "rank", "max_error", "sha256", "modules"}  # always recorded
+_ABSENT = object()
+_RELATIVE_OF_NUMBERS = 1e-5  # how far a recorded number may be from the recomputed one
+
+_BLOCK = 2**24  # bytes compared at a time
+
+
+def verify(
+    path: str | Path, experts: Mapping[str, str | Path] | None = None, *, base_model: str | Path | None = None
+) -> Verification:
+    """Recompute the composed adapter, or the full weights, in `path` and compare them, byte for byte.
+
+    The record is compared too, except for the version of adapterswap, the names of sources and, in format 1, the
+    composition. Numbers in it may differ by rounding.
+
+    Full weights are written again to the folder for temporary files, and need their own size there. For an extracted
+    adapter see `verify_extracted`. LoRA in GGUF is exported again; of a folder of pieces, all pieces are compared.
+
+    Args:
+        path: a folder or Hub id; a GGUF file of `export`, or its folder of pieces.
+        experts: the paths of the sources, by name; sources from the Hub are found automatically. The fine-tune that an
+            adapter was extracted from is called `full`.
+        base_model: the base, if it did not come from the Hub. Full weights need it; an adapter's base is compared with
+            the record.
+
+    Returns:
+        What differs; `equal` is True if nothing does.
+
+    Raises:
+        ArgumentError: a parameter has the wrong type; `experts` names a source that the record does not have; neither
+            the record nor `experts` locates a source.
+        NotFoundError: the folder, or a source, does not exist.
+        ExpertError: adapterswap.json is missing or cannot be read by this version; a source is damaged; see also
+            `verify_extracted`.
+    """
+    check_type(path, (str, Path), "path", "Pass the folder of an adapter or a model, or a Hub id such as org/name")
+    check_type(experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders or Hub ids")
+    check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
+    base_model = None if base_model is None else str(base_model)
+    if is_gguf(path):
+        return verify_gguf(path, experts or {}, base_model)
+    folder = find_source(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
+    if not exists(folder / WEIGHTS):
+        folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
+    content = _content(folder)
+    record = _record(folder, content)
+    if isinstance(record, ExtractionRecord):
+        return verify_extracted(folder, content, record, experts or {}, base_model)
+    if record.conversion is not None:
+        return _verify_converted(folder, content, record, record.conversion, experts or {}, base_model)
+    opened = find_sources(record, experts or {})
+    is_model = record.kind == "model"
+    if is_model:
+        base_model = _base(record, base_model)
+    composition = recorded_composition(folder, record, base_model)
+    with scratch_folder("verify") as scratch:
+        again = scratch / "again"
+        if is_model:
+            _write_model(record, composition, opened, again)
+        else:
+            _write_adapter(record, composition, opened, again)
+        return _compare(folder, content, record, opened, again, base_model)
+
+
+def _verify_converted(
+    folder: Path,
+    content: dict[str, Any],
+    record: CompositionRecord,
+    conversion: ConversionRecord,
+    source_paths: Mapping[str, str | Path],
+    base_model: str | None,
+) -> Verification:
+    """Compare a converted adapter's files with their hashes, its source's too if it is available, and its record.
+
+    The last digits of a singular value decomposition depend on the machine, so nothing is converted again: the plan is
+    made of the converted adapter.
+    """
+    changed, unchecked, opened = {}, [], {}
+    converted = open_adapter(folder)
+    for name, source in record.experts.items():
+        opened[name] = replace(converted, base_fingerprints=source.base_fingerprints)
+        reference = source_paths.get(name) or source.reference
+        if reference is None:
+            unchecked.append(name)
+            continue
+        found = find_source(reference, [*ADAPTER_FILES, PICKLED], what="adapter", parameter="experts")
+        opened[name] = replace(
+            converted, source=found, base_fingerprints=recorded_base(found.folder),
+            kept_layers=recorded_layers(found.folder),
+        )  # fmt: skip
+        hashes = {
+            file: sha256_of(found.folder / file)
+            for file in (PICKLED if conversion.pickled else WEIGHTS, CONFIG)
+            if exists(found.folder / file)
+        }
+        if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
+            changed[name] = differing_files[0]
+    plan = make_plan(recorded_composition(folder, record, base_model), opened, recorded=True)
+    experts = {name: adapter_source(adapter, "") for name, adapter in opened.items()}
+    recomputed = composition_record(plan, experts, record.base, output=record.output, measured={}).content()
+    measured = {key: content[key] for key in ("conversion", "magnitudes", "kept_rows", "reduced") if key in content}
+    listed = [name for name in content.get(FILES, ()) if exists(folder / str(name))]
+    recomputed |= measured | {FILES: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
+    for name in unchecked:
+        recomputed["experts"][name] = content["experts"][name]
+    result = of_sources(content, record, recomputed, opened, base_model)
+    incomplete = record.format == FORMAT and _CONVERSION - content["conversion"].keys()
+    differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
+    return replace(
+        result, changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
+        differing=(WEIGHTS,) if differing else (), config_differs=config, extracted=True,
+        unchecked=(*unchecked, *result.unchecked), notes=(*result.notes, *added_files(folder, content)),
+        record_differs=(*result.record_differs, *(["conversion"] if incomplete else [])),
+    )  # fmt: skip
+
+
+def recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
+    """The recorded composition. Format 1 is read by its rules: its methods gave other rules than today's."""
+    content: dict[str, Any] = {**record.composition, "num_layers": record.num_layers, "base_model": base_model}
+    if record.format == 1:
+        settings: dict[str, Any] = {
+            key: content[key] for key in ("num_layers", "base_model", "seed", "row_threshold") if key in content
+        }
+        rules = [rule.model_dump(exclude_unset=True) for rule in record.rules]
+        content = settings | {"allocation": rules, "allow_negative": True}
+    return validate(content, Composition, where=str(folder / PROVENANCE))
+
+
+def _write_adapter(
+    record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
+) -> None:
+    adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
+    bases = {(adapter.config.base_model, adapter.config.revision) for adapter in adapters.values()}
+    revision = record.base_revision
+    base_was_passed = len(bases) > 1 or revision not in (None, *(of_expert for _, of_expert in bases))
+    if composition.base_model is None and record.base_model is not None and base_was_passed:
+        # The base was passed when they were composed; it is not checked again.
+        declared = at_revision(record.base_model, revision)
+        composition = composition.model_copy(update={"base_model": declared})
+    # A record without a precision is of an older version, or nothing was truncated.
+    form = Form(**{"truncation": "float32", **record.output})
+    write_prepared(prepare(make_plan(composition, adapters, recorded=True), form), again)
+
+
+def _write_model(
+    record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
+) -> None:
+    from adapterswap.writing.streaming import ModelForm
+    from adapterswap.writing.weights import prepare_model, write_model
+
+    plan = make_plan(composition, opened, recorded=True)
+    write_model(prepare_model(plan, ModelForm(**record.output), composition.base_model, recorded=True), again)
+
+
+def _compare(
+    folder: Path,
+    content: Mapping[str, Any],
+    record: CompositionRecord,
+    opened: Mapping[str, Expert],
+    again: Path,
+    base_model: str | None,
+) -> Verification:
+    """Compare a result with the recomputed one in `again`; `content` is its record as raw data."""
+    recomputed = read_json(again / PROVENANCE)
+    if record.kind == "model":
+        config, ours, theirs = MODEL_CONFIG, read_shards(folder), read_shards(again)
+    else:
+        config, ours, theirs = CONFIG, (read_header(folder / WEIGHTS),), (read_header(again / WEIGHTS),)
+    written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
+    if record.format == 1:
+        rewritten = {key: value for key, value in rewritten.items() if key in written or key not in _SINCE_FORMAT_2}
+    differing, notes = _differing(ours, theirs), added_files(folder, content)
+    if record.format == FORMAT:
+        apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
+        others = [name for name in recomputed[FILES] if name not in apart]
+        differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
+        if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
+            notes += (f"{CARD} is not the one that was written",)
+    sources = of_sources(content, record, recomputed, opened, base_model)
+    return replace(
+        sources, differing=differing, config_differs=written != rewritten, config=config,
+        notes=(*sources.notes, *notes),
+    )  # fmt: skip
+
+
+def of_sources(
+    content: Mapping[str, Any],
+    record: CompositionRecord,
+    recomputed: Mapping[str, Any],
+    opened: Mapping[str, Expert],
+    base_model: str | None,
+) -> Verification:
+    """Compare a record with the recomputed one, and the sources that it names with those of today.
+
+    Args:
+        content: the record as raw data.
+        record: the same, parsed.
+        recomputed: the recomputed record as raw data.
+        opened: the experts.
+        base_model: the base that the caller passed.
+    """
+    again = CompositionRecord.model_validate(recomputed)
+    changed = changed_sources(record.experts, again.experts)
+    differing_keys = list(record_differs(content, record, recomputed))
+    base = again.base if record.kind == "model" else _find_base(record.base, opened, base_model)
+    if record.base is not None and base is not None:
+        base = _as_recorded(base, record, base_model)
+        changed |= changed_sources({BASE: record.base}, {BASE: base})
+        recorded = content["base"] if record.format >= 3 else content["base_model"]
+        if marked(recorded, record.format) != marked(base.content(), record.format):
+            differing_keys.append("base")
+    notes = [
+        f"The revision of {name} ({source}) was not compared, because a folder was passed"
+        for name, source in record.experts.items()
+        if source.revision is not None and again.experts[name].revision is None
+    ]
+    if record.base is None and record.format == FORMAT and base_model is not None and record.kind == "adapter":
+        notes.append("The base was not compared: the record has none, because none was needed")
+    return Verification(
+        changed, unchecked=(BASE,) if record.base is not None and base is None else (),
+        record_differs=tuple(dict.fromkeys(differing_keys)), notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    return exists(one) and exists(other) and one.read_bytes() == other.read_bytes()
+
+
+def _as_recorded(base: SourceRecord, record: CompositionRecord, base_model: str | None) -> SourceRecord:
+    """A base of today with fingerprints where its record should have them: for a local base, since format 3."""
+    assert record.base is not None
+    content = base.model_dump(exclude_unset=True) | {"fingerprints": base.fingerprints}
+    if record.base.revision is not None or record.format < FORMAT:
+        del content["fingerprints"]
+    elif not base.fingerprints and base_model is not None:  # recorded as a folder, and passed by its id on the Hub
+        folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
+        content["fingerprints"] = base_fingerprints(folder)
+    return SourceRecord.model_validate(content)
+
+
+def _find_base(
+    recorded: SourceRecord | None, opened: Mapping[str, Expert], base_model: str | None
+) -> SourceRecord | None:
+    """The base as it is today, by its config and, in a folder, its weights; None if it is not recorded or located."""
+    if recorded is None:
+        return None
+    base_names = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
+    local = [place for place in base_names if place is not None and public_name(place) == recorded.source]
+    for place in [base_model] if base_model is not None else [recorded.reference, *local]:
+        if place is not None and (base_model is not None or recorded.reference or is_folder(expand(place))):
+            return base_source(find_source(place, [MODEL_CONFIG], what="base model"))
+    return None
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    if not (folder / PROVENANCE).exists():
+        raise ExpertError(f"{folder} has no {PROVENANCE}, so its sources are unknown", _REMEDY, parameter="path")
+    return read_json(folder / PROVENANCE, _REMEDY)
+
+
+def _record(folder: Path, content: dict[str, Any]) -> Record:
+    try:
+        record = parse_record(content)
+        if isinstance(record, CompositionRecord):
+            usable = record.format in FORMATS and {"format", "composition", "experts"} <= content.keys()
+            usable = usable and (record.format != 1 or "rules" in content)
+            if record.kind == "model":
+                usable = usable and record.output.keys() <= {"max_shard_size", "dtype", "dequantize"}
+            else:
+                Form(**record.output)
+            if usable:
+                return record
+    except (ValidationError, TypeError):
+        record = None
+    if isinstance(record, ExtractionRecord):
+        return record
+    raise ExpertError(f"this version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
+
+
+def find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
+    problems = Problems(ArgumentError)
+    names = ", ".join(record.experts)
+    action = "the model was merged" if record.kind == "model" else "the adapter was composed"
+    for name in given.keys() - record.experts.keys():
+        problems.add(
+            f"`experts` names {name!r}, but {action} of {names}", "Use one of these names", parameter="experts"
+        )
+    opened = {}
+    for name, source in record.experts.items():
+        reference = given.get(name) or source.reference
+        if reference is None:
+            problems.add(
+                f"the expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
+                f"Pass `experts={{{name!r}: PATH}}`",
+                parameter="experts",
+            )
+            continue
+        with problems.collect():
+            opened[name] = open_expert(reference) if record.kind == "model" else open_adapter(reference)
+    problems.raise_if_any()
+    return opened
+
+
+def _base(record: CompositionRecord, base_model: str | None) -> str | None:
+    """The path of the base of full weights, or None if no base was used."""
+    if record.base is None:
+        return None
+    if (place := base_model or record.base.reference) is None:
+        raise ArgumentError(
+            f"the base came from a folder named {record.base.source!r}, whose location is not recorded",
+            "Pass `base_model`",
+            parameter="base_model",
+        )
+    return place
+
+
+def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:
+    """Sources whose hashes differ from the record: name → the first file that differs, or `weights`."""
+    changed = {}
+    for name in found:
+        ours, theirs = recorded[name], found[name]
+        files = [file for file in {**theirs.sha256, **ours.sha256} if ours.sha256.get(file) != theirs.sha256.get(file)]
+        files += sorted(file for file, _ in ours.fingerprints.items() ^ theirs.fingerprints.items())
+        if files:
+            changed[name] = files[0]
+        elif ours.entered != theirs.entered:
+            changed[name] = "weights"
+    return changed
+
+
+def record_differs(
+    content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The keys of a record whose values differ from the recomputed record."""
+    ours, theirs = (_comparable(raw, record, listed=FILES in content) for raw in (content, recomputed))
+    differing_keys = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
+    if record.format < FORMAT and record.composition.get("num_layers", record.num_layers) != record.num_layers:
+        differing_keys.append("composition")
+    recorded_base = (record.base_model, record.base_revision)
+    if record.kind == "model" and recorded_base != (
+        (record.base.source, record.base.revision) if record.base else (None, None)
+    ):
+        differing_keys.append("base_model")
+    if record.format == FORMAT:
+        differing_keys += [key for key in recomputed if key not in content]
+        again = recomputed["experts"]
+        moved = any(again[name]["revision"] not in (None, source.revision) for name, source in record.experts.items())
+        if moved or contradicting(*record.experts.values()):
+            differing_keys.append("experts")
+        trained_on = [expert["base_fingerprints"] for expert in again.values() if "base_fingerprints" in expert]
+        local = record.base if record.base is not None and record.base.revision is None else None
+        if contradicting(record.base) or (local and any(prints != local.fingerprints for prints in trained_on)):
+            differing_keys.append("base")
+    return tuple(dict.fromkeys(differing_keys))
+
+
+def _comparable(content: Mapping[str, Any], record: CompositionRecord, *, listed: bool) -> dict[str, Any]:
+    """The keys of a record, or of the recomputed one, that can be compared."""
+    ignored = {"adapterswap_version", "base", *_NOT_COMPARED[record.format]}
+    if record.kind == "model":  # the base is compared by its files; its folder can have another name
+        ignored |= {"base_model", "base_revision"}
+    if not listed and record.format < FORMAT:
+        ignored.add(FILES)  # no list before edition 0.2
+    compared = {key: value for key, value in content.items() if key not in ignored}
+    compared["experts"] = {name: marked(entry, record.format) for name, entry in compared["experts"].items()}
+    return compared
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two values of JSON are equal; numbers up to the rounding of another processor."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_alike(left[key], right[key]) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    if isinstance(left, float) or isinstance(right, float):
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (left, right))
+        return numbers and math.isclose(left, right, rel_tol=_RELATIVE_OF_NUMBERS)
+    return type(left) is type(right) and bool(left == right)
+
+
+def _differing(first: Sequence[TensorFile], second: Sequence[TensorFile]) -> tuple[str, ...]:
+    """The names of tensors whose dtype, shape or bytes differ, in whichever file they are."""
+    ours, theirs = (
+        {name: (tensor, file) for file in files for name, tensor in file.tensors.items()} for files in (first, second)
+    )
+    names = sorted(ours.keys() | theirs.keys())
+    with open_files([*first, *second]) as opened:
+
+        def alike(name: str) -> bool:
+            if name not in ours or name not in theirs:
+                return False
+            (left, left_file), (right, right_file) = ours[name], theirs[name]
+            if (left.dtype, left.shape) != (right.dtype, right.shape):
+                return False
+            return all(
+                np.array_equal(
+                    read_bytes(opened[left_file.path], left, *cut), read_bytes(opened[right_file.path], right, *cut)
+                )
+                for cut in row_ranges(left.nbytes, _BLOCK)
+            )
+
+        return tuple(name for name in names if not alike(name))

@@ -1,0 +1,537 @@
+"""The numbers of full weights: read a tensor's sources block by block, add up in float32, round once.
+
+A block is a range of rows. Memory is bounded by blocks rather than tensors wherever the method allows it. Knows files
+and plans; computes nothing.
+
+W' = Σ c_i·W_i + (1 - Σ c_i)·W_base + [c_1·s_1·B_1, …]·[A_1; …]
+
+torch computes products of factors, and everything on a GPU. numpy computes averages of stored weights on the CPU, which
+saves the import of torch, and nonlinear methods (`methods`), which need whole tensors. Knows blocks; reads and writes
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.changes.kinds import ExpertRows, LowRank, Opaque, Whole
+from adapterswap.changes.opaque import merged_delta, merged_weight
+from adapterswap.changes.reading import Factors
+from adapterswap.errors import UnsupportedError
+from adapterswap.experts.adapter import LoraModule
+from adapterswap.files.numbers import (
+    Bytes,
+    check_finite,
+    decode,
+    encode,
+    finite_bytes,
+    not_finite,
+    read_bytes,
+    row_ranges,
+    too_large,
+)
+from adapterswap.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor
+from adapterswap.planning.rules import BASE
+from adapterswap.planning.slots import Slot, Term
+from adapterswap.writing.resolving import concatenate
+
+_REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
+_COPIED = 2**20  # bytes of a block to copy, and
+_COMPUTED = 2**18  # elements of a block to compute, 1 MB in float32: both fit in a core's cache
+
+
+@dataclass(frozen=True)
+class ResultTensor:
+    """A tensor of the result: its slot, and its place in a file that is open for writing."""
+
+    slot: Slot
+    place: Tensor
+    output: int
+
+    @property
+    def copied(self) -> Whole | None:
+        """The tensor to copy byte for byte; None if the result must be computed."""
+        source = self.slot.copied
+        return source if source is not None and source.tensor.dtype == self.place.dtype else None
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape as (rows, columns): all axes but the last are rows, and a vector is one column."""
+        shape = self.place.shape
+        return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes of rows of one source tensor; `expert` is `base` for the base."""
+
+    expert: str
+    tensor: Tensor
+    raw: Bytes
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows `start` to `stop` of a tensor of the result, with their sources.
+
+    For a tensor that is copied, `start` and `stop` count bytes. `factors` are the whole A and B of each low-rank term;
+    only the first block of a tensor has them, or of each of its matrices (`Slot.matrices`), which begins at row
+    `origin`, or of each range of `Slot.rows`. `opaque` are the tensors of each opaque term, by name.
+    """
+
+    result: ResultTensor
+    start: int
+    stop: int
+    whole: tuple[Part, ...]
+    base: Part | None
+    factors: tuple[tuple[Part, Part], ...]
+    opaque: tuple[Mapping[str, Part], ...] = ()
+    origin: int = 0
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """All parts that were read."""
+        yield from self.whole
+        if self.base is not None:
+            yield self.base
+        for pair in self.factors:
+            yield from pair
+        for tensors in self.opaque:
+            yield from tensors.values()
+
+
+@dataclass
+class Entered:
+    """The source tensors of the result, by expert and name: copied ones, and inputs of computed ones.
+
+    Only the inputs of computed tensors are hashed. A copied tensor can be compared with the result byte for byte, and
+    hashing it would take longer than copying.
+    """
+
+    copied: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    computed: dict[tuple[str, str], tuple[Tensor, str]] = field(default_factory=dict)
+    _sorted: OrderedDict[tuple[int, str], npt.NDArray[np.unsignedinteger]] = field(default_factory=OrderedDict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def columns_by_expert(self, file: int, lora: LoraModule) -> npt.NDArray[np.unsignedinteger]:
+        """B of a mixture's experts as experts×out×rank, with the bits as integers. The last few are cached."""
+        key = (file, lora.b.name)
+        with self._lock:
+            if key not in self._sorted:
+                raw = read_bytes(file, lora.b, 0, lora.b.nbytes).view(f"u{DTYPE_BYTES[lora.b.dtype]}")
+                stored = raw.reshape(lora.out_features, lora.rank, lora.experts)
+                self._sorted[key] = np.ascontiguousarray(stored.transpose(2, 0, 1))
+                while len(self._sorted) > _REMEMBERED:
+                    self._sorted.popitem(last=False)
+            return self._sorted[key]
+
+    def of(self, expert: str) -> dict[str, dict[str, int | str]]:
+        """How many tensors and bytes of an expert were copied, how many were inputs of computations, and their hash.
+
+        The hash is the SHA-256 of a text with one line per tensor, sorted by name: its name, dtype, shape and own
+        SHA-256. You can compute it again from the checkpoint. It does not cover other tensors.
+        """
+        copied = [tensor for (owner, _), tensor in self.copied.items() if owner == expert]
+        inputs = sorted((name, *entry) for (owner, name), entry in self.computed.items() if owner == expert)
+        lines = [f"{name} {tensor.dtype} {list(tensor.shape)} {digest}\n" for name, tensor, digest in inputs]
+        return {
+            "copied": {"tensors": len(copied), "bytes": sum(tensor.nbytes for tensor in copied)},
+            "computed": {
+                "tensors": len(inputs),
+                "bytes": sum(tensor.nbytes for _, tensor, _ in inputs),
+                "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
+            },
+        }
+
+
+def read_blocks(result: ResultTensor, files: Mapping[Path, int], entered: Entered) -> Iterator[Block]:
+    """The blocks of a tensor of the result, in order."""
+    if result.copied is None:
+        yield from _computed_blocks(result, _Reader(files, entered))
+        return
+    owner, tensor = result.slot.owner or BASE, result.copied.tensor
+    for start, stop in row_ranges(tensor.nbytes, _COPIED):
+        raw = read_bytes(files[result.copied.path], tensor, start, stop)
+        yield Block(result, start, stop, (Part(owner, tensor, raw),), None, ())
+    entered.copied[owner, tensor.name] = tensor
+
+
+def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
+    slot = result.slot
+    if slot.rows:
+        yield from _blocks_by_rows(result, reader)
+        return
+    base = slot.base if slot.needs_base else None
+    rows, columns = result.matrix
+    step = rows if slot.is_held_whole else max(1, _COMPUTED // columns)
+    height = rows // slot.matrices
+    for matrix, (first, last) in product(range(slot.matrices), row_ranges(height, step)):
+        origin = matrix * height
+        start, stop = origin + first, origin + last
+        cut = (start * columns, stop * columns)
+        # An expert on two sides is read and hashed once.
+        read = {term.expert: term.whole for term in slot.whole}
+        parts = {expert: reader.elements(expert, whole, *cut) for expert, whole in read.items()}
+        weights = tuple(parts[term.expert] for term in slot.whole)
+        factors = tuple(reader.factors(term, matrix) for term in slot.low_rank) if start == origin else ()
+        opaque = tuple(map(reader.opaque, slot.opaque))
+        base_part = reader.elements(BASE, base, *cut) if base else None
+        yield Block(result, start, stop, weights, base_part, factors, opaque, origin)
+
+
+def _blocks_by_rows(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
+    """The blocks of an embedding or head whose rows have different terms.
+
+    If any row of a tensor is used, all are read, so that its hash covers the whole tensor.
+    """
+    slot, columns = result.slot, result.matrix[1]
+    whole = {(t.expert, t.whole.tensor.name): t.whole for t in slot.all_terms if isinstance(t.change, Whole)}
+    if slot.base is not None and any(part.rest for part in slot.rows):
+        whole[BASE, slot.base.tensor.name] = slot.base
+    for rows in slot.rows:
+        if slot.opaque:  # one range of all rows, which PEFT computes from the copy that the expert lends
+            (lent,), computed = rows.lent, replace(result, slot=replace(slot, terms=rows.terms))
+            copy = reader.elements(lent.expert, lent.whole, rows.start * columns, rows.stop * columns)
+            yield Block(computed, rows.start, rows.stop, (), copy, (), tuple(map(reader.opaque, slot.opaque)))
+            continue
+        terms = (*rows.terms, *rows.lent)
+        tensor_of_rows = replace(result, slot=replace(slot, terms=terms))
+        factors = tuple(reader.factors(term, 0) for term in tensor_of_rows.slot.low_rank)
+        entering = {(term.expert, term.whole.tensor.name): term.whole for term in tensor_of_rows.slot.whole}
+        if rows.rest and slot.base is not None:
+            entering[BASE, slot.base.tensor.name] = slot.base
+        for start, stop in row_ranges(rows.stop - rows.start, max(1, _COMPUTED // columns)):
+            first, last = start + rows.start, stop + rows.start
+            parts = {}
+            for key, source in entering.items():
+                shift = source.place_of(rows.start) - rows.start
+                parts[key] = reader.elements(key[0], source, (first + shift) * columns, (last + shift) * columns)
+            for key, source in whole.items():
+                if key not in entering:
+                    reader.skip(key[0], source, first * columns, last * columns)
+            weights = tuple(parts[term.expert, term.whole.tensor.name] for term in tensor_of_rows.slot.whole)
+            base_part = None if slot.base is None else parts.get((BASE, slot.base.tensor.name))
+            yield Block(tensor_of_rows, first, last, weights, base_part, factors if start == 0 else ())
+    for (expert, _), source in whole.items():
+        rows_left = row_ranges(max(0, source.tensor.shape[0] - slot.shape[0]), max(1, _COMPUTED // columns))
+        for start, stop in rows_left:
+            reader.skip(expert, source, (slot.shape[0] + start) * columns, (slot.shape[0] + stop) * columns)
+
+
+class _Reader:
+    """Reads the sources of a computed tensor from their first byte to their last, and hashes them on the way."""
+
+    def __init__(self, files: Mapping[Path, int], entered: Entered) -> None:
+        self._files = files
+        self._entered = entered
+        self._digests: defaultdict[tuple[str, str], hashlib._Hash] = defaultdict(hashlib.sha256)
+
+    def elements(self, expert: str, whole: Whole, start: int, stop: int) -> Part:
+        """Elements `start` to `stop` of a tensor of an expert."""
+        tensor = whole.tensor
+        size = DTYPE_BYTES[tensor.dtype]
+        raw = read_bytes(self._files[whole.path], tensor, start * size, stop * size)
+        digest = self._digests[expert, tensor.name]
+        digest.update(raw.data)
+        if stop * size == tensor.nbytes:
+            self._entered.computed[expert, tensor.name] = (tensor, digest.hexdigest())
+        return Part(expert, tensor, raw)
+
+    def skip(self, expert: str, whole: Whole, start: int, stop: int) -> None:
+        """Hash elements of a tensor that the result does not use; those after its end are left out."""
+        stop = min(stop, whole.tensor.nbytes // DTYPE_BYTES[whole.tensor.dtype])
+        if start < stop and not whole.rows:
+            self.elements(expert, whole, start, stop)
+
+    def factors(self, term: Term, matrix: int) -> tuple[Part, Part]:
+        """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""
+        file = self._files[term.change.path]
+        if term.lora.experts > 1 or term.low_rank.within is not None:
+            within = term.low_rank.within or ExpertRows(matrix, 0, term.lora.out_features)
+            return self._of_expert(term.expert, term.lora, within, file)
+        a, b = (
+            Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            for tensor in (term.lora.a, term.lora.b)
+        )
+        return a, b
+
+    def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[Part, Part]:
+        """One expert's rows of A, and its columns of B, which are `lora.experts` apart in the file."""
+        size, rank = DTYPE_BYTES[lora.a.dtype] * lora.in_features, lora.rank
+        place = within.expert * rank
+        a = read_bytes(file, lora.a, place * size, (place + rank) * size)
+        b = self._entered.columns_by_expert(file, lora)[within.expert, within.start : within.stop]
+        return (
+            Part(expert, replace(lora.a, shape=(rank, lora.in_features)), a),
+            Part(expert, replace(lora.b, shape=b.shape), b.reshape(-1).view(np.uint8)),
+        )
+
+    def opaque(self, term: Term) -> dict[str, Part]:
+        """All tensors of a module, including those that it shares."""
+        file = self._files[term.change.path]
+        assert isinstance(term.change, Opaque)
+        tensors = {**term.change.part.tensors, **term.change.part.shared}
+        return {
+            name: Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            for name, tensor in tensors.items()
+        }
+
+
+Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW are kept
+
+_CHECKED = 2**20  # bytes to check at a time, so that they stay in the processor's cache
+
+Delta = npt.NDArray[np.float32]
+
+
+class Chunk(NamedTuple):
+    """Bytes of the result, and their offset in its file."""
+
+    offset: int
+    data: Bytes
+
+
+class _Product(NamedTuple):
+    """left·right is the sum of a tensor's low-rank terms, in the orientation in which it is stored."""
+
+    left: Any
+    right: Any
+
+
+def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) -> Iterator[Chunk]:
+    """Compute the results of blocks, in order.
+
+    Args:
+        blocks: the blocks of one tensor after another.
+        device: torch's name of the device.
+        kept_rows: which rows of an adapter's ΔW are kept; all rows of modules that it does not list.
+        seed: the seed of random methods.
+    """
+    product: _Product | None = None
+    for block in blocks:
+        result = block.result
+        for part in block.parts:
+            _check(part)
+        if result.copied is not None:
+            yield Chunk(result.place.start + block.start, block.whole[0].raw)
+            continue
+        columns = result.matrix[1]
+        if result.slot.opaque:
+            data = _with_opaque(block, kept_rows, seed)
+        elif result.slot.is_linear:
+            if not needs_torch(result.slot, device):
+                data = _averaged(block)
+            else:
+                if block.start == block.origin or block.factors:
+                    product = _product(result.slot, block, device, kept_rows)
+                data = _linear(block, product if result.slot.low_rank else None, device)
+        else:
+            try:
+                data = _nonlinear(block, kept_rows, seed)
+            except np.linalg.LinAlgError:  # an SVD of infinite numbers
+                raise _overflow(result.slot.name, result.place.dtype) from None
+        size = DTYPE_BYTES[result.place.dtype] * columns
+        yield Chunk(result.place.start + block.start * size, data)
+
+
+def _check(part: Part) -> None:
+    if part.tensor.dtype not in FLOATS:
+        return
+    for start in range(0, part.raw.size, _CHECKED):
+        if not check_finite(part.raw[start : start + _CHECKED], part.tensor.dtype):
+            raise not_finite(part.expert, part.tensor.name)
+
+
+def _torch_dtype(dtype: str) -> Any:
+    """torch's dtype for one that a file names."""
+    import torch
+
+    return next(getattr(torch, name) for name, stored in FLOAT_NAMES.items() if stored == dtype)
+
+
+def _tensor(part: Part, device: str) -> Any:
+    """A part's numbers as a float32 vector on the device."""
+    import torch
+
+    return torch.from_numpy(part.raw).view(_torch_dtype(part.tensor.dtype)).to(device).float()
+
+
+def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product | None:
+    """The concatenated factors of Σ c_i·s_i·B_i·A_i, in the orientation in which the weight is stored."""
+    import torch
+
+    lefts, rights = [], []
+    for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
+        a = _tensor(a_part, device).view(a_part.tensor.shape)
+        b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.lora.scale)
+        rows = kept_rows.get((term.side, term.lora.name))
+        if rows is not None:
+            b *= torch.from_numpy(rows).to(device)[:, None]
+        if not bool(torch.isfinite(b).all()):
+            raise too_large(term.lora.name)
+        lefts.append(a.T if term.low_rank.transposed else b)
+        rights.append(b.T if term.low_rank.transposed else a)
+    height = min(map(len, lefts), default=0)  # one expert's vocabulary may be larger
+    lefts = [left[:height] for left in lefts]
+    return _Product(torch.cat(lefts, dim=1), torch.cat(rights, dim=0)) if lefts else None
+
+
+def needs_torch(slot: Slot, device: str) -> bool:
+    """Whether torch computes this tensor."""
+    return bool(slot.opaque) or (slot.is_linear and (bool(slot.low_rank) or device != "cpu"))
+
+
+def _weighted(block: Block) -> list[tuple[float, Part]]:
+    """The stored weights of the sum, each with its coefficient; the base comes last."""
+    slot = block.result.slot
+    terms = [(term.coefficient, part) for term, part in zip(slot.whole, block.whole, strict=True)]
+    return terms + ([(slot.rest, block.base)] if block.base is not None else [])
+
+
+def _averaged(block: Block) -> Bytes:
+    total: Delta | None = None
+    with np.errstate(all="ignore"):  # what overflows is found by `finite_bytes`
+        for coefficient, part in _weighted(block):
+            numbers = decode(part.raw, part.tensor.dtype, (-1,))
+            numbers *= np.float32(coefficient)
+            total = numbers if total is None else np.add(total, numbers, out=total)
+        assert total is not None
+    name, dtype = block.result.slot.name, block.result.place.dtype
+    raw = encode(total, dtype)
+    if not check_finite(raw, dtype):
+        raise _overflow(name, dtype)
+    return raw
+
+
+def _overflow(name: str, dtype: str) -> UnsupportedError:
+    if dtype != "F16":  # bfloat16 and float32 have one range
+        return too_large(name, dtype)
+    return UnsupportedError(
+        f"{name} overflows F16 when it is computed", "Pass `dtype=bfloat16` or `dtype=float32`", parameter="dtype"
+    )
+
+
+def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
+    import torch
+
+    slot, place = block.result.slot, block.result.place
+    total: Any = None
+    for coefficient, part in _weighted(block):
+        numbers = _tensor(part, device)
+        if total is not None:
+            total.add_(numbers, alpha=coefficient)
+        else:
+            total = numbers if coefficient == 1 else numbers.mul_(coefficient)  # in place: the block is not used again
+    columns = block.result.matrix[1]
+    if product is not None:
+        left = product.left[block.start - block.origin : block.stop - block.origin]
+        total = left @ product.right if total is None else total.view(-1, columns).addmm_(left, product.right)
+    raw = total.reshape(-1).to(_torch_dtype(place.dtype)).view(torch.uint8).cpu().numpy()
+    if not check_finite(raw, place.dtype):
+        raise _overflow(slot.name, place.dtype)
+    return np.asarray(raw)
+
+
+def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
+    """Σ c_i·W_i + (1 - Σ c_i)·W_base + Σ c_i·s_i·B_i·A_i, where PEFT computes some W_i from the base's weight."""
+    slot, place = block.result.slot, block.result.place
+    if not slot.is_linear:
+        return _nonlinear(block, kept_rows, seed)
+    assert block.base is not None
+    base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
+    total: Delta | None = None
+    with np.errstate(all="ignore"):  # what overflows is reported by `finite_bytes`
+        weights = [
+            (term.coefficient, _merged(term, tensors, base, slot))
+            for term, tensors in zip(slot.opaque, block.opaque, strict=True)
+        ]
+        for term, part in zip(slot.whole, block.whole, strict=True):
+            weights.append((term.coefficient, decode(part.raw, part.tensor.dtype, place.shape)))
+        for term, parts in zip(slot.low_rank, block.factors, strict=True):
+            delta = _factors(term, parts, kept_rows).rows()
+            weights.append((term.coefficient, np.asarray(delta.T if term.low_rank.transposed else delta)))
+        for coefficient, weight in weights:
+            weighted = weight if coefficient == 1 else np.float32(coefficient) * weight
+            total = weighted if total is None else total + weighted
+        assert total is not None
+        return finite_bytes(total + np.float32(slot.rest) * base if slot.rest else total, place.dtype, slot.name)
+
+
+def _factors(term: Term, parts: tuple[Part, Part], kept_rows: Rows) -> Factors:
+    """A low-rank term's factors of ΔW (out×in), with zeros in rows that are not kept."""
+    a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in parts)
+    factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
+    rows = kept_rows.get((term.side, term.lora.name))
+    return factors if rows is None else factors.masked(rows)
+
+
+def _merged(term: Term, tensors: Mapping[str, Part], base: Delta, slot: Slot, *, as_delta: bool = False) -> Delta:
+    """An opaque term's W_i, or its ΔW_i, as the model stores it."""
+    assert term.opaque is not None
+    decoded = {name: decode(part.raw, part.tensor.dtype, part.tensor.shape) for name, part in tensors.items()}
+    compute = merged_delta if as_delta else merged_weight
+    return compute(term.opaque, slot.name.rpartition(".")[2], base, decoded)
+
+
+def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
+    """The whole tensor: W_base plus the method's combination of dense ΔW, or its combination of whole weights."""
+    slot, place = block.result.slot, block.result.place
+    rule = slot.rule
+    assert rule is not None
+    base = np.zeros(place.shape, np.float32)
+    if block.base is not None:
+        base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
+    on_weights = rule.acts_on_weights
+    # If any term is stored in×out, all ΔW are transposed to out×in.
+    across = any(isinstance(term.change, LowRank | Opaque) and term.change.transposed for term in slot.terms)
+    by_side: dict[str, Delta] = {}
+    factors_of: dict[str, list[tuple[float, Factors]]] = {}
+    by_factors = rule.on_cores and not slot.whole and not slot.opaque
+    name = slot.module if slot.name.endswith(".weight") else slot.name
+    if on_weights:  # the share of a side that is not whole weights is the base's
+        turned = base.T if across else base
+        for side, share in slot.whole_shares.items():
+            if share < 1:
+                by_side[side] = turned if share == 0 else np.float32(1 - share) * turned
+
+    def enter(term: Term, delta: Delta) -> None:
+        share = rule.sides[term.side][term.expert]
+        delta = delta if share == 1 else np.float32(share) * delta
+        by_side[term.side] = by_side[term.side] + delta if term.side in by_side else delta
+
+    with np.errstate(all="ignore"):  # what overflows is found by `finite_bytes`
+        for whole, part in zip(slot.whole, block.whole, strict=True):
+            delta = decode(part.raw, part.tensor.dtype, place.shape)
+            delta = delta if on_weights else delta - base
+            enter(whole, delta.T if across else delta)
+        for term, tensors in zip(slot.opaque, block.opaque, strict=True):
+            delta = _merged(term, tensors, base, slot, as_delta=not on_weights)
+            enter(term, delta.T if across else delta)
+        for term, parts in zip(slot.low_rank, block.factors, strict=True):
+            factors = _factors(term, parts, kept_rows)
+            if by_factors:
+                factors_of.setdefault(term.side, []).append((rule.sides[term.side][term.expert], factors))
+            else:
+                enter(term, factors.rows())
+        if by_factors:
+            joined = {side: concatenate(parts) for side, parts in factors_of.items()}
+            pairs = {side: (factors.b, factors.a) for side, factors in joined.items()}
+            left, right = rule.combine_factors(pairs, seed=seed, module=name)
+            product = np.asarray(left @ right, np.float32)
+            return finite_bytes(base + (product.T if across else product), place.dtype, slot.name)
+        # In the rule's order, on which some methods depend.
+        deltas = {side: by_side[side] for side in slot.weights if side in by_side}
+        merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
+        merged = merged.T if across else merged
+        return finite_bytes(merged if on_weights else base + merged, place.dtype, slot.name)
