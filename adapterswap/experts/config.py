@@ -580,7 +580,9 @@ def _read(
         rslora=value("use_rslora", False, _is_bool, "true or false"),
         fan_in_fan_out=value("fan_in_fan_out", False, _is_bool, "true or false"),
         tied=value("ensure_weight_tying", False, _is_bool, "true or false"),
-        task_type=value("task_type", None, lambda v: _is_text(v) and v in TASK_HEADS, f"one of {', '.join(TASK_HEADS)}, or null"),
+        task_type=value(
+            "task_type", None, lambda v: _is_text(v) and v in TASK_HEADS, f"one of {', '.join(TASK_HEADS)}, or null"
+        ),
         auto_mapping=value("auto_mapping", None, _is_auto_mapping, "a mapping from names to texts, or null"),
         modules_to_save=tuple(value("modules_to_save", [], lambda v: _is_texts(v) and all(v), "a list of names")),
         rank_pattern=patterns("rank_pattern", _is_rank, f"a mapping whose values are each {_RANK}"),
