@@ -267,6 +267,8 @@ def main() -> int:
     if options.command == "freeze":
         return 0
     jobs = chosen(json.loads((frozen / "inputs" / "jobs.json").read_text()), options.sample, options.only)
+    if not jobs:
+        parser.error(f"no cell's name begins like {' or '.join(options.only)}; names are in {frozen}/inputs/jobs.json")
     packages = [version(name) for name in ("torch", "transformers", "peft", "numpy", "safetensors", "trl", "lm_eval")]
     key = hashlib.sha256((HERE / "side.py").read_bytes() + repr([sys.version, *packages]).encode()).hexdigest()[:12]
     old = Side("old", frozen / "tree", frozen, frozen / f"results-{key}")
