@@ -228,7 +228,7 @@ def held(folder: Path, arguments: list[str], step: int) -> None:
         if left == 0:
             hold()
 
-    on_touch(f"{folder}/", act)
+    on_touch(f"{folder}/", act, removals=True)
     sys.exit(compose(arguments))
 
 

@@ -33,15 +33,18 @@ def result(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def on_touch(prefix: str, act: Callable[[], None]) -> None:
-    """From now on, call `act` just before this process accesses a path that starts with `prefix`."""
+def on_touch(prefix: str, act: Callable[[], None], *, removals: bool = False) -> None:
+    """From now on, call `act` just before this process accesses a path that starts with `prefix`.
+
+    With `removals`, also before a file is removed within an open folder, whose path is not known.
+    """
     acting = False  # accesses by `act` itself do not count
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal acting
         if event not in EVENTS or not arguments or acting:
             return
-        touched, within = arguments[0], arguments[-1] if event in ("os.remove", "os.rmdir") else -1
+        touched, within = arguments[0], arguments[-1] if removals and event in ("os.remove", "os.rmdir") else -1
         if within != -1 or (isinstance(touched, str | os.PathLike) and str(touched).startswith(prefix)):
             acting = True
             act()
