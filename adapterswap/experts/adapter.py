@@ -47,7 +47,6 @@ from adapterswap.files.text import exists
 from adapterswap.model.checkpoints import (
     MODEL_CONFIG,
     MODEL_INDEX,
-    MODEL_WEIGHTS,
     Checkpoint,
     check_alone,
     open_checkpoint,
@@ -66,6 +65,7 @@ from adapterswap.model.layers import (
 )
 from adapterswap.model.sources import (
     CONFIG,
+    MODEL_WEIGHTS,
     PROVENANCE,
     TRAINING_RECORD,
     WEIGHTS,

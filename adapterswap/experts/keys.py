@@ -48,7 +48,7 @@ class PeftKind:
             LoRA's.
         shared: the keys, after `base_model.`, of tensors that all modules use.
         inert: config keys that do not change what a trained adapter computes.
-        forms: values of `init_weights` that decide the shapes and the formula, too.
+        forms: values of `init_weights` that also decide the shapes and the formula.
         on_biases: whether it also changes the module's bias.
         ignored: keys that narrow the targets of other kinds; PEFT ignores them for this one.
         only_lists: whether PEFT refuses `layers_to_transform` and `layers_pattern` beside a regex in `target_modules`.

@@ -43,7 +43,7 @@ from adapterswap.model.layers import (
     stacked_layers_in_config,
 )
 from adapterswap.model.sources import CONFIG as ADAPTER_CONFIG
-from adapterswap.model.sources import PROVENANCE, TRAINING_RECORD, Source, find_source, recorded_base
+from adapterswap.model.sources import MODEL_WEIGHTS, PROVENANCE, TRAINING_RECORD, Source, find_source, recorded_base
 from adapterswap.model.tokenizers import TOKENIZER_FILES
 
 # The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
@@ -106,7 +106,6 @@ def _num_layers(tensors: Iterable[str], container: str) -> int:
 
 
 MODEL_CONFIG = "config.json"
-MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 
 # The small files that a model needs besides its config and weights.

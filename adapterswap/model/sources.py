@@ -4,11 +4,10 @@ A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several e
 local path always wins, and anything that looks like a local path is never looked up on the Hub. Downloads honour the
 Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the needed files. The base that an expert's config names is
 untrusted: only its `config.json` is read, and its safetensors if full weights are requested without `base_model`; code
-is never run. Symlinks are followed in local folders, but in the Hub's cache only if they stay inside the cache. Knows
-nothing of what the files hold.
+is never run. Symlinks are followed in local folders, but in the Hub's cache only if they stay inside the cache.
 
 A base on the Hub has an id and a commit. A local base has the fingerprints of its weights, which `train` records; what
-is made of the expert carries them on. Knows the keys of these records, and nothing of plans.
+is made of the expert carries them on. Of what files hold, only the keys of these records are known here.
 """
 
 from __future__ import annotations
@@ -34,6 +33,13 @@ from adapterswap.errors import (
 )
 from adapterswap.files.text import exists, expand, is_folder, read_json
 
+# The files by which adapters, full weights, training runs and results of adapterswap are known.
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+MODEL_WEIGHTS = "model.safetensors"
+PROVENANCE = "adapterswap.json"
+TRAINING_RECORD = "training.json"
+
 _PREFIX = "models--"
 
 
@@ -56,11 +62,6 @@ def _cache() -> str:
 
     return constants.HF_HUB_CACHE
 
-
-# The files by which an adapter, and a result of adapterswap, are known.
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
-PROVENANCE = "adapterswap.json"
 
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(/(?P<subfolder>\w[\w.-]*(/\w[\w.-]*)*))?"
@@ -333,8 +334,7 @@ def hub_remedy(
     return offline if is_offline_mode() else online
 
 
-TRAINING_RECORD = "training.json"
-_SINGLE, _WEIGHTS = "model.safetensors", "model*.safetensors"
+_ALL_WEIGHTS = "model*.safetensors"
 
 
 def recorded_base(folder: Path) -> dict[str, str]:
@@ -368,7 +368,8 @@ def base_fingerprints(folder: Path) -> dict[str, str]:
 
     Shards beside a single file are left out: transformers does not load them.
     """
-    paths = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob(_WEIGHTS))
+    single = folder / MODEL_WEIGHTS
+    paths = [single] if single.is_file() else sorted(folder.glob(_ALL_WEIGHTS))
     stats = [(path, path.stat()) for path in paths if path.is_file()]
     return dict(_fingerprints(tuple((path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for path, s in stats)))
 

@@ -21,8 +21,8 @@ from adapterswap.experts.config import check_written
 from adapterswap.experts.keys import LORA
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.text import expand, write_json
-from adapterswap.model.checkpoints import MODEL_CONFIG, MODEL_INDEX, MODEL_WEIGHTS
-from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.model.checkpoints import MODEL_CONFIG, MODEL_INDEX
+from adapterswap.model.sources import CONFIG, MODEL_WEIGHTS, PROVENANCE, WEIGHTS
 from adapterswap.model.tokenizers import BASE_FOLDER, United, unite, write_united
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.cards import adapter_card

@@ -29,9 +29,10 @@ from adapterswap.errors import ArgumentError, check_type
 from adapterswap.files.numbers import open_files, write_at
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor, TensorFile, header_bytes
 from adapterswap.files.text import read_json
-from adapterswap.model.checkpoints import MODEL_INDEX, MODEL_WEIGHTS
+from adapterswap.model.checkpoints import MODEL_INDEX
 from adapterswap.model.layers import deepest
 from adapterswap.model.loading import choose_device
+from adapterswap.model.sources import MODEL_WEIGHTS
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.blocks import Entered, ResultTensor, Rows, compute, needs_torch, read_blocks
 from adapterswap.writing.outputs import cores, torch_threads
