@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from adapterswap.analysis.reading import matrices
 from adapterswap.analysis.surveying import ModuleChange, ModuleInterference, survey
+from adapterswap.changes.joint import cosine
 from adapterswap.errors import DataError, ExpertError, UnsupportedError
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.text import expand
 from adapterswap.model.checkpoints import Checkpoint
 from adapterswap.model.layers import MAX_LAYERS, check_one_list, has_both_stacks
-from adapterswap.writing.resolving import cosine
 
 COLUMNS = ("expert", "layer", "module", "fraction_of_rows_above_threshold")
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.analysis.reading import Matrix, Reader, delta_reader, matrices
-from adapterswap.changes.joint import Joint, mixed
+from adapterswap.changes.joint import Joint, cosine, mixed
 from adapterswap.changes.reading import Delta, Factors, finite
 from adapterswap.errors import ExpertError
 from adapterswap.experts.adapter import Adapter
@@ -30,7 +30,6 @@ from adapterswap.files.numbers import open_files, read_elements, row_ranges
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.model.checkpoints import Checkpoint
 from adapterswap.writing.outputs import map_in_threads
-from adapterswap.writing.resolving import cosine
 
 Vectors = npt.NDArray[np.floating]
 

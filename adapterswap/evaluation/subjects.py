@@ -25,9 +25,9 @@ from adapterswap.evaluation.tasks import check_task_names, load_tasks
 from adapterswap.experts.adapter import Adapter
 from adapterswap.experts.config import is_plain
 from adapterswap.files.folders import check_target, scratch_folder
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.tensorfile import read_header
 from adapterswap.files.text import read_json
-from adapterswap.model.checkpoints import sha256_of
 from adapterswap.model.layers import num_layers_in_config
 from adapterswap.model.loading import Base, choose_device, load_weights, open_base, quiet_peft
 from adapterswap.model.sources import (

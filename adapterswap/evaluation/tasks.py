@@ -29,8 +29,8 @@ from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_na
 from adapterswap.evaluation.multijail import LOCAL_NAMES, local_folders, local_names
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
+from adapterswap.files.hashes import fingerprint
 from adapterswap.files.text import expand
-from adapterswap.model.checkpoints import fingerprint
 
 _PLACES = (
     "dataset_path",

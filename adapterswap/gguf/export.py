@@ -27,11 +27,11 @@ from adapterswap import __version__
 from adapterswap.errors import ArgumentError, UnsupportedError, check_type, did_you_mean
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import FileKind, OutputKind, atomic_file, atomic_folder, check_file, check_target
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import check_finite, encode, open_files, write_at
 from adapterswap.files.text import expand
 from adapterswap.gguf.architectures import load_gguf
 from adapterswap.gguf.layout import DIVISIONS, Division, GgufTensor, Part, PreparedGguf, divide, prepare_gguf
-from adapterswap.model.checkpoints import sha256_of
 from adapterswap.model.layers import Kind
 from adapterswap.model.sources import is_hub_id
 from adapterswap.planning.composing import adapter_plan

@@ -6,15 +6,10 @@ model's code, which takes seconds to import. In doubt, nothing is refused.
 
 No tensor is read and torch is not imported. An index is always compared with the shards. Knows Hugging Face's layout of
 shards; knows nothing of adapters and compositions.
-
-SHA-256 covers a whole file. A fingerprint covers a small file as a whole; for a large one it covers the size and blocks
-spread evenly over the file, including its header and end. That is enough, because the weights of another model or of
-another training step differ everywhere. Time stamps do not count, since copying changes them. Knows only file names.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.files.hashes import fingerprints, sha256_of
 from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
 from adapterswap.files.text import exists, read_json
 from adapterswap.model.layers import (
@@ -363,17 +359,6 @@ def _missing(folder: Path) -> ExpertError | UnsupportedError:
     )
 
 
-_SMALL = 64 * 2**20  # bytes; smaller files are hashed as a whole
-_BLOCK = 2**20
-_BLOCKS = 64
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 @contextmanager
 def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
     """Hash the shards in the background; the yielded function waits for each checkpoint's SHA-256 by file."""
@@ -383,27 +368,6 @@ def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict
             yield lambda: [{name: future.result() for name, future in files.items()} for files in waiting]
         finally:
             worker.shutdown(wait=False, cancel_futures=True)
-
-
-def fingerprint(path: Path) -> str:
-    """A hash of a file's content, equal for equal files wherever they are."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= _SMALL:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        else:
-            for place in range(_BLOCKS):
-                file.seek(place * (size - _BLOCK) // (_BLOCKS - 1))
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
-
-
-def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:
-    """The fingerprints of the files in a folder that match one of the patterns, by name."""
-    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: fingerprint(path) for path in sorted(files)}
 
 
 def model_fingerprints(folder: Path) -> dict[str, str]:

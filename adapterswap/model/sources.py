@@ -31,6 +31,7 @@ from adapterswap.errors import (
     printable,
     reason_of,
 )
+from adapterswap.files.hashes import fingerprint
 from adapterswap.files.text import exists, expand, is_folder, read_json
 
 # The files by which adapters, full weights, training runs and results of adapterswap are known.
@@ -377,8 +378,6 @@ def base_fingerprints(folder: Path) -> dict[str, str]:
 @lru_cache(maxsize=16)
 def _fingerprints(stamps: tuple[tuple[Path, int, int, int, int], ...]) -> dict[str, str]:
     """The fingerprints of files, by name; `stamps` tell whether they changed."""
-    from adapterswap.model.checkpoints import fingerprint
-
     return {path.name: fingerprint(path) for path, *_ in stamps}
 
 

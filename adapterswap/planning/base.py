@@ -21,8 +21,9 @@ from adapterswap.errors import AdapterswapError, BaseModelError, CompositionErro
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
 from adapterswap.experts.keys import is_bias
 from adapterswap.experts.names import names_of_base, under_canonical_names
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, is_folder, read_json
-from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, sha256_of
+from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.model.layers import (
     EMBEDDINGS,
     HEADS,

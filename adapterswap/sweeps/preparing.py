@@ -26,7 +26,8 @@ from adapterswap.evaluation.languages import check_languages, language_of
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import check_task_names, load_tasks, task_files, task_fingerprint
 from adapterswap.experts.adapter import Adapter, open_expert
-from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, model_fingerprints, open_checkpoint, sha256_of
+from adapterswap.files.hashes import sha256_of
+from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, model_fingerprints, open_checkpoint
 from adapterswap.model.layers import num_layers_in_config
 from adapterswap.model.loading import Base, open_base
 from adapterswap.model.sources import WEIGHTS

@@ -27,8 +27,8 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.errors import AdapterswapError, ArgumentError, DataError, OutputError, Problems, RunError, did_you_mean
 from adapterswap.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
-from adapterswap.files.text import SEAL, exists, expand, is_sealed, read_json, sealed
-from adapterswap.model.checkpoints import sha256_of
+from adapterswap.files.hashes import SEAL, is_sealed, sealed, sha256_of
+from adapterswap.files.text import exists, expand, read_json
 from adapterswap.sweeps.grid import Cell, composition_of
 from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.results import (

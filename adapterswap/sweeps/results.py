@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from adapterswap.errors import DataError, NotFoundError, Problems
-from adapterswap.files.text import SEAL, exists, expand, is_sealed, open_regular, read_json
-from adapterswap.model.checkpoints import sha256_of
+from adapterswap.files.hashes import SEAL, is_sealed, sha256_of
+from adapterswap.files.text import exists, expand, open_regular, read_json
 from adapterswap.sweeps.grid import Assignment, Cell
 
 

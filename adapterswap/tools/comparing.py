@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.joint import Joint
+from adapterswap.changes.joint import Joint, cosine
 from adapterswap.changes.reading import read_matrices
 from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
 from adapterswap.experts.adapter import Adapter, open_expert
@@ -23,7 +23,6 @@ from adapterswap.files.tensorfile import Tensor
 from adapterswap.model.layers import STACKS, Kind, stack_of
 from adapterswap.planning.base import under_one_name
 from adapterswap.writing.outputs import map_in_threads
-from adapterswap.writing.resolving import cosine
 
 _PLACES = ("no", *STACKS)  # the order of the first words of layers' names
 

@@ -35,10 +35,11 @@ from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraMod
 from adapterswap.experts.keys import TRAINABLE_TOKENS, factor_key, parameter_key
 from adapterswap.experts.names import Orientation, renamed_adapter
 from adapterswap.files.folders import check_target, scratch_folder
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import decode, finite_bytes
 from adapterswap.files.tensorfile import FLOAT_NAMES
 from adapterswap.files.text import exists, expand, read_json, shown, write_json
-from adapterswap.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint, sha256_of
+from adapterswap.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint
 from adapterswap.model.layers import recorded_layers
 from adapterswap.model.sources import CONFIG, WEIGHTS, Source, at_revision, find_source, recorded_base
 from adapterswap.planning.base import least_depth

@@ -16,8 +16,9 @@ from typing import Any
 from adapterswap.changes.reading import Factors, read_factors
 from adapterswap.errors import ArgumentError, Problems
 from adapterswap.experts.adapter import Adapter, open_adapter
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files
-from adapterswap.model.checkpoints import Checkpoint, hashed, open_checkpoint, sha256_of
+from adapterswap.model.checkpoints import Checkpoint, hashed, open_checkpoint
 from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
 from adapterswap.tools.cutting import measure
 from adapterswap.tools.pairing import Selection, WeightMatrix, pair

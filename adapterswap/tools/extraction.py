@@ -19,12 +19,13 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.errors import ArgumentError, ExpertError
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import FLOAT_NAMES
 from adapterswap.files.text import expand_text, write_json
 from adapterswap.files.yaml import dump_yaml
 from adapterswap.model.anatomy import class_of
-from adapterswap.model.checkpoints import hashed, open_checkpoint, sha256_of
+from adapterswap.model.checkpoints import hashed, open_checkpoint
 from adapterswap.model.layers import KeptLayers, Kind
 from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS, public_name
 from adapterswap.planning.base import check_base_weights

@@ -22,6 +22,7 @@ from adapterswap import __version__
 from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
 from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
 from adapterswap.files.folders import scratch_folder
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files, read_bytes, row_ranges
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.text import exists, expand, is_folder, read_json
@@ -29,7 +30,7 @@ from adapterswap.files.yaml import validate
 from adapterswap.gguf.export import write_gguf
 from adapterswap.gguf.layout import prepare_gguf
 from adapterswap.gguf.reading import REMEDY, GgufFile, is_gguf, open_gguf
-from adapterswap.model.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards, sha256_of
+from adapterswap.model.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.model.layers import recorded_layers
 from adapterswap.model.sources import (
     CONFIG,

@@ -18,8 +18,9 @@ from typing import Any
 
 from adapterswap.errors import ExpertError, OutputError, RunError
 from adapterswap.files.folders import check_place, refuse_strangers, replacing, strangers, sync_folder, sync_one
+from adapterswap.files.hashes import fingerprints
 from adapterswap.files.text import read_json, write_json
-from adapterswap.model.checkpoints import fingerprints, model_fingerprints
+from adapterswap.model.checkpoints import model_fingerprints
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.evaluating import preview
 from adapterswap.evaluation.tasks import load_tasks, task_files, task_fingerprint
 from adapterswap.files.folders import replacing, sync_folder
-from adapterswap.files.text import is_sealed, read_json, sealed
-from adapterswap.model.checkpoints import fingerprints
+from adapterswap.files.hashes import fingerprints, is_sealed, sealed
+from adapterswap.files.text import read_json
 from adapterswap.model.loading import Base
 from adapterswap.processes import Processes
 from adapterswap.progress import ProgressRow

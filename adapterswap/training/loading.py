@@ -17,8 +17,8 @@ from typing import Any
 
 from adapterswap.errors import DataError, NotFoundError, Problems, reason_of
 from adapterswap.files.folders import scratch_folder
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand
-from adapterswap.model.checkpoints import sha256_of
 from adapterswap.model.sources import hub_remedy
 from adapterswap.training.recipe import DatasetSource, Template
 

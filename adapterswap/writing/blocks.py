@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.changes.joint import concatenate
 from adapterswap.changes.kinds import ExpertRows, LowRank, Opaque, Whole
 from adapterswap.changes.opaque import merged_delta, merged_weight
 from adapterswap.changes.reading import Factors
@@ -44,7 +45,6 @@ from adapterswap.files.numbers import (
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor
 from adapterswap.planning.rules import BASE
 from adapterswap.planning.slots import Slot, Term
-from adapterswap.writing.resolving import concatenate
 
 _REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
 _COPIED = 2**20  # bytes of a block to copy, and

@@ -19,8 +19,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from adapterswap import __version__
 from adapterswap.errors import ExpertError
 from adapterswap.experts.adapter import Adapter
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import exists, read_json
-from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, sha256_of
+from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.model.layers import MAX_LAYERS, KeptLayers, Stack, format_layers
 from adapterswap.model.sources import (
     CONFIG,

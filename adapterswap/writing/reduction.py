@@ -1,9 +1,9 @@
 """Reduce modules to a rank: linear blends above `max_rank`, and every nonlinear blend.
 
-Of low-rank factors, `resolving.truncate` is exact and cheaper. The randomized SVD is torch's, after Halko,
+Of low-rank factors, `joint.truncate` is exact and cheaper. The randomized SVD is torch's, after Halko,
 Martinsson & Tropp 2011 (arXiv:0909.4061). Knows matrices, nothing of adapters or plans.
 
-Linear blends have low rank, and `resolving.truncate` truncates them without forming ΔW. Nonlinear ones (TIES, DARE,
+Linear blends have low rank, and `joint.truncate` truncates them without forming ΔW. Nonlinear ones (TIES, DARE,
 pruning) have full rank: their ΔW is formed, one module at a time, and approximated. Knows plans and forms.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.joint import Joint, blocks_of, mixed
+from adapterswap.changes.joint import Joint, Truncated, blocks_of, concatenate, cut, kept, mixed
 from adapterswap.changes.reading import FactorReader, Factors, factor_reader
 from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapter import LoraModule
@@ -26,7 +26,7 @@ from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 from adapterswap.writing.layout import blend_scale, total_rank, uses_rslora, written_scale
 from adapterswap.writing.outputs import Form, OutputTensor, Reduced, Spool, map_in_threads
-from adapterswap.writing.resolving import Resolved, Truncated, concatenate, cut, kept, side_factors
+from adapterswap.writing.resolving import Resolved, side_factors
 
 _SMALL = 256  # matrices with a side up to this are decomposed exactly,
 _SHARE = 4  # and so are those that must keep more than a quarter of their singular values, where sampling saves nothing

@@ -25,9 +25,10 @@ from adapterswap.changes.kinds import Whole
 from adapterswap.errors import AdapterswapError, ArgumentError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import atomic_folder, check_target, scratch_folder
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, write_json
 from adapterswap.model.anatomy import read_config
-from adapterswap.model.checkpoints import COMPANIONS, MODEL_CONFIG, MODEL_INDEX, Checkpoint, read_checkpoint, sha256_of
+from adapterswap.model.checkpoints import COMPANIONS, MODEL_CONFIG, MODEL_INDEX, Checkpoint, read_checkpoint
 from adapterswap.model.loading import Base, load_weights
 from adapterswap.model.sources import PROVENANCE
 from adapterswap.model.tokenizers import BASE_FOLDER, read_tokens, tokenizer_bytes, write_united

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near, tolerance
 
-from adapterswap.changes.joint import Basis, Joint, mixed
+from adapterswap.changes.joint import Basis, Joint, cut, mixed, truncate
 from adapterswap.changes.reading import Factors
-from adapterswap.writing.resolving import cut, truncate
 
 DOUBLE = torch.float64
 OUT, WIDTH, RANK = 40, 30, 6

@@ -25,7 +25,7 @@ from writing.test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.changes.joint import Joint
+from adapterswap.changes.joint import Joint, truncate
 from adapterswap.changes.reading import Factors, factor_reader, row_magnitudes
 from adapterswap.errors import BaseModelError, UnsupportedError
 from adapterswap.methods.dense import drop_mask, keep_largest
@@ -33,7 +33,7 @@ from adapterswap.planning.rules import Rule
 from adapterswap.writing.adapter import prepare, write_prepared
 from adapterswap.writing.outputs import Form
 from adapterswap.writing.reduction import approximate, dense_delta
-from adapterswap.writing.resolving import resolve, truncate
+from adapterswap.writing.resolving import resolve
 
 FULL = 12  # the largest rank that a 12×8 or 8×12 module can have, and more
 

@@ -13,7 +13,7 @@ from refusals import refused
 import adapterswap
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, DataError
-from adapterswap.files.text import sealed
+from adapterswap.files.hashes import sealed
 from adapterswap.reporting import make_report, open_source
 from adapterswap.sweeps.grid import Cell
 from adapterswap.sweeps.recording import PREREGISTRATION_FORMAT

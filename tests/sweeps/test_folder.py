@@ -18,7 +18,7 @@ from adapterswap import AdapterswapError
 from adapterswap.errors import DataError, NotFoundError, OutputError, RunError
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.tasks import _load
-from adapterswap.files.text import SEAL, sealed
+from adapterswap.files.hashes import SEAL, sealed
 from adapterswap.sweeps import Run, SweepRecipe, prepare, read_prompts, read_run, read_samples, sweep
 from adapterswap.sweeps.recording import Recording, recording
 from adapterswap.sweeps.results import Findings

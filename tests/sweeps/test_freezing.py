@@ -11,7 +11,7 @@ import yaml
 from click.testing import Result
 
 from adapterswap.errors import ArgumentError, DataError, OutputError, RunError
-from adapterswap.files.text import is_sealed
+from adapterswap.files.hashes import is_sealed
 from adapterswap.reporting import make_report, open_source
 from adapterswap.sweeps import SweepRecipe, prepare, sweep
 from adapterswap.sweeps.recording import freeze

@@ -13,7 +13,7 @@ import yaml
 from refusals import refused
 
 from adapterswap.errors import DataError
-from adapterswap.files.text import sealed
+from adapterswap.files.hashes import sealed
 from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, read_run, sweep
 from adapterswap.sweeps.grid import Assignment, Cell, Trial
 from adapterswap.sweeps.preparing import PreparedSweep
