@@ -101,7 +101,7 @@ def test_recipes_by_name_and_file(folder: Path) -> None:
 
 def test_tasks() -> None:
     assert offered("evaluate", "--tasks", "mgsm_direct_b") == plain("mgsm_direct_bn")
-    assert offered("evaluate", "--tasks", "xcopa_sw,tydiqa_goldp_t") == plain("xcopa_sw,tydiqa_goldp_te")
+    assert offered("evaluate", "--tasks", "mgsm_direct_sw,mgsm_direct_te") == plain("mgsm_direct_sw,mgsm_direct_te")
 
 
 def test_tasks_of_the_harness() -> None:

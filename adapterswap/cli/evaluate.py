@@ -116,9 +116,9 @@ def command(
 
     Pass --adapter, or --task-expert and --language-expert with the options of compose, or none of them to evaluate the
     base. MGSM (mgsm_direct_*, mgsm_native_cot_*, mgsm_en_cot_* in bn de en es fr ja ru sw te th zh) works offline and
-    is scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers. Reading
-    (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) work offline too. On several devices:
-    accelerate launch --multi_gpu -m adapterswap evaluate …
+    is scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers. All
+    tasks of lm-eval work, such as tydiqa_goldp_sw and xcopa_sw. On several devices: accelerate launch --multi_gpu -m
+    adapterswap evaluate …
     """
     from adapterswap.evaluation.subjects import prepare_evaluation
     from adapterswap.model.loading import choose_device

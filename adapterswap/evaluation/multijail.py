@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import DataError, NotFoundError, Problems
-from adapterswap.evaluation.data import FLORES_PATH, flores_task, is_flores
+from adapterswap.evaluation.flores import FLORES_PATH, flores_task, is_flores
 from adapterswap.evaluation.mgsm import LANGUAGES, MGSM_REV2_PATH, MODES, mgsm_rev2_task_names
 from adapterswap.evaluation.results import Score, TaskResult
 from adapterswap.files.text import expand

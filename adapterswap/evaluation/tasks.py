@@ -1,12 +1,11 @@
 """Task names → lm-evaluation-harness tasks, and the hashes by which a resumed run notices that a task has changed.
 
+MGSM is shipped: its tasks have the harness's names, need no network, take their shots in a fixed order and have one
+more filter, `normalized`. FLORES, MGSM-Rev2 and MultiJail are read from files that the user downloads, and all other
+tasks are the harness's own.
+
 A hash covers a task's config with its includes, its documents, the rows for its shots, and the files next to it in
-`include_path`. The location of the data does not count. Knows lm-evaluation-harness's tasks; knows nothing of runs.
-
-from the user's files, all others from the harness itself.
-
-Shipped tasks have the names of the harness's own, need no network, take their shots in a fixed order and, if answers
-are generated, have one more filter, `normalized`. Knows nothing of models.
+`include_path`. The location of the data does not count. Knows nothing of models and runs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.errors import ArgumentError, DependencyError, Problems
-from adapterswap.evaluation.data import TYDIQA_SHOTS, XCOPA_SHOTS, tydiqa_task_names, xcopa_task_names
 from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_names, normalized_language
 from adapterswap.evaluation.multijail import LOCAL_NAMES, local_folders, local_names
 from adapterswap.evaluation.settings import Settings
@@ -95,10 +93,9 @@ def _plain(value: Any) -> Any:
 
 
 MAX_SHOTS = 8  # as many exemplars as MGSM has
-_SHIPPED = {**dict.fromkeys(tydiqa_task_names(), TYDIQA_SHOTS), **dict.fromkeys(xcopa_task_names(), XCOPA_SHOTS)}
 _SHOTS = re.compile(r"(.+)@(\d{1,3})")
 _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
-_OURS = (*mgsm_task_names(), *_FAMILIES, *_SHIPPED, *LOCAL_NAMES)
+_OURS = (*mgsm_task_names(), *_FAMILIES, *LOCAL_NAMES)
 
 
 def require_lm_eval() -> None:
@@ -136,8 +133,8 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
 
     Args:
         names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such as
-            `mgsm_*_sw`; the full names of `tydiqa` and `xcopa`; those of `local_data`, such as
-            `flores_eng_Latn-swh_Latn`; and the harness's tasks, groups and tags. `NAME@2` has 2 shots whatever the
+            `mgsm_*_sw`; those over downloaded files, such as `flores_eng_Latn-swh_Latn`; and the harness's tasks,
+            groups and tags. `NAME@2` has 2 shots whatever the
             settings say, and keeps this name in all results.
         settings: tasks depend on `num_fewshot`, `gen_kwargs`, `include_path`, `trust_task_code` and
             `confirm_run_unsafe_code`.
@@ -190,19 +187,16 @@ class _TaskNames(NamedTuple):
     """Names by the source of their tasks, with patterns and families expanded."""
 
     mgsm: tuple[str, ...]
-    shipped: tuple[str, ...]
     local: tuple[str, ...]
     theirs: tuple[str, ...]
 
 
 def _resolve(names: Sequence[str]) -> _TaskNames:
-    sorted_out: tuple[dict[str, None], ...] = ({}, {}, {}, {})
-    mgsm, shipped, local, theirs = sorted_out
+    sorted_out: tuple[dict[str, None], ...] = ({}, {}, {})
+    mgsm, local, theirs = sorted_out
     for name in names:
         if matches := _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name):
             mgsm.update(dict.fromkeys(matches))
-        elif name in _SHIPPED:
-            shipped[name] = None
         elif matches := local_names(name):
             local.update(dict.fromkeys(matches))
         else:
@@ -215,7 +209,6 @@ def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, 
         problems.add(f"the number of shots is {num_fewshot}", "Pass 0 or more", parameter=parameter)
     rev2 = any(name.startswith("mgsm_rev2_") for name in resolved.local)
     limits = {"MGSM": MAX_SHOTS} if resolved.mgsm or rev2 else {}
-    limits |= {name: _SHIPPED[name] for name in resolved.shipped}
     if parameter == "tasks":  # `num_fewshot` passes over tasks that always have none
         limits |= dict.fromkeys((name for name in resolved.local if name.startswith("multijail_")), 0)
     for name, limit in limits.items():
@@ -240,10 +233,9 @@ def _load(
     trust_task_code: bool,
 ) -> dict[str, Any]:
     from adapterswap.evaluation.harness import add_normalized, build_mgsm_task
-    from adapterswap.evaluation.offline_tasks import build_local_task, build_shipped_task
+    from adapterswap.evaluation.local_tasks import build_local_task
 
     tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in resolved.mgsm}
-    tasks |= {name: build_shipped_task(name) for name in resolved.shipped}
     tasks |= {name: build_local_task(name, folder, num_fewshot or 0) for name, folder in local}
     groups: dict[str, Any] = {}
     if resolved.theirs:

@@ -136,7 +136,7 @@ recipes ls --json
 train train.yaml --dry-run --json
 train train.yaml -o trained --json
 train train.yaml --set training.max_steps=1 --set adapter=none -o trained-full --json
-evaluate --base-model org/base --adapter swap --tasks mgsm_direct_sw,xcopa_sw --limit 2 --max-gen-toks 4 -o eval --json
+evaluate --base-model org/base --adapter swap --tasks mgsm_direct_sw --limit 4 --max-gen-toks 4 -o eval --json
 evaluate --base-model org/base {sides} --tasks mgsm_native_cot_sw --limit 1 --max-gen-toks 4 --json
 sweep sweep.yaml -o run --dry-run --json
 sweep sweep.yaml -o run --json

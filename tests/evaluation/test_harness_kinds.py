@@ -15,7 +15,7 @@ from tolerances import near
 
 from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import EvaluationResult, Settings, evaluate
-from adapterswap.evaluation.data import is_flores
+from adapterswap.evaluation.flores import is_flores
 from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.tasks import load_tasks

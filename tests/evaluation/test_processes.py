@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 from click.testing import Result
 from launching import launch
@@ -58,16 +59,17 @@ def test_two_processes_get_the_results_of_one(folder: Path, memorizer: Model, ki
     options = {"num_fewshot": 2, "limit": 3, "max_gen_toks": 8}
     (longest,) = preview(memorizer[1], memorizer[0].config, ["mgsm_direct_sw"], Settings(**options))
     own = {"include_path": str(kinds), "trust_task_code": True}
+    with_choices = {"include_path": str(choices.write_task(folder / "own"))}
     cases: dict[str, Any] = {
         # Seven documents in batches of two: four batches of one task; outputs that end by themselves, and some cut.
         "written": {"tasks": ["mgsm_direct_sw"], "settings": {"limit": 7, "num_fewshot": 0, "max_gen_toks": 13}},
         "languages": {"tasks": ["mgsm_native_cot_te", "mgsm_direct_ja"], "settings": SHORT | {"limit": 3}},
-        "choices": {"tasks": ["xcopa_val_sw"], "settings": {"limit": 9}},
+        "choices": {"tasks": [choices.TASK], "settings": with_choices | {"limit": 9}},
         "corpus": {"tasks": ["flores_eng_Latn-swh_Latn"], "settings": {"max_gen_toks": 12}},
         "some": {
-            "tasks": ["mgsm_direct_sw", "xcopa_val_sw"],
-            "settings": SHORT,
-            "documents": {"mgsm_direct_sw": [8, 1, 3], "xcopa_val_sw": [99]},
+            "tasks": ["mgsm_direct_sw", choices.TASK],
+            "settings": SHORT | with_choices,
+            "documents": {"mgsm_direct_sw": [8, 1, 3], choices.TASK: [39]},
         },
         "drawn": {
             "tasks": ["mgsm_direct_sw"],
@@ -108,7 +110,8 @@ def test_two_processes_get_the_results_of_one(folder: Path, memorizer: Model, ki
 
 @pytest.mark.slow
 def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callable[..., Result]) -> None:
-    command = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw,xcopa_val_sw", "--batch-size", 2]
+    own = ["--include-path", choices.write_task(folder / "own"), "--tasks", f"mgsm_direct_sw,{choices.TASK}"]
+    command = [*EVALUATE, "--base-model", folder / "model", *own, "--batch-size", 2]
     alone = run(*command, "-o", folder / "alone", "--json")
     process = launch("-m", "adapterswap", *command, "-o", folder / "together", "--json")
     assert process.returncode == 0, process.stderr

@@ -8,6 +8,7 @@ import shlex
 from html import unescape
 from pathlib import Path
 
+import choices
 import numpy as np
 import pytest
 import yaml
@@ -20,7 +21,7 @@ from adapterswap.sweeps import SweepRecipe, sweep
 
 from .reading import row, strict
 
-TASK = "xcopa_sw"
+TASK = choices.TASK
 
 
 world = sweeping.world  # its base and its experts
@@ -34,7 +35,7 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "baselines": ["base", "task", "language", "soup"],
         "compositions": [{"bottom": [1, 2], "top": [0, 1]}],
         "tasks": [TASK],
-        "settings": {"limit": 40, "batch_size": 8},
+        "settings": {"limit": 40, "batch_size": 8, "include_path": str(choices.write_task(tmp_path / "own"))},
     }
     run = sweep(SweepRecipe.model_validate(requested), tmp_path / "run")
     report = make_report(open_source(tmp_path / "run"), reference="base", draws=100)

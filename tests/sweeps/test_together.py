@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import choices
 import psutil
 import pytest
 import yaml
@@ -27,7 +28,7 @@ FAMILIES = [
     {"method": "ties", "density": 0.5, "max_rank": 4},
     {"name": "again", "bottom": 1, "top": 1},
 ]
-TWO_TASKS = {"tasks": ["mgsm_direct_sw"], "retention": ["xcopa_val_sw"]}
+TWO_TASKS = {"tasks": ["mgsm_direct_sw"], "retention": [choices.TASK]}
 
 
 def arguments(content: dict[str, Any], folder: Path) -> list[str]:
@@ -44,7 +45,8 @@ def cells(folder: Path) -> int:
 @pytest.mark.slow
 def test_two_killed_processes_resumed_by_one_write_the_same(content: Content, tmp_path: Path) -> None:
     """The number of processes is no setting: a folder that two began may be completed by one."""
-    requested = content(compositions=FAMILIES, **TWO_TASKS)
+    settings = content()["settings"] | {"include_path": str(choices.write_task(tmp_path / "own"))}
+    requested = content(compositions=FAMILIES, settings=settings, **TWO_TASKS)
     sweep(SweepRecipe.model_validate(requested), tmp_path / "peace", device="cpu")
     held = {"folder": str(tmp_path / "killed"), "cells": 4, "arguments": arguments(requested, tmp_path / "killed")}
     with started(Path(__file__).with_name("dying.py"), "held", json.dumps(held)) as run:
@@ -65,7 +67,7 @@ def test_two_processes_search_like_one(content: Content, tmp_path: Path) -> None
     """By halving, so that questions are about some of the documents; and a finished folder is left as it is."""
     pytest.importorskip("optuna")
     search = {"sampler": "random", "trials": 4, "halving": {"min_documents": 3, "reduction_factor": 2}}
-    settings = content()["settings"] | {"limit": 13}
+    settings = content()["settings"] | {"limit": 13, "include_path": str(choices.write_task(tmp_path / "own"))}
     requested = content(
         compositions=[{"bottom": [1, 2, 3], "top": [0, 1]}], search=search, settings=settings, **TWO_TASKS
     )

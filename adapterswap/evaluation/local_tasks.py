@@ -1,39 +1,23 @@
-"""Tasks of lm-evaluation-harness over local data: TyDi QA, XCOPA, FLORES, MGSM-Rev2, MultiJail.
-
-Imports the harness, so import this module only where it is needed. Knows nothing of models.
-
-Imports the harness, so import this module only where it is needed. Knows nothing of models.
+"""Tasks of lm-evaluation-harness over files that the user downloads: FLORES, MGSM-Rev2, MultiJail.
 
 Imports the harness, so import this module only where it is needed. Knows nothing of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from lm_eval.api.filter import Filter
-from lm_eval.api.samplers import ContextSampler
 from lm_eval.api.task import ConfigurableTask
 
 from adapterswap.errors import ArgumentError, DataError, Problems
-from adapterswap.evaluation.data import (
-    LooseAnswer,
+from adapterswap.evaluation.flores import (
     corpus_score,
     flores_metrics,
     flores_task,
     is_flores,
     read_sentences,
-    read_tydiqa,
-    read_xcopa,
-    score_answer,
     signature,
-    tydiqa_prompt,
-    tydiqa_task_names,
-    xcopa_choices,
-    xcopa_prompt,
 )
 from adapterswap.evaluation.harness import OfflineTask, build_mgsm_task
 from adapterswap.evaluation.multijail import multijail_task_names, read_multijail
@@ -98,73 +82,6 @@ def _rows(folder: Path, split: str, source: str, target: str) -> list[dict[str, 
         )
     problems.raise_if_any()
     return [{"source": a, "target": b} for a, b in zip(read[source], read[target], strict=True)]
-
-
-class _OtherPassages(ContextSampler):  # type: ignore[misc]
-    """The first questions of the file that are about another passage than the current question."""
-
-    def sample(self, n: int, eval_doc: Any = None, df: Any = None, **kwargs: Any) -> list[Any]:
-        """See the harness."""
-        return [row for row in self.df if row["context"] != eval_doc["context"]][:n]
-
-
-class _LooseFilter(Filter):  # type: ignore[misc]
-    """Marks the first response to each document as one to be compared loosely."""
-
-    def apply(self, resps: Sequence[Sequence[str]], docs: Sequence[Any]) -> list[LooseAnswer]:
-        """See the harness."""
-        return [LooseAnswer(responses[0]) for responses in resps]
-
-
-def build_shipped_task(name: str) -> ConfigurableTask:
-    """The task of that name, one of `tydiqa_task_names()` and `xcopa_task_names()`."""
-    return _build_tydiqa(name) if name in tydiqa_task_names() else _build_xcopa(name)
-
-
-def _build_tydiqa(name: str) -> ConfigurableTask:
-    """One shot by default, which shows a base model that a few words are enough."""
-    config = {
-        "task": name,
-        "test_split": "test",
-        "fewshot_split": "test",
-        "fewshot_config": {"sampler": _OtherPassages},
-        "num_fewshot": 1,
-        "output_type": "generate_until",
-        "doc_to_text": partial(tydiqa_prompt, name),
-        "doc_to_target": lambda row: row["answers"][0],
-        "target_delimiter": " ",
-        "generation_kwargs": {"until": ["\n"], "do_sample": False},
-        "filter_list": [
-            {"name": "none", "filter": [{"function": "take_first"}]},
-            {"name": "normalized", "filter": [{"function": _LooseFilter}]},
-        ],
-        "process_results": lambda row, results: score_answer(name, results[0], row["answers"]),
-        "metric_list": [
-            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("exact_match", "f1")
-        ],
-        "metadata": {"version": "1.0"},
-    }
-    return OfflineTask({"test": read_tydiqa(name)}, config)
-
-
-def _build_xcopa(name: str) -> ConfigurableTask:
-    """No shots by default; others are the first questions of val, and val itself shows none."""
-    splits = {"test": read_xcopa(name), "val": read_xcopa("xcopa_val_sw")}
-    config = {
-        "task": name,
-        "test_split": "test",
-        "fewshot_split": "val",
-        "fewshot_config": {"sampler": "first_n"},
-        "num_fewshot": 0 if name == "xcopa_val_sw" else None,
-        "output_type": "multiple_choice",
-        "doc_to_text": xcopa_prompt,
-        "doc_to_choice": xcopa_choices,
-        "doc_to_target": "label",
-        "target_delimiter": " ",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-        "metadata": {"version": "1.0"},
-    }
-    return OfflineTask(splits, config)
 
 
 def build_local_task(name: str, folder: Path, num_fewshot: int = 0) -> ConfigurableTask:
