@@ -44,6 +44,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
         r"flores|FLORES",
         "needs FLORES's sentences, which are not shipped: tests/evaluation/test_flores.py",
     ),
+    ("docs/tasks.md", r"^include:", "names another folder: tests/evaluation/test_language_tasks.py runs such a file"),
     (
         "docs/tasks.md",
         r"mgsm_rev2|MGSM_REV2|afrimgsm|multijail|MULTIJAIL",
