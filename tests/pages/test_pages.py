@@ -36,7 +36,6 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("*", r"^adapterswap (serve|studio) |^llama-server|sglang|lorax-", "starts a server: tests/serving, tests/studio"),
     ("*", r"^adapterswap lab", "trains for minutes: tests/lab trains for less"),
     ("*", r"^adapterswap train train/", "needs data from the Hub: tests/recipes trains on rows like them"),
-    ("README.md", r"sweep sweep\.yaml|report sweep-swahili", "evaluates for hours: tests/sweeps evaluates a little"),
     ("docs/models.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
     ("docs/engines.md", r"from transformers import|hotswap", "tests/live/test_recipes.py compares it with PEFT"),
     (
