@@ -1,9 +1,6 @@
 """Read an expert's change of a weight from its files: factors, or rows of the dense ΔW as the model stores it.
 
-numpy arrays in, numpy arrays out. Knows nothing of files, adapters or plans.
-
-Everything is float32, in blocks of rows. Errors for NaN, infinity and overflow name the tensor. Knows changes and open
-files; nothing of plans or coefficients.
+Arrays are numpy's, in float32, in blocks of rows. Errors for NaN, infinity and overflow name the tensor.
 """
 
 from __future__ import annotations

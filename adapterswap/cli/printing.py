@@ -1,9 +1,6 @@
 """How commands print: data to stdout, everything else to stderr, JSON with --json, parameters as their flags.
 
-Errors name parameters as Python users type them, in backticks (see `adapterswap.errors`). Knows click's commands; knows
-nothing of the errors themselves.
-
-Knows nothing of commands.
+Errors name parameters as Python users type them, in backticks (see `adapterswap.errors`).
 """
 
 from __future__ import annotations

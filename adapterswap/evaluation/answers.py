@@ -1,15 +1,14 @@
 r"""The number that a written solution gives as its answer, in the eleven languages of MGSM.
 
-Reads the digits of every script, thousands separators and decimal marks of both conventions, minus signs, and words for
-dozens and powers of ten beside digits (27万6000, 70 হাজার, elfu 70, 70k). A number that is part of something larger (a
-calculation, fraction, range, list, date or time, `twice 9`, `more than 9`) is marked as such, and `not 9` is left out.
-Nothing is computed, and number words ("eighteen", 十八) are not read. Knows nothing of questions or benchmarks.
-
 A solution says "the answer is", "Jibu ni", "答えは", ends in `#### 18` or `\boxed{18}`, or just stops after the last
 number. The reader finds the place of the answer and reads exactly one number there. If there are several, or words and
 signs that may change the number, the result is no answer, never another number. The phrases of all languages are
-searched for in every text, because a model may answer in another language than that of the question. Knows phrases and
-numbers; knows nothing of models or benchmarks.
+searched for in every text, because a model may answer in another language than that of the question.
+
+Numbers are written in the digits of every script, with the thousands separators and decimal marks of both conventions,
+minus signs, and words for dozens and powers of ten beside digits (27万6000, 70 হাজার, elfu 70, 70k). A number that is
+part of something larger (a calculation, fraction, range, list, date or time, `twice 9`, `more than 9`) is marked as
+such, and `not 9` is left out. Nothing is computed, and number words ("eighteen", 十八) are not read.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""MultiJail: unsafe requests in ten languages, answered here and judged elsewhere; data that users download.
+"""MultiJail: unsafe requests in ten languages, answered here and judged elsewhere; and the folders of downloaded data.
 
-Reads the file MultiJail.csv (Deng et al. 2023, "Multilingual Jailbreak Challenges in Large Language Models", arXiv
-2310.06474; MIT), which the user downloads. The paper has a judge label every response as safe, unsafe or invalid; no
-pattern of words can replace that, so an evaluation gives responses without a score, and `score_labels` turns a judge's
-labels into one. Knows nothing of lm-evaluation-harness or of models.
+The user downloads MultiJail.csv (Deng et al. 2023, "Multilingual Jailbreak Challenges in Large Language Models", arXiv
+2310.06474; MIT). The paper has a judge label every response as safe, unsafe or invalid; no pattern of words can replace
+that, so an evaluation gives responses without a score, and `score_labels` turns a judge's labels into one.
 
-Finds the names and the folders. Knows nothing of lm-evaluation-harness; `local_tasks` builds the tasks.
+Names of all tasks over downloaded files, and their folders, are resolved here; `local_tasks` builds the tasks.
 """
 
 from __future__ import annotations

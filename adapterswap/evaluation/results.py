@@ -1,10 +1,7 @@
 r"""The results of an evaluation: scores, samples, and the folder that holds them.
 
-JSON can hold `"\ud800"`, which Python reads as a character, but tokenizers and UTF-8 files cannot. Knows the harness's
-tasks and requests; knows nothing of models.
-
-Plain data. Equal evaluations give equal values and folders with the same bytes: there are no times and no local paths.
-Knows nothing of how scores are computed.
+Equal evaluations give equal values and folders with the same bytes: there are no times and no local paths. JSON can
+hold `"\ud800"`, which Python reads as a character, but tokenizers and UTF-8 files cannot.
 """
 
 from __future__ import annotations

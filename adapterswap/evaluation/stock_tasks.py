@@ -1,16 +1,12 @@
 """Tasks of lm-evaluation-harness and of folders with task files; tasks that run code are refused unless allowed.
 
-The harness marks them with `unsafe_code: true`. Loading one already downloads and runs a metric from the Hub, so only
-their task files are read. Knows nothing of models and scores.
+Tasks that run code which the model writes are marked `unsafe_code: true`. Loading one already downloads and runs a
+metric from the Hub, so only their task files are read.
 
 A task file can name functions (`!function utils.docs`), which the harness imports when it loads the task. It can name a
 metric that the harness lacks, which the evaluate library then runs as a script. Its templates can reach all of Python
 unless they are rendered in Jinja's sandbox. The harness's own task files are installed code, and trusted. A recipe
 cannot trust code, because its author may also have written the code.
-
-Knows task files and the harness's index of them; knows nothing of models and scores.
-
-Knows nothing of the tasks shipped here, or of settings.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """PEFT's adapter_config.json: the settings that decide what an adapter computes, and which modules PEFT loads.
 
-They come with a downloaded file, and a malicious one could run for years, which `re` cannot interrupt. So `regex` runs
-them with a time limit, after a check that `re` and `regex` read them in the same way. Knows only names and values.
+PEFT 0.21 creates layers by the config, then reads their tensors; other tensors in the file are ignored without a
+warning. So only targeted modules belong to the expert. What only the base can tell is left to `trial`.
 
-PEFT creates LoRA layers by the config, then reads their tensors; other tensors in the file are ignored without a
-warning. So only targeted modules belong to the expert. What only the base can tell is left to `peft_trial`. Knows names
-and PEFT 0.21's rules; reads nothing.
-
-Knows the meaning of the keys in PEFT 0.21. Knows nothing of tensors, nor of how adapters are used.
+The regular expressions in a downloaded config may be malicious: one could run for years, which `re` cannot interrupt.
+So `regex` runs them with a time limit, after a check that `re` and `regex` read them in the same way.
 """
 
 from __future__ import annotations

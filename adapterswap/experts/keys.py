@@ -1,10 +1,8 @@
-"""The tensors of an adapter's safetensors file by PEFT's kinds of adapters; unknown keys are errors.
+"""The tensors of an adapter's file, by PEFT's kinds of adapters: which belong together; unknown keys are errors.
 
 DoRA, (IA)³, OFT and similar kinds do not add a product of two factors to a weight, so they cannot be averaged without
 the base. But each module's change depends only on its own tensors and the config, so it can be copied into another
-adapter of the same kind. Knows names and PEFT 0.21's rules; reads nothing.
-
-Knows names, and which tensors belong together. Knows nothing of ranks and scales, and reads no tensor.
+adapter of the same kind. The rules are those of PEFT 0.21; no tensor is read.
 """
 
 from __future__ import annotations

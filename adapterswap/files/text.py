@@ -1,8 +1,6 @@
-"""Read small untrusted files: only regular files, only up to a size, only plain JSON; and JSON with its own hash.
+"""Read small untrusted files: only regular files, only up to a size, only plain JSON.
 
-There are limits because reading JSON takes many times the file's size in memory. Knows nothing of what the files say.
-
-This guards against accidents and well-meant edits, not against forgery. Knows nothing of what the JSON says.
+There are limits because reading JSON takes many times the file's size in memory.
 """
 
 from __future__ import annotations

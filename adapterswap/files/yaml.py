@@ -1,17 +1,14 @@
 """Recipes as YAML: read safely, extended from shipped or local fragments, checked against a pydantic model.
 
-ruamel.yaml reads and writes it as YAML 1.2. This module adds bounds that also hold after aliases are followed, refuses
-control characters, and accepts only plain keys, each once, even next to a `<<`. Knows nothing of what the values mean.
+ruamel.yaml reads and writes YAML 1.2. This module adds bounds that also hold after aliases are followed, refuses
+control characters, and accepts only plain keys, each once, even next to a `<<`.
 
-In a checkout they are in `recipes/`; once installed, in the package itself. The recipes in `train/`, `compose/` and
-`sweep/` are complete; the other folders hold fragments that they extend. Does not read what recipes say.
+Shipped recipes are in `recipes/` of a checkout, and inside the installed package. Those in `train/`, `compose/` and
+`sweep/` are complete; the other folders hold fragments. A recipe extends fragments by a path relative to the file that
+names them, or by the name of a shipped one, without suffix. Fragments are merged in the order listed, and the recipe
+itself comes last: mappings are merged key by key, everything else is replaced (also by `null`).
 
-A fragment is a file, with a path relative to the file that names it, or a shipped fragment, by its name without suffix.
-Fragments are merged in the order listed, and the recipe itself comes last: mappings are merged key by key, everything
-else is replaced (also by `null`). Knows nothing of what recipes say.
-
-Recipes may extend others (`files.yaml`). An unknown key is refused with the most similar known one, and each
-mistake is reported with the file that it is in. Knows nothing of what recipes mean: the models do.
+An unknown key is refused with the most similar known one, and each mistake is reported with the file that it is in.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Several compositions in one batch: one for each row, and one prompt answered by several at once.
 
 PEFT's layers compute the base for all rows at once, and a hook on each layer adds the experts. Rows that share an
-expert are computed together, so a layer that all compositions take from one expert costs as much as one adapter. Knows
-LoRA layers and switches, but not how users name compositions.
+expert are computed together, so a layer that all compositions take from one expert costs as much as one adapter.
 
-Knows the composer and transformers' generation, but not who reads the answers. Decoding is greedy, so an answer depends
-only on the model, the composition and the prompt.
+Decoding is greedy, so an answer depends only on the model, the composition and the prompt.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Turn a user's request into settings of a model's layers; plan the active composition from experts on disk.
 
 An expert is read from its own file if the file still holds the numbers in the model. A composition saved live then has
-the same bytes as one composed from files. Otherwise PEFT saves the expert first. Knows inventories and plans.
-
-Knows compositions and inventories; sets nothing.
+the same bytes as one composed from files. Otherwise PEFT saves the expert first.
 """
 
 from __future__ import annotations

@@ -2,12 +2,7 @@
 
 PEFT resets every layer when an adapter is added, and makes adapters trainable when `disable_adapter` ends. Setting or
 deleting an adapter changes layers whose settings a composition relies on. These methods are replaced on this one model
-and restored when the composition ends. Knows PEFT's methods, but not compositions.
-
-Knows switches, rows and pins, and PEFT's calls that disturb them, but not the names of compositions.
-
-The entry point for users, and an executor of plans like `writing`. Layers are set in `switching`, put back in
-`session` and split by rows in `batching`.
+and restored when the composition ends.
 """
 
 from __future__ import annotations

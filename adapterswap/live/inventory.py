@@ -1,9 +1,7 @@
 """What a PeftModel holds: its LoRA layers and modules trained in full, found once, and its adapters as experts.
 
-PEFT keeps a copy of such a module for every expert and computes with one of them, so taking one expert's module costs
-nothing. For an average, one more copy is made and filled again at every switch. Knows PEFT's wrapper, but not plans.
-
-Knows PEFT's layers and configs, but not compositions. Changes nothing.
+PEFT keeps a copy of a module trained in full for every expert and computes with one of them, so taking one expert's
+module costs nothing. For an average, one more copy is made and filled again at every switch.
 """
 
 from __future__ import annotations

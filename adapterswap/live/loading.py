@@ -1,9 +1,7 @@
 """Load experts from disk into a running model, whole or only some layers, and compare their copies of base weights.
 
 PEFT would overwrite the base's weights for every expert, in the copies' dtype, and untie weights that are tied to them;
-it would also hold the expert's factors in that dtype. Knows PEFT's folders and layers, but not compositions.
-
-Knows adapters and PEFT's loading, but not which composition is active.
+it would also hold the expert's factors in that dtype.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Set which experts every LoRA layer uses and with which coefficients, also in a compiled model.
 
-No tensor is copied or changed: only each layer's list of active adapters and its scalings are. Knows layers and
-finished plans, but not the names of compositions.
+No tensor is copied or changed: only each layer's list of active adapters and its scalings are.
 
 torch.compile bakes PEFT's lists of active adapters and its scalings, which are Python numbers, into the graph, and
 recompiles when they change. Here both stay the same for the compiler: a scaling is a view of one vector per device, and
-switching fills that vector. Every pinned expert is computed in every layer where it is loaded, so pin few. Knows LoRA
-layers and switches.
+switching fills that vector. Every pinned expert is computed in every layer where it is loaded, so pin few.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Turn a name into the folder of the adapter that it means, checked against the base and composed on first use.
 
-A server that loads an adapter of the wrong width answers with garbage, and a module that the base does not have is
-ignored. Both are refused here. transformers builds the model without memory for its weights, so names and shapes are
-right for every architecture that it knows. Knows nothing of compositions.
-
-vLLM leaves copies out: with an expert of another base it would compute base + ΔW, where PEFT computes copy + ΔW. They
-are compared once, and only if the base is a folder on this machine; nothing is downloaded. Knows nothing of
-compositions.
-
 Opens experts, checks them against the base, plans, checks the rank, and writes the result into the cache in a layout
-with one rank, one scale and no patterns, which every version of every engine reads. Knows nothing of vLLM.
+with one rank, one scale and no patterns, which every version of every engine reads.
+
+A server that loads an adapter of the wrong width answers with garbage, and a module that the base does not have is
+ignored. Both are refused here. vLLM leaves copies of base weights out: with an expert of another base it would compute
+base + ΔW, where PEFT computes copy + ΔW. They are compared once, and only if the base is a folder on this machine.
 """
 
 from __future__ import annotations

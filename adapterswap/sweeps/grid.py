@@ -1,10 +1,6 @@
-"""The cells of a recipe: every baseline, and every composition of every pair. Pure data; opens nothing.
+"""The cells of a recipe: every baseline, and every composition of every pair.
 
-Knows nothing of how cells are made or evaluated.
-
-Knows compositions; knows nothing of recipes, experts or results.
-
-Knows recipes and `Composition`, which checks settings. Knows nothing of experts on disk, tasks or models.
+Pure data: no expert, task or model is opened. `Composition` checks the settings of a cell.
 """
 
 from __future__ import annotations

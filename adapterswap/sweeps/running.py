@@ -1,9 +1,7 @@
 """Estimate a sweep and run it: cell after cell, here, in several processes or over Ray.
 
-Loads no weights. Knows prepared sweeps and the results in their folder.
-
-Cells are recorded in the order in which they are requested, whichever process evaluates them. Knows how the parts of a
-sweep work together, but nothing of models, searches or clusters themselves. Prints nothing.
+An estimate loads no weights. Cells are recorded in the order in which they are requested, whichever process evaluates
+them. Nothing is printed.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 The best configuration is chosen on the documents set apart for choosing, and reported on the others. Only
 configurations that are finished with all their pairs take part, because means over different pairs do not compare. Of
 equal ones the papers' default is taken, then the first of the recipe (`best_of`, which reports use too). Min, mean and
-max are over cells, on all documents. Intervals and tests are made elsewhere. Knows results; knows nothing of models.
-
-Knows the description and the cells of sweeps; knows nothing of models, and writes nothing.
+max are over cells, on all documents. Intervals and tests are made in `reporting`.
 """
 
 from __future__ import annotations

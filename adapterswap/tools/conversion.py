@@ -1,12 +1,11 @@
 """Convert an adapter: other names, layout or dtype, safetensors for a pickle, rsLoRA for other kinds.
 
-PEFT before 0.19 always took the first axis of an expert's matrix for its inputs: A is (experts·rank ×
-first) and B (second × rank·experts). Since then A belongs to the inputs, which in most models are the second axis. The
-numbers are the same, so A and B change places, transposed for each expert. Knows PEFT's layouts; computes nothing.
-
 A LoRA is written again by a plan of one expert, so only rounding or truncation can lose anything. For other kinds PEFT
-computes the dense ΔW, and the truncated SVD is its best approximation of that rank (Eckart & Young 1936). Knows folders
-of adapters; knows nothing of compositions of several.
+computes the dense ΔW, and the truncated SVD is its best approximation of that rank (Eckart & Young 1936).
+
+PEFT before 0.19 always took the first axis of an expert's matrix for its inputs: A is (experts·rank × first) and B
+(second × rank·experts). Since then A belongs to the inputs, which in most models are the second axis. The numbers are
+the same, so A and B change places, transposed for each expert.
 """
 
 from __future__ import annotations

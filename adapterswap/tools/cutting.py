@@ -1,11 +1,10 @@
 """ΔW = W_full - W_base of the weights that PEFT can adapt, and the low-rank factors cut out of it.
 
-A weight at a time: memory holds a few copies of the largest one. Knows two stored tensors and a form; knows
-nothing of models and folders.
+One weight at a time: memory holds a few copies of the largest one.
 
 PEFT refuses some modules (Mamba's `out_proj`), mistakes others (in a mixture of experts it takes every target that
 ends in `gate_proj`, `up_proj` or `down_proj` for the fused experts' parameters, even in dense layers and shared
-experts), and wraps some that then compute something else. Knows modules; reads no tensor.
+experts), and wraps some that then compute something else. These are left out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """How any PEFT adapter changes its base's weights, as dense matrices, truncated to LoRA of a rank.
 
 PEFT merges one module at a time, in float32. The base's weight is restored afterwards, so memory holds the base and one
-module. A kind is supported if a test shows that merging it gives the same outputs. Knows PEFT's layers; knows nothing
-of low rank.
-
-Engines that serve only LoRA can then load the adapter. Weights of linear layers and embeddings can become LoRA;
-vectors, such as norms, cannot. Knows checkpoints and adapter folders; knows nothing of compositions.
+module. A kind is supported if a test shows that merging it gives the same outputs. Weights of linear layers and
+embeddings can become LoRA, which engines that serve only LoRA can load; vectors, such as norms, cannot.
 """
 
 from __future__ import annotations

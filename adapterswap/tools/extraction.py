@@ -1,10 +1,8 @@
 """Cut an adapter out of a full fine-tune, and write it as a folder: weights, config, record, card.
 
 Ranks are known only after the last weight, so the factors wait in a spool until the safetensors header can be written.
-Knows adapter folders; computes no factor.
-
-The rest is measured and reported. The folder appears whole or not at all, and memory holds only a
-few copies of the largest weight. Knows checkpoints and adapter folders; knows nothing of compositions.
+What the adapter cannot hold is measured and reported. The folder appears whole or not at all, and memory holds only a
+few copies of the largest weight.
 """
 
 from __future__ import annotations

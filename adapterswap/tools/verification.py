@@ -1,10 +1,7 @@
 """Recompute an adapter, a model or a GGUF file from the sources in its record and compare.
 
-Knows the files that `export` writes; finds and compares sources and records like `verifying`.
-
 Finds the sources (Hub ids automatically, folders at the paths that the caller passes), writes the composition again to
-a temporary folder and compares byte for byte; `extracted` checks extracted adapters. Knows provenance; knows nothing of
-how a composition is requested.
+a temporary folder and compares byte for byte; `extracted` checks extracted adapters.
 """
 
 from __future__ import annotations

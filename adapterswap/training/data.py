@@ -1,8 +1,6 @@
 """Turn a recipe's sources into training rows and validation rows, and count the rest.
 
-Knows nothing of tokens.
-
-Joins the sources, shuffles with the data seed and splits off the validation rows. Knows nothing of models.
+Joins the sources, shuffles with the data seed and splits off the validation rows.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 r"""Find rows that must not be trained on: math in a language's mixture, and texts of the evaluations.
 
-Tokens are lower-case words without accents and vowel signs, with the digits of any script as 0-9. In scripts without
-spaces (Japanese, Chinese, Thai, …) each character starts a token of up to 12 characters. A gram is 13 tokens in a row:
-13 words, as for GPT-3 (arXiv:2005.14165, appendix C), or 24 characters of such a script. A line of 8 to 12 tokens is a
-gram as a whole; shorter lines have none. Hashes are 48 bits of a polynomial over the tokens' CRC-32. Knows nothing of
-datasets.
-
-A row is maths if it writes arithmetic out (`3 + 4`, `12 - 5 = 7`, `x^2 = 9`, `\frac`, GSM8K's `<<3+4=7>>`), or if its
+A row is math if it writes arithmetic out (`3 + 4`, `12 - 5 = 7`, `x^2 = 9`, `\frac`, GSM8K's `<<3+4=7>>`), or if its
 prompt contains a number and its completion is just a number that is not in the prompt. The rule uses no words, so it
-works in every language but misses maths written in words alone. docs/recipes.md has its measured precision and recall.
+works in every language but misses math written in words alone. docs/recipes.md has its measured precision and recall.
 
-A row overlaps with an evaluation if they share a gram (see `training.hygiene`). MGSM is shipped in full, GSM8K's test
-questions only as hashes; other texts come from your own files. Knows nothing of how rows are loaded or rendered.
+A row overlaps with an evaluation if they share a gram. MGSM is shipped in full, GSM8K's test questions only as hashes;
+other texts come from your own files. Tokens are lower-case words without accents and vowel signs, with the digits of
+any script as 0-9. In scripts without spaces (Japanese, Chinese, Thai, …) each character starts a token of up to 12
+characters. A gram is 13 tokens in a row: 13 words, as for GPT-3 (arXiv:2005.14165, appendix C), or 24 characters of
+such a script. A line of 8 to 12 tokens is a gram as a whole; shorter lines have none. Hashes are 48 bits of a
+polynomial over the tokens' CRC-32.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Load tables of rows from the recipe's sources with `datasets.load_dataset`, whole or as a stream.
 
+Local files are read into memory and leave nothing in your cache; Hub datasets use it, or are streamed. For a stream,
 `datasets` shuffles the order of the shards with the seed, and the rows within a moving buffer. So the rows come from
-the beginning of some shards; they are not a sample of the whole. Knows nothing of how the stream was opened.
-
-Local files are read into memory and leave nothing in your cache; Hub datasets use it, or are streamed. Knows nothing of
-how rows become text.
+the beginning of some shards; they are not a sample of the whole.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The recipe of an expert: what to train, on which rows, with which templates, and how.
 
-The syntax is that of str.format with column names only (`{{` and `}}` stand for braces). Attributes, indices,
-conversions and format specs are refused, so a template can read nothing but the row. Knows nothing of datasets.
-
-Each field has its own description. Knows nothing of rows, torch or libraries.
-
 Each field has its own description; unknown keys are errors. Paths of data files are relative to the recipe file that
-names them; `base_model` and `out_path` are relative to the current folder, as on the command line. Knows nothing of
-torch or datasets.
+names them; `base_model` and `out_path` are relative to the current folder, as on the command line. Neither torch nor
+datasets is imported.
+
+A template has the syntax of str.format with column names only (`{{` and `}}` stand for braces). Attributes, indices,
+conversions and format specs are refused, so a template can read nothing but the row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Render rows as text and tokens, mark those that the loss is computed on, and count rows that were cut.
 
-A rendered row is an `Example`: its whole text, and the prefixes between which the loss is computed. Knows nothing of
-tokens or of where rows come from.
-
-Tokens are kept in flat arrays, and finally in an Arrow table, because a list for each row would take ten times the
-memory. As in TRL, a completion begins at the first token in which the tokens of the prompt alone differ from those of
-prompt and completion together. Knows nothing of models.
+A rendered row is an `Example`: its whole text, and the prefixes between which the loss is computed. Tokens are kept in
+flat arrays, and finally in an Arrow table, because a list for each row would take ten times the memory. As in TRL, a
+completion begins at the first token in which the tokens of the prompt alone differ from those of prompt and completion
+together.
 """
 
 from __future__ import annotations
