@@ -1,4 +1,4 @@
-"""Pages of the site from outside docs/: the examples, the change log, how to contribute. Used by mkdocs.yml."""
+"""Pages of the site from outside docs/: the examples, the changes, how to contribute. Used by mkdocs.yml."""
 
 from __future__ import annotations
 
@@ -9,34 +9,56 @@ from posixpath import dirname, join, normpath, relpath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parent.parent
 _SHORT_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>([^<]{1,32})</code>")
+_FENCE = re.compile(r"^(```.*?^```)", flags=re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
+_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_EXAMPLES = """# Examples
+
+Each is a folder of `examples/` in the checkout. Run the commands from the top of the checkout.
+"""
+
+
 def pages_elsewhere() -> dict[str, str]:
-    """Pages outside docs/, each with its path on the site."""
-    pages = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-    for page in sorted(ROOT.glob("examples/*/README.md")):
-        pages[page.relative_to(ROOT).as_posix()] = f"examples/{page.parent.name}.md"
-    return pages
+    """Pages outside docs/, each with its place on the site: a page, or a section of the page of examples."""
+    slug = slugify(case="lower")
+    places = {"README.md": "index.md", **_PAGES}
+    for page in _examples():
+        title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        places[page.relative_to(ROOT).as_posix()] = f"examples.md#{slug(title, '-')}"
+    return places
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages outside docs/."""
-    for source, place in pages_elsewhere().items():
-        if source != "README.md":  # the site has its own first page
-            files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
+    for source, place in _PAGES.items():
+        files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "examples.md", content="\n".join([_EXAMPLES, *map(_section, _examples())])))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between the repository's files into links between pages; links to other files become plain text."""
-    elsewhere = pages_elsewhere()
+    """Turn links between files into links between pages; keep what was measured and changed out of the search."""
     here = page.file.src_uri
-    places = {place: source for source, place in elsewhere.items() if source != "README.md"}
-    source = places.get(here, f"docs/{here}")
+    if here.startswith(("log", "changelog")):
+        page.meta["search"] = {"exclude": True}
+    sources = {place: source for source, place in _PAGES.items()}
+    return relinked(markdown, source=sources.get(here, f"docs/{here}"), here=here)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep short inline code on one line: browsers would break `--max-rank` after a hyphen."""
+    return _SHORT_CODE.sub(r'<code class="whole">\1</code>', html)
+
+
+def relinked(markdown: str, *, source: str, here: str) -> str:
+    """The text of the repository's file `source` on the page `here`; links to what is not a page become plain text."""
+    elsewhere = pages_elsewhere()
 
     def link(match: re.Match[str]) -> str:
         picture, text, target, anchor = match.groups()
@@ -46,11 +68,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         place = elsewhere.get(file, file.removeprefix("docs/") if file.startswith("docs/") else None)
         if place is None:
             return text if f"`{file}`" in text or text.startswith("`") else f"{text} (`{file}`)"
-        return f"{picture}[{text}]({relpath(place, dirname(here) or '.')}{anchor or ''})"
+        path, _, section = place.partition("#")
+        anchor = anchor or (f"#{section}" if section else "")
+        return f"{picture}[{text}]({relpath(path, dirname(here) or '.')}{anchor})"
 
     return _LINK.sub(link, markdown)
 
 
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Keep short inline code on one line: browsers would break `--max-rank` after a hyphen."""
-    return _SHORT_CODE.sub(r'<code class="whole">\1</code>', html)
+def _examples() -> list[Path]:
+    """The page of each example."""
+    return sorted(ROOT.glob("examples/*/README.md"))
+
+
+def _section(page: Path) -> str:
+    """An example's page as a section: its headings one level lower."""
+    parts = _FENCE.split(page.read_text(encoding="utf-8"))
+    parts[::2] = [re.sub(r"^#", "##", part, flags=re.MULTILINE) for part in parts[::2]]
+    return relinked("".join(parts), source=page.relative_to(ROOT).as_posix(), here="examples.md")
