@@ -18,7 +18,7 @@ from adapterswap.changes.locating import find_tied_head, locate_all, with_head
 from adapterswap.changes.reading import Delta, read_difference, read_factors
 from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapter import Adapter, LoraModule
-from adapterswap.experts.names import Orientation, renamed_adapter
+from adapterswap.experts.names import renamed_adapter
 from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor
@@ -135,13 +135,12 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
         else:
             assert base is not None
             files = stack.enter_context(open_files([*expert.shards, *base.shards]))
-            orientation = Orientation(expert)
 
             def read(matrix: Matrix) -> Delta:
                 assert isinstance(matrix.source, StoredTensor)
                 found = (matrix.source, base.parameters[matrix.source.name])
                 ours, own = (Whole.of(parameter.path, parameter.tensor) for parameter in found)
                 delta = read_difference((expert.name, base.name), ours, own, files)
-                return delta.T if orientation.is_transposed(matrix.source.name) else delta
+                return delta.T if expert.is_transposed(matrix.source.name) else delta
 
         yield read

@@ -16,9 +16,7 @@ from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
 from adapterswap.experts.keys import is_bias
-from adapterswap.experts.names import Orientation
 from adapterswap.files.tensorfile import Tensor
-from adapterswap.model.anatomy import shared_embeddings, tied_keys
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.model.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
 
@@ -63,7 +61,7 @@ def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> Tie
     if tied is False or not any(_changes_an_end(adapter, skeleton) for adapter in adapters.values()):
         return None
     try:
-        keys = tied_keys(skeleton)
+        keys = skeleton.tied_keys
     except BaseModelError:
         keys = _tied_by_name(skeleton, adapters)
         if keys is None:
@@ -127,13 +125,12 @@ def locate_all(
     resized: bool = False,
 ) -> dict[str, dict[str, Located]]:
     """Each adapter's changes of the stored tensors `parameters` of the model called `where`; see `locate`."""
-    orientation = Orientation(model)
     located = {}
     for name, adapter in adapters.items():
         with problems.collect():
             _check_shared(name, adapter, model)
             _check_bias_of_head(name, adapter, parameters, model)
-            located[name] = locate(name, adapter, parameters, where, orientation, problems, resized=resized)
+            located[name] = locate(name, adapter, parameters, where, model, problems, resized=resized)
     return located
 
 
@@ -141,7 +138,7 @@ def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
     """Refuse an adapter that changes one of an encoder-decoder's shared embeddings, which are stored as one weight."""
     if not has_both_stacks(model.container) or not _changes_an_end(adapter, model):
         return
-    for name, others in shared_embeddings(model).items():
+    for name, others in model.base.shared_embeddings.items():
         changed = [p for p in adapter.parts.values() if p.layer is None and f".{name}".endswith(f".{p.name}")]
         if any(not isinstance(part, FullModule) or not part.tied.keys() >= set(others) for part in changed):
             raise UnsupportedError(
@@ -173,7 +170,7 @@ def locate(
     adapter: Adapter,
     parameters: Mapping[str, StoredTensor],
     where: str,
-    orientation: Orientation,
+    model: Checkpoint,
     problems: Problems,
     *,
     resized: bool = False,
@@ -185,13 +182,13 @@ def locate(
         where: the model's name, for messages.
         adapter: the adapter.
         parameters: the model's stored tensors.
-        orientation: knows which of them are stored in×out.
+        model: the model.
         problems: collects modules that the model lacks or has in another shape.
         resized: allow other numbers of rows in embeddings and heads that are stored in full, and more in those with
             LoRA.
     """
     changes: dict[str, Located] = {}
-    stored_name = _stored_names(adapter, parameters, orientation)
+    stored_name = _stored_names(adapter, parameters, model)
     missing: list[str] = []
     ours: dict[str, str] = {}
     theirs: dict[str, str] = {}
@@ -208,7 +205,7 @@ def locate(
         )
     for part in adapter.opaque.values():
         located = _locate_opaque(
-            expert, part, adapter, parameters, where, orientation, stored_name, problems, resized=resized
+            expert, part, adapter, parameters, where, model, stored_name, problems, resized=resized
         )
         if located is None:
             missing.append(part.name)
@@ -216,14 +213,14 @@ def locate(
             changes |= located
     for module in (module for module in adapter.modules.values() if module.parameter):
         with problems.collect():
-            changes |= _locate_parameter(expert, module, adapter, parameters, where, orientation, stored_name)
+            changes |= _locate_parameter(expert, module, adapter, parameters, where, model, stored_name)
     for module in (module for module in adapter.modules.values() if not module.parameter):
         key = stored_name(module.name, "weight")
         if key is None:
             missing.append(module.name)
             continue
         shape = parameters[key].tensor.shape
-        transposed = module.embedding or orientation.is_transposed(key)
+        transposed = module.embedding or model.is_transposed(key)
         expected = _expected_shape(module, transposed=transposed)
         grows = _is_resized(module, expected, shape)
         if grows and not resized:
@@ -235,7 +232,7 @@ def locate(
                 continue
         changes[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
     if missing:
-        _report_missing(expert, missing, adapter, where, orientation, problems)
+        _report_missing(expert, missing, adapter, where, model, problems)
     compare_shapes(
         ours,
         theirs,
@@ -263,8 +260,8 @@ def locate(
         for parameter, tensor in saved.tensors.items():
             holder = saved.name.removesuffix(".bias") if is_bias(saved.name) else saved.name
             key = stored_name(holder, parameter)
-            if key is None and _source_of(holder, parameter, adapter, orientation):
-                _report_missing(expert, [holder], adapter, where, orientation, problems, parameter)
+            if key is None and _source_of(holder, parameter, adapter, model):
+                _report_missing(expert, [holder], adapter, where, model, problems, parameter)
                 continue
             first = 1 if resized and not is_bias(saved.name) and is_vocabulary(saved.name, saved.layer) else 0
             if key is None or parameters[key].tensor.shape[first:] != tensor.shape[first:]:
@@ -287,12 +284,12 @@ def _report_missing(
     modules: Sequence[str],
     adapter: Adapter,
     where: str,
-    orientation: Orientation,
+    model: Checkpoint,
     problems: Problems,
     parameter: str = "weight",
 ) -> None:
     """Report modules whose parameter the model does not store, or only as a part of other tensors."""
-    sources = {name: _source_of(name, parameter, adapter, orientation) for name in modules}
+    sources = {name: _source_of(name, parameter, adapter, model) for name in modules}
     computed = [name for name, source in sources.items() if source]
     if computed:
         problems.add(
@@ -308,10 +305,10 @@ def _report_missing(
         problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
 
 
-def _source_of(module: str, parameter: str, adapter: Adapter, orientation: Orientation) -> str | None:
-    """See `Orientation.source_of`; None for a model that transformers does not know."""
+def _source_of(module: str, parameter: str, adapter: Adapter, model: Checkpoint) -> str | None:
+    """See `Checkpoint.source_of`; None for a model that transformers does not know."""
     with suppress(BaseModelError):
-        return orientation.source_of(module, parameter, adapter.container)
+        return model.source_of(module, parameter, adapter.container)
     return None
 
 
@@ -321,7 +318,7 @@ def _locate_parameter(
     adapter: Adapter,
     parameters: Mapping[str, StoredTensor],
     where: str,
-    orientation: Orientation,
+    model: Checkpoint,
     stored_name: Callable[[str, str], str | None],
 ) -> dict[str, Located]:
     """The stored tensors of a parameter: a matrix such as a router's weight, or one matrix per expert of a mixture,
@@ -331,7 +328,7 @@ def _locate_parameter(
     alone = stored_name(holder, last) if module.experts == 1 else None
     if alone is not None and parameters[alone].tensor.shape == (module.out_features, module.in_features):
         return {alone: Located(module.name, LowRank(module, adapter.file.path))}
-    fused = orientation.fused(module.name, adapter.container)
+    fused = model.fused(module.name, adapter.container)
     if fused is None or (module.experts == 1 and fused.transposed):  # PEFT does not transpose the only expert's ΔW
         raise UnsupportedError(
             f"{expert} has LoRA on the parameter {module.name} of {module.shape}, but {where} stores no such parameter",
@@ -388,7 +385,7 @@ def _locate_opaque(
     adapter: Adapter,
     parameters: Mapping[str, StoredTensor],
     where: str,
-    orientation: Orientation,
+    model: Checkpoint,
     stored_name: Callable[[str, str], str | None],
     problems: Problems,
     *,
@@ -401,7 +398,7 @@ def _locate_opaque(
     key = stored_name(part.name, "weight")
     if key is None:
         return None
-    transposed = orientation.is_transposed(key)
+    transposed = model.is_transposed(key)
     lora = part.lora
     if lora is not None:
         shape = parameters[key].tensor.shape
@@ -434,12 +431,12 @@ def stored_tensor(adapter: Adapter, module: str, parameter: str, base: Checkpoin
     Returns None if the base stores no such tensor.
     """
     parameters = with_head(base.parameters, find_tied_head(base, {"": adapter}))
-    key = _stored_names(adapter, parameters, Orientation(base))(module, parameter)
+    key = _stored_names(adapter, parameters, base)(module, parameter)
     return None if key is None else parameters[key].tensor
 
 
 def _stored_names(
-    adapter: Adapter, parameters: Mapping[str, StoredTensor], orientation: Orientation
+    adapter: Adapter, parameters: Mapping[str, StoredTensor], model: Checkpoint
 ) -> Callable[[str, str], str | None]:
     """A function from the names of a module and a parameter to the stored tensor's name, or None.
 
@@ -451,7 +448,7 @@ def _stored_names(
         key = by_name(module, parameter)
         if key is None:
             with suppress(BaseModelError):  # not a transformers model
-                key = orientation.stored_key(module, parameter, adapter.container)
+                key = model.stored_key(module, parameter, adapter.container)
         return key
 
     return stored_name

@@ -17,7 +17,7 @@ from adapterswap.errors import ExpertError, UnsupportedError, reason_of
 from adapterswap.experts.adapter import and_more
 from adapterswap.experts.keys import canonical_key
 from adapterswap.files.tensorfile import TensorFile
-from adapterswap.model.anatomy import empty_model_for
+from adapterswap.model.base import empty_model
 from adapterswap.model.sources import base_config
 
 
@@ -58,7 +58,7 @@ def load_into_base(folder: Path, base: str, task_type: str | None, file: TensorF
     import torch
     from peft import PeftConfig
 
-    model = empty_model_for(base_config(base)[0].folder, base, task_type)
+    model = empty_model(base_config(base)[0].folder, base, task_type=task_type)
     known_names = {name for name, _ in model.named_modules()}
     bare_names = {re.sub(r"(\.base_layer)+$", "", name) for name in names}
     if unknown := sorted(bare_names - known_names):

@@ -28,14 +28,14 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.experts.keys import LORA, copies_in
-from adapterswap.experts.names import ModelNames, under_canonical_names
+from adapterswap.experts.names import under_canonical_names
 from adapterswap.files.folders import atomic_folder, scratch_folder
 from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import FLOAT_NAMES, FLOATS, TensorFile
 from adapterswap.files.text import expand, is_folder
 from adapterswap.live.inventory import factors, find_layers, find_wrappers, layers_of_base, match_dtypes
 from adapterswap.live.switching import put_over_the_base
-from adapterswap.model.anatomy import shape_of
+from adapterswap.model.base import Base, shape_of
 from adapterswap.model.layers import KeptLayers, NumLayers, format_layers, is_ahead
 from adapterswap.model.loading import quiet_peft
 from adapterswap.model.sources import CONFIG, WEIGHTS, Source
@@ -211,7 +211,7 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
     if names.issuperset(adapter.parts):
         return adapter
     try:
-        return under_canonical_names(adapter, ModelNames(base, "the model"), name)
+        return under_canonical_names(adapter, Base(base), name, "the model")
     except AdapterswapError:
         return adapter
 

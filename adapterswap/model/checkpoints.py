@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from adapterswap.errors import BaseModelError, ExpertError, Problems, Unsupporte
 from adapterswap.files.hashes import fingerprints, sha256_of
 from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
 from adapterswap.files.text import exists, read_json
+from adapterswap.model.base import Base, FusedParameter, base_at
 from adapterswap.model.layers import (
     EMBEDDINGS,
     HEADS,
@@ -104,6 +106,9 @@ def _num_layers(tensors: Iterable[str], container: str) -> int:
 MODEL_CONFIG = "config.json"
 MODEL_INDEX = "model.safetensors.index.json"
 
+# The model types of transformers 5 that are built from Conv1D.
+_CONV1D_TYPES = frozenset({"clvp_decoder", "decision_transformer", "gpt-sw3", "gpt2", "imagegpt", "openai-gpt"})
+
 # The small files that a model needs besides its config and weights.
 COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 
@@ -147,7 +152,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: pure data, no open file.
+    """An opened checkpoint: pure data, no open file. It says what its tensors are called in the model, and how they are
+    stored: by the headers or, where these leave it open, by `base`.
 
     Attributes:
         source: the folder, and its name or Hub id.
@@ -174,6 +180,107 @@ class Checkpoint:
     @property
     def name(self) -> str:
         return str(self.source)
+
+    @cached_property
+    def base(self) -> Base:
+        """Its model as transformers builds it. Ask this only where the headers do not decide."""
+        return base_at(self.source.folder, self.name)
+
+    def is_transposed(self, key: str) -> bool:
+        """Whether the weight stored under `key` is a Conv1D's, and so in×out; False for an embedding's, and for other
+        tensors.
+
+        An adapter's config does not say: PEFT keeps one `fan_in_fan_out` for all modules, the value of the last one
+        that it adapted. But a Conv1D always has a bias, with one entry per column of its weight, and a Linear's bias
+        has one entry per row. So the headers decide for all weights that have no bias or are not square. For the rest,
+        the model does, unless no other weight belongs to a Conv1D and the model's type is not known to have them.
+        """
+        shape, bias = self._shapes.get(key, ()), self._shapes.get(f"{key.removesuffix('weight')}bias")
+        if len(shape) != 2 or not key.endswith(".weight") or bias != shape[1:]:
+            return False
+        return shape[0] != shape[1] or key in self._conv1d_keys
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: parameter.tensor.shape for name, parameter in self.parameters.items()}
+
+    @cached_property
+    def _conv1d_keys(self) -> frozenset[str]:
+        types = set(_model_types(self.config))
+        if types.isdisjoint(_CONV1D_TYPES) and not any(
+            len(shape) == 2 and shape[0] != shape[1] and self.is_transposed(key) for key, shape in self._shapes.items()
+        ):
+            return frozenset()
+        conv1d = (f"{name}.weight" for name, weight in self.base.items() if weight.transposed and not weight.embedding)
+        return frozenset(self._stored_keys[name] for name in conv1d if name in self._stored_keys)
+
+    @cached_property
+    def _stored_keys(self) -> Mapping[str, str]:
+        """The name of each parameter in the model of transformers → the key under which the checkpoint stores it.
+
+        Parameters that transformers builds from several keys (fused experts) are left out.
+        """
+        names = {key: self.base.rename(key) for key in self._shapes}
+        return {name: key for key, name in names.items() if name is not None}
+
+    def stored_key(self, module: str, parameter: str, container: str | None) -> str | None:
+        """The key under which the checkpoint stores a parameter of an expert's module; None if it does not.
+
+        Args:
+            module: the module's name in the expert, which may differ from the checkpoint's.
+            parameter: the parameter's name within the module, such as `weight`.
+            container: the expert's list of layers.
+        """
+        name = self.base.find(module, container)
+        return None if name is None else self._stored_keys.get(f"{name}.{parameter}")
+
+    def source_of(self, module: str, parameter: str, container: str | None) -> str | None:
+        """A stored tensor from which transformers computes a parameter of an expert's module, rather than renaming it:
+        it may hold queries, keys and values. None if there is none. The arguments are those of `stored_key`.
+        """
+        name = self.base.find(module, container)
+        return self._sources.get(f"{name}.{parameter}")
+
+    @cached_property
+    def _sources(self) -> Mapping[str, str]:
+        sources: dict[str, str] = {}
+        for key in self._shapes:
+            name, rule, _ = self.base.convert(key)
+            for target in rule.target_patterns if rule else ():
+                sources.setdefault(name.replace(rule.target_patterns[0], target, 1), key)
+        return sources
+
+    def fused(self, parameter: str, container: str | None) -> FusedParameter | None:
+        """The parameter with a matrix for each expert of a mixture; None if the model has none of this name.
+
+        Args:
+            parameter: its name in the expert, which may differ from the model's.
+            container: the expert's list of layers.
+        """
+        name = self.base.find(parameter, container)
+        return None if name is None else self._fused.get(name)
+
+    @cached_property
+    def _fused(self) -> Mapping[str, FusedParameter]:
+        return self.base.fused(self._shapes)
+
+    @cached_property
+    def tied_keys(self) -> tuple[str, str] | None:
+        """The keys of an embedding and of the head that shares its weight; None if no head does, or neither is stored.
+
+        For the one of them that is not stored, this is the key under which transformers would load it.
+        """
+        if self.base.tied_head is None or not self._stored_keys.keys() & set(self.base.tied_head):
+            return None
+        embedding, head = self.base.tied_head
+        return self._stored_keys.get(embedding, embedding), self._stored_keys.get(head, head)
+
+
+def _model_types(config: Mapping[str, Any]) -> Iterator[Any]:
+    yield str(config.get("model_type"))
+    for nested in config.values():
+        if isinstance(nested, Mapping):
+            yield from _model_types(nested)
 
 
 def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Checkpoint:

@@ -15,7 +15,7 @@ from typing import Any
 from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, reason_of
 from adapterswap.files.tensorfile import FLOAT_NAMES
 from adapterswap.files.text import check_pointers
-from adapterswap.model.anatomy import empty_language_model, read_config
+from adapterswap.model.base import empty_language_model, read_config
 from adapterswap.model.checkpoints import check_alone
 from adapterswap.model.sources import Source, find_source
 

@@ -20,9 +20,10 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, Problems
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
 from adapterswap.experts.keys import is_bias
-from adapterswap.experts.names import names_of_base, under_canonical_names
+from adapterswap.experts.names import under_canonical_names
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, is_folder, read_json
+from adapterswap.model.base import base_at
 from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.model.layers import (
     EMBEDDINGS,
@@ -243,7 +244,7 @@ def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, probl
         )
         return dict(experts)
     try:
-        names = names_of_base(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+        base = base_at(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
     except AdapterswapError as error:
         if odd is not None:
             problems.add(
@@ -258,7 +259,7 @@ def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, probl
     for name, adapter in experts.items():
         renamed[name] = adapter
         with problems.collect():
-            renamed[name] = under_canonical_names(adapter, names, name)
+            renamed[name] = under_canonical_names(adapter, base, name, reference)
     return renamed
 
 

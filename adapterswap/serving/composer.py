@@ -37,7 +37,7 @@ from adapterswap.errors import (
 from adapterswap.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.experts.keys import copies_in
 from adapterswap.files.text import expand, is_folder, read_json, shown
-from adapterswap.model.anatomy import adaptable_weights, empty_model_as_saved
+from adapterswap.model.base import base_at
 from adapterswap.model.checkpoints import open_checkpoint
 from adapterswap.model.layers import num_layers_in_config
 from adapterswap.model.sources import base_config, find_source
@@ -70,14 +70,9 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
     stored = memo.get(key)
     if isinstance(stored, dict):
         return stored
-    shapes = _build(folder, base_model)
+    shapes = {name: weight.shape for name, weight in base_at(folder, f"the base {base_model}").items()}
     memo.put(key, shapes)
     return shapes
-
-
-def _build(folder: Path, base_model: str) -> dict[str, str]:
-    weights = adaptable_weights(empty_model_as_saved(folder, f"the base {base_model}"))
-    return {name: weight.shape for name, weight in weights.items()}
 
 
 def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: str = "vLLM") -> None:

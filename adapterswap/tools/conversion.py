@@ -32,7 +32,7 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter, read_adapter
 from adapterswap.experts.keys import TRAINABLE_TOKENS, factor_key, parameter_key
-from adapterswap.experts.names import Orientation, renamed_adapter
+from adapterswap.experts.names import renamed_adapter
 from adapterswap.files.folders import check_target, scratch_folder
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import decode, finite_bytes
@@ -102,11 +102,10 @@ def write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
 
 def _is_swapped(fused: list[LoraModule], container: str | None, base: Checkpoint) -> bool:
     """Whether A belongs to the outputs. A model's matrices have one layout, so one that is not square decides."""
-    orientation = Orientation(base)
     problems = Problems(BaseModelError)
     layouts: dict[bool, str] = {}
     for module in fused:
-        parameter = orientation.fused(module.name, container)
+        parameter = base.fused(module.name, container)
         fits = []
         if parameter is not None and parameter.shape[0] == module.experts:
             out, into = reversed(parameter.shape[1:]) if parameter.transposed else parameter.shape[1:]

@@ -27,7 +27,7 @@ from adapterswap.errors import ArgumentError, Problems, UnsupportedError
 from adapterswap.experts.keys import factor_key
 from adapterswap.experts.trial import try_in_peft
 from adapterswap.files.numbers import decode, encode, finite_bytes, read_elements
-from adapterswap.model.anatomy import AdaptableWeight, build_empty
+from adapterswap.model.base import Weight, empty_model
 from adapterswap.tools.pairing import LeftOutWeight, WeightMatrix, WeightPair
 from adapterswap.writing.layout import Shape, adapter_config
 from adapterswap.writing.outputs import OutputTensor, Spool
@@ -104,7 +104,7 @@ class Cut:
             yield OutputTensor(key, self.dtype, (rows, columns), None, data=data)
 
 
-def name_tensors(weight: AdaptableWeight, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:
+def name_tensors(weight: Weight, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:
     """A (rank×in) and B (out×rank) under PEFT's names; a tied head has the embedding's, transposed."""
     yield factor_key(weight.name, "A", embedding=weight.embedding), a
     yield factor_key(weight.name, "B", embedding=weight.embedding), b
@@ -192,7 +192,8 @@ def _distance(delta: npt.NDArray[np.float32], factors: Factors, device: Any) -> 
 
 def leave_out_unloadable(pair: WeightPair) -> WeightPair:
     """The pair without the matrices that PEFT cannot adapt; these move to `left_out`."""
-    names = loadable(lambda: build_empty(pair.base), [matrix.weight for matrix in pair.matrices])
+    folder, name = pair.base.source.folder, pair.base.name
+    names = loadable(lambda: empty_model(folder, name, to_adapt=True), [matrix.weight for matrix in pair.matrices])
     matrices = tuple(matrix for matrix in pair.matrices if matrix.weight.name in names)
     unloadable = [matrix for matrix in pair.matrices if matrix.weight.name not in names]
     if not matrices:
@@ -209,7 +210,7 @@ def leave_out_unloadable(pair: WeightPair) -> WeightPair:
     return replace(pair, matrices=matrices, left_out=tuple(all_left_out))
 
 
-def loadable(build: Callable[[], Any], weights: Sequence[AdaptableWeight]) -> frozenset[str]:
+def loadable(build: Callable[[], Any], weights: Sequence[Weight]) -> frozenset[str]:
     """The names of the modules for which PEFT loads LoRA factors as they are and then computes with W + ΔW.
 
     Args:
@@ -225,7 +226,7 @@ def loadable(build: Callable[[], Any], weights: Sequence[AdaptableWeight]) -> fr
     ]
     if not usable or _loads(build(), usable):
         return frozenset(weight.name for weight in usable)
-    groups: dict[str, list[AdaptableWeight]] = {}
+    groups: dict[str, list[Weight]] = {}
     for weight in usable:
         groups.setdefault(re.sub(r"\.\d+(?=\.)", "", weight.name), []).append(weight)
     usable = [weight for group in groups.values() if _loads(build(), group) for weight in group]
@@ -238,7 +239,7 @@ def loadable(build: Callable[[], Any], weights: Sequence[AdaptableWeight]) -> fr
     return frozenset(weight.name for weight in usable)
 
 
-def _loads(model: Any, weights: Sequence[AdaptableWeight]) -> bool:
+def _loads(model: Any, weights: Sequence[Weight]) -> bool:
     """Whether PEFT adapts these modules and no others, and puts every factor where it belongs."""
     import torch
     from peft import PeftConfig

@@ -25,7 +25,7 @@ from adapterswap.experts.adapter import Adapter, and_more
 from adapterswap.experts.keys import canonical_key, factor_key, part_key
 from adapterswap.files.numbers import decode, finite_bytes, open_files
 from adapterswap.files.text import read_json, write_json
-from adapterswap.model.anatomy import AdaptableWeight, adaptable_weights, build_empty, read_config, rename_keys
+from adapterswap.model.base import Weight, base_at, read_config
 from adapterswap.model.checkpoints import Checkpoint
 from adapterswap.model.loading import quiet_peft
 from adapterswap.model.sources import CONFIG, WEIGHTS
@@ -282,7 +282,7 @@ def write_lowered(
     return lowered
 
 
-def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeight, npt.NDArray[np.float32]]]:
+def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.NDArray[np.float32]]]:
     """ΔW (out×in) of every module trained in full that differs from the base."""
     names = ("the adapter", base.name)
     problems = Problems(UnsupportedError)
@@ -292,8 +292,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeig
     stored = with_head(base.parameters, find_tied_head(base, {names[0]: adapter}))
     located = locate_all({names[0]: adapter}, stored, "the base", base, problems).get(names[0], {})
     problems.raise_if_any()
-    model = build_empty(base)
-    weights, name_of = adaptable_weights(model), rename_keys(model)
+    weights = base_at(base.source.folder, base.name, to_adapt=True)
     full = {
         key: (location.module, location.change)
         for key, location in located.items()
@@ -306,7 +305,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeig
 
         matrices = {}
         for key, (module, change) in full.items():
-            weight = weights.get(module) or weights.get((name_of(key) or "").removesuffix(".weight"))
+            weight = weights.get(module) or weights.get((weights.rename(key) or "").removesuffix(".weight"))
             if weight is None or len(change.tensor.shape) != 2:
                 if read(key, change).any():
                     problems.add(

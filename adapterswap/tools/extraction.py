@@ -22,7 +22,7 @@ from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import FLOAT_NAMES
 from adapterswap.files.text import expand_text, write_json
 from adapterswap.files.yaml import dump_yaml
-from adapterswap.model.anatomy import class_of
+from adapterswap.model.base import base_at
 from adapterswap.model.checkpoints import hashed, open_checkpoint
 from adapterswap.model.layers import KeptLayers, Kind
 from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS, public_name
@@ -222,6 +222,8 @@ def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[s
 
 def _card(pair: WeightPair, extraction: Extraction, base: str | None, config: Mapping[str, Any]) -> str:
     """The model card: what the adapter was cut out of, its error, and what is missing."""
+    model = base_at(pair.base.source.folder, pair.base.name, to_adapt=True)
+    model_class = model.class_name if model.is_multimodal else "AutoModelForCausalLM"
     front = {
         **({"base_model": base} if base and "/" in base else {}),
         "library_name": "peft",
@@ -247,7 +249,7 @@ adapterswap {__version__}. Its relative error is {extraction.error:.4f} over the
 {f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{lost}" if lost else ""}
 ## Use
 
-{loading(config, base, task_type="CAUSAL_LM", model_class=class_of(pair.base))}
+{loading(config, base, task_type="CAUSAL_LM", model_class=model_class)}
 `adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
 """
 

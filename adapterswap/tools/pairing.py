@@ -1,7 +1,7 @@
 """Match a full fine-tune with its base, also of another class, and find the weights that an adapter can hold.
 
 A text-only model calls its layers `model.layers`, a multimodal one with the same decoder `model.language_model.layers`.
-`experts.names` maps the names; here a name counts only if it maps back to itself. Knows names; of tensors it reads
+`Base.find` maps the names; here a name counts only if it maps back to itself. Knows names; of tensors it reads
 only heads and embeddings that the config ties.
 
 Reads only configs and headers, no tensors. All reasons why two checkpoints are not a pair are reported together.
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from adapterswap.changes.copies import is_one_weight, stored_weight
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import compare_shapes
-from adapterswap.experts.names import ModelNames
 from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import FLOATS
-from adapterswap.model.anatomy import AdaptableWeight, Anatomy, build_empty, read_anatomy
+from adapterswap.model.base import Base, Weight, base_at
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.model.layers import (
     NO_LAYER,
     before_layers,
+    check_one_list,
     format_layers,
     language_config,
     layer_of,
@@ -41,19 +41,31 @@ class Side:
 
     Attributes:
         checkpoint: its files.
-        anatomy: its parameters.
-        names: its modules.
+        base: its modules, as an adapter sees them.
+        weights: the weights that LoRA can change, by parameter name; of tied weights only the first. A tie that the
+            checkpoint breaks is none: transformers loads a stored head that is another weight.
+        parameters: parameter name → the first name of the same parameter.
     """
 
     checkpoint: Checkpoint
-    anatomy: Anatomy
-    names: ModelNames
+    base: Base
+    weights: Mapping[str, Weight]
+    parameters: Mapping[str, str]
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether a head is tied to an embedding."""
+        return any(weight.tied for weight in self.weights.values())
+
+    def name_of(self, key: str) -> str | None:
+        """The parameter that holds exactly a checkpoint's key; None if there is none."""
+        return self.parameters.get(self.base.rename(key) or "")
 
     def own_name(self, key: str) -> str | None:
         """The model's name for a checkpoint's key; for one expert of a mixture, its name inside the mixture."""
-        if (name := self.anatomy.name_of(key)) is not None or self.anatomy.rename(key) is not None:
+        if (name := self.name_of(key)) is not None or self.base.rename(key) is not None:
             return name
-        return _name_in(key, self.names, self.checkpoint.container)
+        return _name_in(key, self.base, self.checkpoint.container)
 
 
 def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
@@ -65,16 +77,12 @@ def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def read_side(checkpoint: Checkpoint) -> Side:
-    """Read a model's names."""
-    return Side(checkpoint, anatomy_as_stored(checkpoint), ModelNames(build_empty(checkpoint), checkpoint.name))
-
-
-def anatomy_as_stored(checkpoint: Checkpoint) -> Anatomy:
-    """Its anatomy, without a tie that it breaks: transformers loads a stored head that is another weight."""
-    anatomy = read_anatomy(checkpoint)
-    stored = {anatomy.rename(key): parameter for key, parameter in checkpoint.parameters.items()}
-    weights, parameters = dict(anatomy.weights), dict(anatomy.parameters)
-    for name, weight in anatomy.weights.items():
+    """Read a model's names and ties."""
+    base = base_at(checkpoint.source.folder, checkpoint.name, to_adapt=True)
+    check_one_list(checkpoint.name, base)
+    stored = {base.rename(key): parameter for key, parameter in checkpoint.parameters.items()}
+    weights, parameters = dict(base.by_parameter), dict(base.parameters)
+    for name, weight in base.by_parameter.items():
         for head in weight.tied:
             both = [stored[key] for key in (name, f"{head}.weight") if key in stored]
             if len(both) < 2 or any(one.tensor.dtype not in FLOATS for one in both):
@@ -83,44 +91,44 @@ def anatomy_as_stored(checkpoint: Checkpoint) -> Anatomy:
                 if is_one_weight(*(stored_weight(one.tensor, files[one.path]) for one in both)):
                     continue
             weights[name] = replace(weight, tied=())
-            weights[f"{head}.weight"] = AdaptableWeight(
+            weights[f"{head}.weight"] = Weight(
                 head, weight.in_features, weight.out_features, embedding=False, transposed=False
             )
             parameters[f"{head}.weight"] = f"{head}.weight"
-    return replace(anatomy, weights=weights, parameters=parameters)
+    return Side(checkpoint, base, weights, parameters)
 
 
 def counterpart(name: str, ours: Side, theirs: Side) -> str | None:
     """Their name for our parameter `name`; None unless that name maps back to ours."""
-    their_name = _name_in(name, theirs.names, ours.names.container)
+    their_name = _name_in(name, theirs.base, ours.base.container)
     return (
         their_name
-        if their_name is not None and _name_in(their_name, ours.names, theirs.names.container) == name
+        if their_name is not None and _name_in(their_name, ours.base, theirs.base.container) == name
         else None
     )
 
 
 def expected_name(name: str, ours: Side, theirs: Side) -> str:
     """The name that our parameter `name` would have in their model, whether or not they have it; for messages."""
-    moved = theirs.names.exchange(name, ours.names.container, theirs.names.container)
+    moved = theirs.base.exchange(name, ours.base.container, theirs.base.container)
     return counterpart(name, ours, theirs) or moved or name
 
 
 def is_outside(name: str, ours: Side, theirs: Side) -> bool:
     """Whether our parameter `name` is certainly not the language model's, such as a vision tower's."""
-    containers = (ours.checkpoint.container, ours.names.container)
+    containers = (ours.checkpoint.container, ours.base.container)
     if any(layer_of(name, container) is not None for container in containers):
         return False
-    if name not in ours.anatomy.parameters:  # transformers does not load it
-        return _name_in(name, ours.names, ours.checkpoint.container) is None
-    if not ours.names.is_multimodal or counterpart(name, ours, theirs) in theirs.anatomy.parameters:
+    if name not in ours.parameters:  # transformers does not load it
+        return _name_in(name, ours.base, ours.checkpoint.container) is None
+    if not ours.base.is_multimodal or counterpart(name, ours, theirs) in theirs.parameters:
         return False
-    return not name.startswith(before_layers(ours.names.container or ""))
+    return not name.startswith(before_layers(ours.base.container or ""))
 
 
-def _name_in(parameter: str, names: ModelNames, container: str | None) -> str | None:
+def _name_in(parameter: str, base: Base, container: str | None) -> str | None:
     module, _, last = parameter.rpartition(".")
-    own_module = names.find(module, container)
+    own_module = base.find(module, container)
     return f"{own_module}.{last}" if own_module else None
 
 
@@ -131,7 +139,6 @@ Reason = Literal[
 ]  # fmt: skip
 
 _REMEDY = "Pass the base that it was fine-tuned from"
-_Read = TypeVar("_Read")
 _FUSED = {"experts", "router", "gate"}  # name parts in a mixture of experts whose weights are not in a Linear
 
 
@@ -149,7 +156,7 @@ class Selection:
     modules: tuple[str, ...] = ()
     embeddings: bool = False
 
-    def wants(self, weight: AdaptableWeight) -> bool:
+    def wants(self, weight: Weight) -> bool:
         if weight.layer is None:
             return self.embeddings
         if self.layers is not None and weight.layer not in parse_layers(self.layers):
@@ -161,7 +168,7 @@ class Selection:
 class WeightMatrix:
     """A weight whose ΔW the adapter will hold, and where both versions are stored."""
 
-    weight: AdaptableWeight
+    weight: Weight
     full: Whole
     base: Whole
 
@@ -210,7 +217,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         num_layers = num_layers_in_config(base.config)
     except AdapterswapError as error:
         raise error.recast(parameter="base_model") from None
-    anatomy, sides = _common_anatomy(full, base)
+    tuned_side, side = _sides(full, base)
     if num_layers is None:
         raise BaseModelError(
             f"the config of {base.name} does not say how many layers it has",
@@ -220,18 +227,18 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
     problems = Problems(BaseModelError)
     towers: Mapping[str, StoredTensor] = {}
     labels: Mapping[str, str] = {}
-    if sides is None:
-        ours, theirs = (dict(_by_name(checkpoint, anatomy.name_of)) for checkpoint in (full, base))
-        _check_names(ours, theirs, full, base, anatomy, problems)
+    if full.config.get("model_type") == base.config.get("model_type"):
+        ours, theirs = (dict(_by_name(checkpoint, side.name_of)) for checkpoint in (full, base))
+        _check_names(ours, theirs, full, base, side, problems)
     else:
-        ours, theirs, towers, labels = _reconciled(*sides, problems)
-    _check_selection(selection, full, anatomy, num_layers, problems)
+        ours, theirs, towers, labels = _reconciled(tuned_side, side, problems)
+    _check_selection(selection, full, side, num_layers, problems)
     problems.raise_if_any()
     matrices, left_out = list[WeightMatrix](), list[LeftOutWeight]()
     different_shapes: list[str] = []
     for name in sorted(ours.keys() & theirs.keys()):
         tuned, original = ours[name], theirs[name]
-        weight = anatomy.weights.get(name)
+        weight = side.weights.get(name)
         both = Whole.of(tuned.path, tuned.tensor), Whole.of(original.path, original.tensor)
         if not _check_numbers([(tuned, full, "full"), (original, base, "base_model")], problems):
             continue
@@ -253,7 +260,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         elif weight is not None and selection.wants(weight):
             matrices.append(WeightMatrix(weight, *both))
         else:
-            left_out.append(LeftOutWeight(name, _reason(name, weight, tuned, anatomy), *both))
+            left_out.append(LeftOutWeight(name, _reason(name, weight, tuned, side), *both))
     for name, tower in towers.items():
         if _check_numbers([(tower, full, "full")], problems):
             left_out.append(LeftOutWeight(name, "not in the base", Whole.of(tower.path, tower.tensor), None))
@@ -275,8 +282,8 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
     return WeightPair(full, base, num_layers, tuple(matrices), tuple(left_out))
 
 
-def _common_anatomy(full: Checkpoint, base: Checkpoint) -> tuple[Anatomy, tuple[Side, Side] | None]:
-    """The base's anatomy, and both models' names if their types differ."""
+def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
+    """Both models, which must have one decoder and agree whether it ties its head."""
     problems = Problems(BaseModelError)
     for checkpoint, parameter in ((full, "full"), (base, "base_model")):
         if checkpoint.config.get("quantization_config"):
@@ -294,28 +301,19 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> tuple[Anatomy, tuple[
             parameter="base_model",
         )
     problems.raise_if_any()
-    sides: tuple[Side, Side] | None = None
-    if kinds[0] == kinds[1]:
-        anatomies = _of_full(anatomy_as_stored, full), anatomy_as_stored(base)
-    else:
-        sides = _of_full(read_side, full), read_side(base)
-        anatomies = sides[0].anatomy, sides[1].anatomy
-    if anatomies[0].tied != anatomies[1].tied:
-        heads = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
+    try:
+        tuned = read_side(full)
+    except AdapterswapError as error:  # which names the base
+        raise error.recast(parameter="full") from None
+    sides = tuned, read_side(base)
+    if sides[0].is_tied != sides[1].is_tied:
+        heads = [f"{'ties' if side.is_tied else 'does not tie'} its head" for side in sides]
         raise BaseModelError(
             f"{full.name} {heads[0]} to the embedding, but the base {base.name} {heads[1]}",
             f"{_REMEDY}, or keep the full checkpoint",
             parameter="base_model",
         )
-    return anatomies[1], sides
-
-
-def _of_full(read: Callable[[Checkpoint], _Read], full: Checkpoint) -> _Read:
-    """What `read` returns for the fine-tune; its errors, which name the base, name the fine-tune."""
-    try:
-        return read(full)
-    except AdapterswapError as error:
-        raise error.recast(parameter="full") from None
+    return sides
 
 
 def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> Iterator[tuple[str, StoredTensor]]:
@@ -331,21 +329,21 @@ def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> It
 
 def _check_names(
     ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint, base: Checkpoint,
-    anatomy: Anatomy, problems: Problems,
+    side: Side, problems: Problems,
 ) -> None:  # fmt: skip
-    parameter_names = set(anatomy.parameters.values())
+    parameter_names = set(side.parameters.values())
     for holder, lacking, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
         for name in sorted(holder.keys() - lacking.keys()):
             if name in parameter_names or len(holder[name].tensor.shape) > 1:  # else a buffer that one version saved
                 problems.add(f"{has.name} holds {name}, but {lacks.name} does not", _REMEDY, parameter="base_model")
-    _check_complete(anatomy, ours, theirs, full, base, problems)
+    _check_complete(side, ours, theirs, full, base, problems)
 
 
 def _check_complete(
-    anatomy: Anatomy, ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint,
+    side: Side, ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint,
     base: Checkpoint, problems: Problems,
 ) -> None:  # fmt: skip
-    for name in sorted(anatomy.weights.keys() - ours.keys() - theirs.keys()):
+    for name in sorted(side.weights.keys() - ours.keys() - theirs.keys()):
         problems.add(
             f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
             "Save or download both again, with all their weights: transformers would fill this one with random numbers",
@@ -372,13 +370,13 @@ def _reconciled(
     for name in sorted(theirs.keys() - ours.keys()):
         if not is_outside(name, base, full):
             _check_buffer(name, theirs[name], base, full, problems)
-    _check_complete(base.anatomy, ours, theirs, full.checkpoint, base.checkpoint, problems)
+    _check_complete(base, ours, theirs, full.checkpoint, base.checkpoint, problems)
     return ours, theirs, towers, labels
 
 
 def _check_buffer(name: str, stored: StoredTensor, has: Side, lacks: Side, problems: Problems) -> None:
     """Add a problem unless the tensor, which only one of the two holds, is a buffer that one version saved."""
-    if name not in has.anatomy.parameters and len(stored.tensor.shape) < 2:
+    if name not in has.parameters and len(stored.tensor.shape) < 2:
         return
     expected = expected_name(name, has, lacks)
     problems.add(
@@ -388,9 +386,7 @@ def _check_buffer(name: str, stored: StoredTensor, has: Side, lacks: Side, probl
     )
 
 
-def _check_selection(
-    selection: Selection, full: Checkpoint, anatomy: Anatomy, num_layers: int, problems: Problems
-) -> None:
+def _check_selection(selection: Selection, full: Checkpoint, side: Side, num_layers: int, problems: Problems) -> None:
     layers: frozenset[int] = frozenset()
     if selection.layers is not None:
         try:
@@ -414,7 +410,7 @@ def _check_selection(
             parameter="layers",
             kind=ArgumentError,
         )
-    inside = [weight for weight in anatomy.weights.values() if weight.layer is not None]
+    inside = [weight for weight in side.weights.values() if weight.layer is not None]
     for module in selection.modules:
         if selection.layers == NO_LAYER or not any(selects(module, weight.name, weight.kind) for weight in inside):
             ends = sorted({weight.name.rpartition(".")[2] for weight in inside})
@@ -426,7 +422,7 @@ def _check_selection(
             )
 
 
-def _check_tying(weight: AdaptableWeight) -> None:
+def _check_tying(weight: Weight) -> None:
     """PEFT 0.21 applies an embedding's LoRA to the head that is tied to it only if it knows the embedding's name."""
     if weight.tied and weight.name.rpartition(".")[2] != "embed_tokens":
         raise UnsupportedError(
@@ -450,11 +446,11 @@ def _check_numbers(weights: Sequence[tuple[StoredTensor, Checkpoint, str]], prob
     return not wrong
 
 
-def _reason(name: str, weight: AdaptableWeight | None, parameter: StoredTensor, anatomy: Anatomy) -> Reason:
+def _reason(name: str, weight: Weight | None, parameter: StoredTensor, side: Side) -> Reason:
     if weight is not None and weight.layer is not None:
         return "not selected"
     if weight is not None:
-        return "towers" if anatomy.is_in_tower(weight.name) else "embeddings and heads"
+        return "towers" if side.base.is_in_tower(weight.name) else "embeddings and heads"
     if name.endswith("bias"):
         return "biases"
     if _FUSED & set(name.split(".")):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterswap.errors import BaseModelError, FieldError, Problems
-from adapterswap.model.anatomy import adaptable_weights
+from adapterswap.model.base import Base
 from adapterswap.model.layers import (
     check_one_list,
     kind_of,
@@ -70,7 +70,7 @@ class _Targeted:
 
     def __init__(self, model: Any, recipe: TrainRecipe, config: Any) -> None:
         self.model, self.config, self.options = model, config, recipe.adapter
-        self.adaptable = adaptable_weights(model)
+        self.adaptable = Base(model)
         self.matrices = [name for name, weight in self.adaptable.items() if not weight.embedding]
         check_one_list("the model", self.matrices)
         self.container = layer_container(self.matrices)
@@ -230,7 +230,7 @@ def _named(name: str, ends: Sequence[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-def _shortest_end(name: str, projections: set[str], adaptable: dict[str, Any], container: str | None) -> str:
+def _shortest_end(name: str, projections: set[str], adaptable: Iterable[str], container: str | None) -> str:
     """`q_proj` for `model.layers.0.self_attn.q_proj`; `self_attn.q_proj` if an unwanted module ends in q_proj too."""
     last_part = name.rpartition(".")[2]
     if all(module in projections for module in adaptable if _named(module, [last_part])):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from adapterswap.changes.copies import is_one_weight, stored_weight
@@ -20,10 +19,10 @@ from adapterswap.changes.kinds import LowRank, Opaque
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, LoraModule, OpaqueModule
 from adapterswap.experts.keys import KINDS, TASK_HEADS, factor_key
-from adapterswap.experts.names import ModelNames, check_distinct, named, names_of_base
+from adapterswap.experts.names import check_distinct
 from adapterswap.experts.trial import try_in_peft
 from adapterswap.files.numbers import open_files
-from adapterswap.model.anatomy import empty_model_as_saved
+from adapterswap.model.base import Base, base_at, empty_model
 from adapterswap.model.checkpoints import MODEL_CONFIG
 from adapterswap.model.layers import HEADS, is_ahead, language_config, layer_container
 from adapterswap.model.sources import base_config, find_source
@@ -299,7 +298,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
         model = _names_of(plan)
         canonical = _canonical(plan, model)
         if names == "transformers4":
-            canonical = {name: named(new, model.older) or new for name, new in canonical.items()}
+            canonical = {name: model.older(new) for name, new in canonical.items()}
         return _with_names(plan, canonical)
     if any(adapter.original for adapter in plan.adapters.values()):
         model = _names_of(plan)
@@ -329,7 +328,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
         return plan
 
 
-def _names_of(plan: Plan) -> ModelNames:
+def _names_of(plan: Plan) -> Base:
     """The names of the modules of the plan's base."""
     reference = plan.base_reference
     if reference is None:
@@ -338,21 +337,21 @@ def _names_of(plan: Plan) -> ModelNames:
             "Pass `base_model`",
             parameter="base_model",
         )
-    return names_of_base(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    return base_at(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
 
 
-def _canonical(plan: Plan, model: ModelNames) -> dict[str, str]:
+def _canonical(plan: Plan, model: Base) -> dict[str, str]:
     """The canonical name of every slot."""
     container = layer_container(plan.slots)
     names = {}
     for name, slot in plan.slots.items():
         shapes = [(term.lora.out_features, term.lora.in_features) for term in slot.low_rank]
-        canonical = named(name, partial(model.find, container=container, shape=shapes[0] if shapes else None))
+        canonical = model.find(name, container, shapes[0] if shapes else None)
         if canonical is None and is_ahead(name, None, None):
             canonical = name  # transformers does not load it
         if canonical is None:
             raise BaseModelError(
-                f"{model.name} has no module {name} in the installed transformers",
+                f"{plan.base_reference} has no module {name} in the installed transformers",
                 "Save the expert again with this version of transformers, or pass the base model that it adapts",
                 parameter="base_model",
             )
@@ -375,7 +374,7 @@ def _expert_of(plan: Plan, side: Literal["task", "language"]) -> str:
     return expert
 
 
-def _as_expert(plan: Plan, expert: str, model: ModelNames | None) -> Plan:
+def _as_expert(plan: Plan, expert: str, model: Base | None) -> Plan:
     """The plan with the names in an expert's file, extended to modules that this expert does not adapt."""
     adapter = plan.adapters[expert]
     if not any(other.original for other in plan.adapters.values()):
@@ -383,8 +382,7 @@ def _as_expert(plan: Plan, expert: str, model: ModelNames | None) -> Plan:
     model = model or _names_of(plan)
     own_names = _own_names(adapter)
     schemes: list[Callable[[str], str | None]] = [
-        lambda name: name, lambda name: named(name, model.older),
-        lambda name: named(name, lambda module: _in_class_of(model, module, own_names)),
+        lambda name: name, model.older, lambda name: _in_class_of(model, name, own_names),
     ]  # fmt: skip
     scheme = next((scheme for scheme in schemes if _explains(scheme, own_names)), lambda name: None)
     names: dict[str, str] = {}
@@ -413,10 +411,10 @@ def _explains(scheme: Callable[[str], str | None], own_names: Mapping[str, str])
         return False
 
 
-def _in_class_of(model: ModelNames, name: str, own_names: Mapping[str, str]) -> str | None:
+def _in_class_of(model: Base, name: str, own_names: Mapping[str, str]) -> str | None:
     """The name in the model class that `own_names` come from, which is known by the prefix of its layers."""
     moved = model.exchange(name, model.container, layer_container(own_names.values()))
-    return name if moved is None and name.rpartition(".")[2] in HEADS else moved
+    return name if moved is None and name.removesuffix(".bias").rpartition(".")[2] in HEADS else moved
 
 
 def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
@@ -546,7 +544,7 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
     import torch
     from peft import LoraConfig
 
-    model = empty_model_as_saved(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    model = empty_model(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
     layer = f"{module.partition('.experts.')[0]}.experts."
     parts = [part for name, part in modules.items() if name.startswith(layer)]
     tensors = {}

@@ -23,7 +23,6 @@ from adapterswap.changes.locating import find_tied_head, locate_all, with_head
 from adapterswap.changes.reading import FactorReader, Factors, factor_reader, read_rows, row_magnitudes, row_reader
 from adapterswap.errors import BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapter import Adapter
-from adapterswap.experts.names import Orientation
 from adapterswap.files.numbers import open_files, row_ranges
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.plan import Plan
@@ -86,7 +85,6 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
     """The magnitude of an average that includes a full checkpoint, from dense ΔW."""
     base, full = plan.base, plan.checkpoints
     assert base is not None  # a plan whose weights wait for magnitudes has one
-    orientation = Orientation(base)
     tied = find_tied_head(base, adapters)
     parameters = with_head(base.parameters, tied)
     problems = Problems(BaseModelError)
@@ -108,7 +106,7 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
             changes |= {name: by_key[key].change for name, by_key in located.items() if key in by_key}
             readers = [(np.float32(shares[name]), row_reader(name, change, files)) for name, change in changes.items()]
             columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
-            outputs = columns if orientation.is_transposed(key) else count
+            outputs = columns if base.is_transposed(key) else count
             for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
                 rows_of_base = read_rows(BASE, base_weight, files, start, stop)
                 delta = np.zeros_like(rows_of_base)

@@ -27,7 +27,7 @@ from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import atomic_folder, check_target, scratch_folder
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, write_json
-from adapterswap.model.anatomy import read_config
+from adapterswap.model.base import read_config
 from adapterswap.model.checkpoints import COMPANIONS, MODEL_CONFIG, MODEL_INDEX, Checkpoint, read_checkpoint
 from adapterswap.model.loading import Base, load_weights
 from adapterswap.model.sources import PROVENANCE

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 import adapterswap
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError
-from adapterswap.experts.names import names_of_base
+from adapterswap.model.base import base_at
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
@@ -368,7 +368,7 @@ def test_a_square_module_of_another_shape_is_refused(worlds: Callable[[str], Wor
 
 
 def test_canonical_names_of_single_modules(worlds: Callable[[str], World]) -> None:
-    names = names_of_base(worlds("gemma3").base, "gemma3")
+    names = base_at(worlds("gemma3").base, "gemma3")
     layers = "model.language_model.layers"
     for module, container, canonical in (
         (f"{layers}.3.mlp.up_proj", layers, f"{layers}.3.mlp.up_proj"),

@@ -24,9 +24,8 @@ from tolerances import close, near
 
 import adapterswap
 from adapterswap.errors import BaseModelError
-from adapterswap.experts.names import Orientation
 from adapterswap.live import LiveComposer
-from adapterswap.model.anatomy import adaptable_weights
+from adapterswap.model.base import Base
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor, read_shards
 from adapterswap.model.loading import quiet_peft
 from adapterswap.model.sources import Source
@@ -210,7 +209,7 @@ def test_an_adapter_beside_a_full_checkpoint(
         folder = adapterswap.merge(plan, out_path=tmp_path / name)
         out[name] = weights(folder), json.loads((folder / "adapterswap.json").read_text()).get("magnitudes")
     if method == "magnitude":  # the full expert also has unchanged matrices, and so a smaller mean
-        rows = {name: adaptable_weights(loaded(base))[name].out_features for name in _matrices(base, tuned)}
+        rows = {name: Base(loaded(base))[name].out_features for name in _matrices(base, tuned)}
         every = sum(rows.values()) + 2 * WIDTH  # the two embeddings, which no adapter changes, count their tokens
         changed = sum(count for name, count in rows.items() if ".h." in name)
         ratio = out["full"][1]["task"] / out["mixed"][1]["task"]
@@ -221,7 +220,7 @@ def test_an_adapter_beside_a_full_checkpoint(
 
 
 def _matrices(base: Path, model: torch.nn.Module) -> Iterator[str]:
-    for name, weight in adaptable_weights(model).items():
+    for name, weight in Base(model).items():
         if not weight.embedding:
             yield name
 
@@ -246,7 +245,7 @@ def test_a_model_that_transformers_does_not_know(square: Callable[..., Path], lo
 
 def test_the_model_types_with_conv1d_in_transformers() -> None:
     """Read from its source: a type that a later version adds must be added to ours."""
-    from adapterswap.experts.names import _CONV1D_TYPES
+    from adapterswap.model.checkpoints import _CONV1D_TYPES
 
     models = Path(transformers.__file__).parent / "models"
     using = [path for path in models.glob("*/modeling_*.py") if re.search(r"\bConv1D\(\w", path.read_text())]
@@ -294,8 +293,7 @@ def test_every_kind_as_transformers_builds_it(kind: str, tmp_path: Path) -> None
     model = model_class(config(**options))
     model.save_pretrained(tmp_path)
     checkpoint = _opened(tmp_path)
-    orientation = Orientation(checkpoint)
-    found = {key for key in checkpoint.parameters if orientation.is_transposed(key)}
+    found = {key for key in checkpoint.parameters if checkpoint.is_transposed(key)}
     conv1d = [module for module in model.modules() if isinstance(module, transformers.pytorch_utils.Conv1D)]
     assert conv1d
     tensors = weights(tmp_path)
