@@ -377,6 +377,8 @@ def is_true(message: str, subject: Subject) -> str:
     if "matches no module that earlier rules left" in message:  # the adapters have nothing in layers of their own
         layer = layers_of(base)
         return "UNTRUE" if any(layer(name) is not None for name in subject.changes[0]) else "true"
+    if "PEFT would lose" in message:
+        return "UNTRUE (PEFT loads both experts)" if subject.loads else "true"
     if re.search("PEFT (would|does|can)( ?not| load none)", message):
         return "UNTRUE (PEFT loads both experts)"
     return "-"

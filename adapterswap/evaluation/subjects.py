@@ -172,12 +172,13 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     check_copies(file, f"the adapter {adapter}", modules)
     try:
         with quiet_peft(), folder_without_copies(file) as folder:
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, as an error
+            # Keys that the file lacks, or that PEFT renames so that it loses them (for laguna, among other types).
+            warnings.filterwarnings("error", "Found missing adapter keys")
             model = PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError, UserWarning) as error:
         raise ExpertError(
             f"the adapter {adapter} does not fit the base model: {reason_of(error)}",
-            "Use the base that the adapter was trained on",
+            "Use the base that the adapter was trained on. If it is, merge the adapter into it with `merge`",
             parameter="adapter",
         ) from None
     placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))

@@ -27,7 +27,7 @@ from adapterswap.model.tokenizers import BASE_FOLDER, United, unite, write_unite
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.cards import adapter_card
 from adapterswap.writing.layout import lay_out
-from adapterswap.writing.loadable import check_heads, check_kinds, loadable_form, with_written_names
+from adapterswap.writing.loadable import check_heads, check_kinds, check_renaming, loadable_form, with_written_names
 from adapterswap.writing.outputs import Form, Layout, Names, Reduced
 from adapterswap.writing.records import CompositionRecord, adapter_source, base_source, composition_record
 from adapterswap.writing.reduction import measurements, reduce
@@ -170,6 +170,7 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     layout = lay_out(resolved, form, reduced)
     if layout.config["peft_type"] == LORA:
         check_written(layout.config)
+    check_renaming(plan, layout)
     return Prepared(resolved, form, layout, reduced)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from adapterswap.changes.copies import is_one_weight, stored_weight
 from adapterswap.changes.kinds import LowRank, Opaque
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.adapter import Adapter, LoraModule, OpaqueModule
+from adapterswap.experts.adapter import Adapter, LoraModule, OpaqueModule, and_more
 from adapterswap.experts.keys import KINDS, TASK_HEADS, factor_key
 from adapterswap.experts.names import check_distinct
 from adapterswap.experts.trial import try_in_peft
@@ -25,11 +25,11 @@ from adapterswap.files.numbers import open_files
 from adapterswap.model.base import Base, base_at, empty_model
 from adapterswap.model.checkpoints import MODEL_CONFIG
 from adapterswap.model.layers import HEADS, is_ahead, language_config, layer_container
-from adapterswap.model.sources import base_config, find_source
+from adapterswap.model.sources import base_config, cached_base_config, find_source
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot, Term
 from adapterswap.writing.layout import is_fused, trained_tokens
-from adapterswap.writing.outputs import Form, Names
+from adapterswap.writing.outputs import Form, Layout, Names
 
 _MERGE = "merge the composition into full weights with `merge`"
 
@@ -267,6 +267,33 @@ _FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _KNOWN_TO_FUSE = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
 _KNOWN_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
+
+
+# Types of models whose modules PEFT 0.21 loses in part: it renames LoRA's keys, which have their final names, by
+# transformers' rules for the keys of checkpoints, and these rules change such names again.
+_RENAMED_TWICE = frozenset({
+    "inkling2", "inkling2_text", "laguna", "mistral_large4", "mistral_large4_text", "pi0", "unlimited_ocr",
+})  # fmt: skip
+
+
+def check_renaming(plan: Plan, layout: Layout) -> None:
+    """Check that PEFT loads every factor into this type of base; only the types that may lose some are tried."""
+    reference = plan.base_reference
+    config = cached_base_config(reference) if reference else None
+    if reference is None or config is None or config.get("model_type") not in _RENAMED_TWICE:
+        return
+    import torch
+    from peft import PeftConfig
+
+    model = empty_model(base_config(reference)[0].folder, reference, task_type=plan.task_type)
+    tensors = {tensor.key: torch.empty(tensor.shape, device="meta") for tensor in layout.tensors}
+    trial = try_in_peft(model, PeftConfig.from_peft_type(**layout.config), tensors)
+    if trial is not None and trial.dropped:
+        lost = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in trial.missing}
+        raise UnsupportedError(
+            f"PEFT would lose LoRA on {and_more(sorted(lost))}: for {config['model_type']} it renames these keys",
+            f"Give these modules to the base in a rule of their own, or {_MERGE}",
+        )
 
 
 def check_heads(plan: Plan) -> None:

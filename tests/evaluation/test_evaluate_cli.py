@@ -287,7 +287,8 @@ def test_an_adapter_of_another_base(run: Run, tmp_path: Path, byte_base: Path) -
     deeper = error(run(*command, expert("deeper", layers=8)))
     assert "layers.6.self_attn.q_proj.lora_A.weight: the base has no such module" in deeper
     shallower = error(run(*command, expert("shallower", layers=4)))
-    assert "layers.4.self_attn.q_proj.lora_A.weight: the file does not contain it" in shallower
+    assert "missing adapter keys" in shallower
+    assert "layers.4.self_attn.q_proj.lora_A" in shallower
     wider = AutoModelForCausalLM.from_pretrained(byte_base).config
     wider.hidden_size = 64
     model = get_peft_model(AutoModelForCausalLM.from_config(wider), LoraConfig(target_modules=["q_proj"], r=2))

@@ -15,12 +15,17 @@ from conftest import LAYERS, load_base, logits, merged_weights
 from importing import loaded
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
+from refusals import refused
 from safetensors.torch import save_file
 from tolerances import close
 from writing.test_equivalence import algorithm_1
 
 import adapterswap
+from adapterswap.errors import ExpertError, UnsupportedError
+from adapterswap.evaluation.subjects import _with_adapter
+from adapterswap.live.loading import load_expert
 from adapterswap.model.layers import kind_of, layer_container, layer_of
+from adapterswap.model.sources import find_source
 
 ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
 NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
@@ -210,6 +215,7 @@ def test_the_language_models_layers_among_several_lists() -> None:
 
 
 EXACT = dict.fromkeys(("soup", "swap", "merge"), "exact")
+LOST = {"all": "Wrong", "soup": "UnsupportedError", "swap": "UnsupportedError", "merge": "exact"}
 
 PICO = {
     "routers as parameters with two axes": ("CAUSAL_LM", "afmoe", "lora", EXACT),
@@ -225,6 +231,8 @@ PICO = {
     ),
     "an encoder with a vision tower": ("SEQ_2_SEQ_LM", "t5gemma2", "lora", EXACT),
     "stacks of other names": ("SEQ_2_SEQ_LM", "seamless_m4t", "lora", {**EXACT, "swap": "ExpertError"}),
+    "keys that PEFT renames twice": ("CAUSAL_LM", "laguna", "lora", LOST),
+    "keys that PEFT renames twice, of weights without a module": ("CAUSAL_LM", "inkling2_text", "lora", LOST),
     "an unknown number of layers": ("SEQ_CLS", "funnel", "lora", {**EXACT, "swap": "BaseModelError"}),
 }  # fmt: skip
 
@@ -239,6 +247,24 @@ def test_as_in_scripts_architectures(case: str, tmp_path: Path) -> None:
         rows = list(architectures.examine(task, model_type, kind, tmp_path))
     results = {row["operation"]: row["reason"].partition(":")[0] or row["outcome"] for row in rows}
     assert results == outcomes, rows
+
+
+def test_what_peft_would_lose_is_refused_when_loaded_and_left_out_by_a_rule(tmp_path: Path) -> None:
+    architectures = loaded(Path(__file__).parents[2] / "scripts" / "architectures.py")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = architectures.build("CAUSAL_LM", "laguna", tmp_path / "base").eval()
+        subject = architectures.Subject(type(base).from_pretrained(tmp_path / "base"), "CAUSAL_LM", "lora", tmp_path)
+        with refused(UnsupportedError, "expert", match="shared_experts"):
+            load_expert(type(base).from_pretrained(tmp_path / "base"), subject.experts[0], "math")
+        source = find_source(subject.experts[0], [], what="adapter")
+        with refused(ExpertError, "adapter", match="missing adapter keys"):
+            _with_adapter(type(base).from_pretrained(tmp_path / "base"), source)
+        rules = [{"modules": ["shared_experts"], "expert": "base"}, {"expert": "math"}]
+        plan = adapterswap.compose(adapterswap.Composition(allocation=rules), {"math": subject.experts[0]})
+        model, _ = architectures.load_with_peft(base, adapterswap.write_adapter(plan, tmp_path / "out"))
+        expected = {n: 0 * delta if "shared_experts" in n else delta for n, delta in subject.changes[0].items()}
+        architectures.compare(architectures.changes_in(model, base), expected)
 
 
 def test_portable_adapters_are_hot_swapped_without_recompiling(
