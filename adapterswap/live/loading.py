@@ -178,10 +178,17 @@ def load_expert(
     _check_fit(part, name, base)
     with _folder_of(adapter, layers, layers_of_base(base)) as folder:
         peft_model = _load(model, base, folder, name, autocast_adapter_dtype)
-    loaded = {module for module, layer in find_layers(peft_model).items() if factors(layer, name) is not None}
+    loaded = {module: pair for module, layer in find_layers(peft_model).items() if (pair := factors(layer, name))}
     wrappers = find_wrappers(peft_model.get_base_model())
     saved = {module for module, wrapper in wrappers.items() if name in wrapper.modules_to_save}
-    if odd := sorted((loaded ^ part.factors.keys()) | (saved ^ part.saved.keys())):
+    if lost := sorted(module for module, pair in loaded.items() if module in part.factors and pair.a.is_meta):
+        _remove(peft_model, name)
+        raise UnsupportedError(
+            f"PEFT loses LoRA on {and_more(lost)} of the expert {name!r}: for this type of model it renames these keys",
+            "Write full weights with `merge`, which does not depend on PEFT",
+            parameter="expert",
+        )
+    if odd := sorted((loaded.keys() ^ part.factors.keys()) | (saved ^ part.saved.keys())):
         _remove(peft_model, name)
         raise ExpertError(
             f"the expert {name!r} does not fit the model: its config and its file disagree on {odd[0]}",
@@ -409,13 +416,15 @@ def _parameters(base: Any) -> dict[str, tuple[int, ...]]:
 @contextmanager
 def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | None) -> Iterator[Path]:
     """The folder for PEFT to load: the expert's own, or a temporary one with only what is loaded."""
-    if layers is None and not adapter.renamed:
+    if layers is None and not adapter.renamed and not adapter.ties_factors:
         with folder_without_copies(adapter.file) as folder:
             yield folder
         return
     from adapterswap.writing.adapter import write_adapter
 
-    adapter = replace(adapter, original={})  # the names are the model's own: see `as_in_model`
+    # The names are the model's own: see `as_in_model`. PEFT ties the first adapter's factors of a head, and loses those
+    # of further ones, so each module is loaded by itself: the file has the factors of both.
+    adapter = replace(adapter, original={}, config=replace(adapter.config, tied=False))
     if layers is None:
         composition = Composition(allocation=whole_rules("expert", adapter))
         plan = make_plan(composition, {"expert": without_copies(adapter)}, num_layers=num_layers)
