@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +169,7 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
     return {places[file]: _with_relative_names(file, places) for file in sorted(files)}
 
 
-def _copied_names(record: Mapping[str, Any]) -> Sequence[str]:
-    return [f"{name}.yaml" for name in shipped_recipes()]
-
-
-COPIES = OutputKind(None, _copied_names)
+COPIES = OutputKind(None, names=lambda: [f"{name}.yaml" for name in shipped_recipes()])
 """The output of `recipes cp`."""
 
 

@@ -195,7 +195,7 @@ def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
     from adapterswap.errors import AdapterswapError
     from adapterswap.files.folders import OutputKind, atomic_folder
 
-    kind = OutputKind(None, lambda record: ["file"])
+    kind = OutputKind(None, names=lambda: ["file"])
     inside = folder.parent / "inside"
 
     def work() -> int:

@@ -5,7 +5,6 @@ Reads experts; prints nothing.
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from adapterswap.analysis.interference import (
 from adapterswap.analysis.pictures import describe_fractions, describe_interference, describe_meetings, describe_norms
 from adapterswap.analysis.reading import matrices, under_stored_names
 from adapterswap.analysis.surveying import survey
-from adapterswap.drawing import FORMATS, require_matplotlib, save, style
 from adapterswap.drawing import column_width as width_in_inches
+from adapterswap.drawing import require_matplotlib, save, style
 from adapterswap.errors import ArgumentError, Problems, check_type
 from adapterswap.experts.adapter import Adapter, open_expert
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
@@ -38,16 +37,7 @@ from adapterswap.model.checkpoints import Checkpoint, open_checkpoint
 _RECORD = "analysis.json"
 
 
-def _names(record: Mapping[str, Any]) -> Sequence[str]:
-    experts, pairs = record.get("experts"), record.get("pairs")
-    if not isinstance(experts, dict) or not isinstance(pairs, list):
-        return ()
-    names = [pair["experts"] for pair in pairs if isinstance(pair, dict) and isinstance(pair.get("experts"), list)]
-    drawn = ["changes", "norms", "cosines", *(glob.escape("-".join(map(str, each))) for each in names)]
-    return (_RECORD, "changes.csv", *(f"{name}.{suffix}" for name in drawn for suffix in FORMATS))
-
-
-ANALYSIS = OutputKind(_RECORD, _names)
+ANALYSIS = OutputKind(_RECORD, lambda record: record.keys() >= {"experts", "pairs"})
 """The kind of folder that `analyze` writes."""
 
 

@@ -63,10 +63,7 @@ def check_texts(tasks: Mapping[str, Any]) -> None:
     problems.raise_if_any()
 
 
-EVALUATION = OutputKind(
-    "results.json",
-    lambda record: ("results.json", "samples.jsonl") if record.keys() >= {"adapterswap", "tasks"} else (),
-)
+EVALUATION = OutputKind("results.json", lambda record: record.keys() >= {"adapterswap", "tasks"})
 """What `evaluate` writes."""
 
 

@@ -93,14 +93,15 @@ class OutputKind:
     Attributes:
         record: the JSON file in the folder whose key `files` lists everything that was written; `atomic_folder` adds
             the list. None if the command writes no such file.
-        names: what to expect in a folder without that list, as version 0.1 wrote it. A function from the record's
-            content (empty without a record) to relative paths, in which `*` matches part of a name and a final `**`
-            everything below. It returns no paths if the record is of another kind.
+        is_ours: whether the record's content is of this kind.
+        names: what to expect in a folder without that list: relative paths, in which `*` matches part of a name and a
+            final `**` everything below.
         files: how to recognise each file, if there is no record.
     """
 
     record: str | None
-    names: Callable[[Mapping[str, Any]], Sequence[str]]
+    is_ours: Callable[[Mapping[str, Any]], bool] = bool
+    names: Callable[[], Sequence[str]] = tuple
     files: FileKind | None = None
 
 
@@ -273,18 +274,17 @@ def _known_names(folder: Path, kind: OutputKind | None) -> Sequence[str]:
     if kind is None:
         return ()
     if kind.record is None:
-        return kind.names({})
+        return kind.names()
     try:
         record = json.loads(read_small(folder / kind.record, "", limit=_MAX_RECORD))
     except (ExpertError, ValueError, RecursionError):
         return ()
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or not kind.is_ours(record):
         return ()
-    names = kind.names(record)
     listed = record.get(_LIST)
-    if names and isinstance(listed, list) and all(isinstance(name, str) for name in listed):
+    if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
         return [glob.escape(name) for name in listed]
-    return names
+    return kind.names()
 
 
 def _add_list(folder: Path, record: str) -> None:

@@ -48,7 +48,7 @@ _VERSION = "adapterswap.version"  # the key of the metadata that says who wrote 
 GGUF = FileKind(b"GGUF", struct.pack("<Q", len(_VERSION)) + _VERSION.encode())
 """The files that `export` writes: a key follows its length."""
 
-PIECES = OutputKind(None, lambda record: ("layer-*.gguf", "zone-*.gguf", "outside.gguf"), GGUF)
+PIECES = OutputKind(None, names=lambda: ("layer-*.gguf", "zone-*.gguf", "outside.gguf"), files=GGUF)
 """The files that `export` with `pieces` writes."""
 
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}

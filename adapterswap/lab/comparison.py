@@ -204,11 +204,8 @@ _RECORD, _RESULTS, _LOCK, _BUILDING = "comparison.json", "results.json", "lab.lo
 
 COMPARISON = OutputKind(
     _RECORD,
-    lambda record: (
-        (_RECORD, _RESULTS, _LOCK, _BUILDING, "seed-*.json", "seed-*.part", "seed-*/**")
-        if record.get("format") == COMPARISON_FORMAT
-        else ()
-    ),
+    lambda record: record.get("format") == COMPARISON_FORMAT,
+    lambda: (_RECORD, _RESULTS, _LOCK, _BUILDING, "seed-*.json", "seed-*.part", "seed-*/**"),
 )
 """The output of `lab --methods`."""
 

@@ -10,7 +10,7 @@ Knows the files; knows nothing of the terminal.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +25,6 @@ from adapterswap.lab.bases import pretrained_seeds
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, METHODS, Sizes
 from adapterswap.lab.study import SeedReporter, Study, Summary, run_study
-from adapterswap.model.sources import PROVENANCE
-from adapterswap.reporting.writing import REPORT_FILES
-from adapterswap.writing.adapter import ADAPTER_FILES, MODEL_FILES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -260,18 +257,7 @@ _LIBRARIES = ("trl", "datasets", "matplotlib", "scipy", "jinja2")
 _RECORD = "results.json"
 
 
-def _names(record: Mapping[str, Any]) -> Sequence[str]:
-    if record.get("format") != LAB_FORMAT:
-        return ()
-    card = "README.md"
-    experts = [f"{name}/{file}" for name in ("math", "language") for file in (*ADAPTER_FILES, card, "training.json")]
-    composed = [f"math+language/{file}" for file in (*ADAPTER_FILES, card, PROVENANCE)]
-    seeds = [*(f"base/{file}" for file in MODEL_FILES), *experts, *composed, "math.jsonl", "language.jsonl"]
-    pictures = ("grid.png", "scores.png", "words.png")
-    return (_RECORD, "answers.jsonl", *pictures, *REPORT_FILES, *(f"seed-*/{name}" for name in seeds))
-
-
-LAB = OutputKind(_RECORD, _names)
+LAB = OutputKind(_RECORD, lambda record: record.get("format") == LAB_FORMAT)
 """The output of `lab`."""
 
 

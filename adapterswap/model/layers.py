@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from adapterswap.errors import ExpertError, UnsupportedError
-from adapterswap.files.text import read_json
-from adapterswap.model.sources import PROVENANCE
+from adapterswap.model.sources import read_provenance
 
 Kind = Literal["attention", "mlp", "other"]
 Stack = Literal["encoder", "decoder"]
@@ -399,8 +398,9 @@ def every_layer(num_layers: NumLayers) -> list[tuple[Stack | None, int]]:
 
 def recorded_layers(folder: Path) -> KeptLayers | None:
     """The layers of the slice in a folder, from its adapterswap.json; None if it is not a slice."""
+    record = read_provenance(folder)
     try:
-        recorded = read_json(folder / PROVENANCE, "")["slice"]
+        recorded = record["slice"]
         return KeptLayers.of(recorded["layers"], recorded.get("stack"))
-    except (ExpertError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from adapterswap.errors import (
     AdapterswapError,
@@ -32,13 +32,14 @@ from adapterswap.errors import (
     reason_of,
 )
 from adapterswap.files.hashes import fingerprint
-from adapterswap.files.text import exists, expand, is_folder, read_json
+from adapterswap.files.text import exists, expand, is_folder, read_json, shown
 
 # The files by which adapters, full weights, training runs and results of adapterswap are known.
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 MODEL_WEIGHTS = "model.safetensors"
 PROVENANCE = "adapterswap.json"
+FORMAT: Literal[1] = 1  # of that file
 TRAINING_RECORD = "training.json"
 
 _PREFIX = "models--"
@@ -338,19 +339,47 @@ def hub_remedy(
 _ALL_WEIGHTS = "model*.safetensors"
 
 
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """The content of a folder's adapterswap.json; empty if there is none or it cannot be read.
+
+    Raises:
+        ExpertError: another version of adapterswap wrote it, in a format that this one does not know.
+    """
+    content = _content(folder / PROVENANCE)
+    check_format(content.get("format", FORMAT), folder / PROVENANCE)
+    return content
+
+
+def check_format(value: object, place: object, *, parameter: str | None = None) -> None:
+    """Raise ExpertError unless `value` is the format of records that this version reads; `place` holds the record."""
+    if type(value) is not int or value != FORMAT:
+        raise ExpertError(
+            f"{place} has the format {shown(value)}, and this version of adapterswap reads format {FORMAT}",
+            "Make it again with this version, or use the version that made it",
+            parameter=parameter,
+        )
+
+
 def recorded_base(folder: Path) -> dict[str, str]:
     """The fingerprints of the base that an expert's own record names; empty if it names none."""
     training = folder.parent if folder.name.startswith("checkpoint-") else folder  # other checkpoints of the same run
-    for place in (folder / TRAINING_RECORD, training / TRAINING_RECORD, folder / PROVENANCE):
-        with suppress(AdapterswapError):
-            content = read_json(place)
-            sources = [content.get("base"), _inside(content, "extraction").get("base")]
-            experts = _inside(content, "experts").values()
-            recorded = [_inside(source, "fingerprints") for source in sources]
-            recorded += [_inside(expert, "base_fingerprints") for expert in experts]
-            if (found := next(filter(None, recorded), None)) is not None:
-                return {str(name): str(value) for name, value in found.items()}
+    trained = [_content(place / TRAINING_RECORD) for place in dict.fromkeys((folder, training))]
+    for content in (*trained, read_provenance(folder)):
+        sources = [content.get("base"), _inside(content, "extraction").get("base")]
+        experts = _inside(content, "experts").values()
+        recorded = [_inside(source, "fingerprints") for source in sources]
+        recorded += [_inside(expert, "base_fingerprints") for expert in experts]
+        if (found := next(filter(None, recorded), None)) is not None:
+            return {str(name): str(value) for name, value in found.items()}
     return {}
+
+
+def _content(record: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if there is none or it cannot be read."""
+    try:
+        return read_json(record)
+    except AdapterswapError:
+        return {}
 
 
 def _inside(content: Any, key: str) -> dict[str, Any]:

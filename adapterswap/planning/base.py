@@ -22,7 +22,7 @@ from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueM
 from adapterswap.experts.keys import is_bias
 from adapterswap.experts.names import under_canonical_names
 from adapterswap.files.hashes import sha256_of
-from adapterswap.files.text import expand, is_folder, read_json
+from adapterswap.files.text import expand, is_folder
 from adapterswap.model.base import base_at
 from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.model.layers import (
@@ -42,7 +42,6 @@ from adapterswap.model.layers import (
 )
 from adapterswap.model.sources import (
     CONFIG,
-    PROVENANCE,
     WEIGHTS,
     Source,
     alias_remedy,
@@ -55,6 +54,7 @@ from adapterswap.model.sources import (
     identity_of,
     is_hub_id,
     public_name,
+    read_provenance,
     same_base,
 )
 from adapterswap.planning.composition import Composition
@@ -455,7 +455,7 @@ def _is_merged_into(part: Adapter, on_top: Adapter) -> bool:
     named = on_top.config.base_model
     folder = None if named is None else cached_base_folder(at_revision(named, on_top.config.revision))
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
-        for merged in read_json(folder / PROVENANCE)["experts"].values() if folder else ():
+        for merged in read_provenance(folder)["experts"].values() if folder else ():
             hashes = merged["sha256"]
             if hashes.get(CONFIG) == part.config.sha256 and hashes.get(WEIGHTS) == sha256_of(part.file.path):
                 return True

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.drawing import COLUMN, FORMATS, as_bytes, require_matplotlib, save
+from adapterswap.drawing import COLUMN, as_bytes, require_matplotlib, save
 from adapterswap.drawing import column_width as width_in_inches
 from adapterswap.errors import ArgumentError, check_type
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
@@ -22,22 +22,14 @@ from adapterswap.reporting.page import render_page
 from adapterswap.reporting.reading import open_source
 from adapterswap.reporting.report import REPORT_FORMAT, Report, make_report
 
-REPORT_FILES = ("report.html", "tables.csv", "tables.tex", "summary.json")
-REPORT = OutputKind("summary.json", lambda record: REPORT_FILES if record.get("format") == REPORT_FORMAT else ())
+REPORT = OutputKind("summary.json", lambda record: record.get("format") == REPORT_FORMAT)
 """What `report` writes."""
 
 FIGURES_FORMAT = "adapterswap-figures/1"
 _FIGURES = "figures.json"
 
 
-def _figure_names(record: Mapping[str, Any]) -> Sequence[str]:
-    figures = record.get("figures")
-    if record.get("format") != FIGURES_FORMAT or not isinstance(figures, dict):
-        return ()
-    return (_FIGURES, *(f"{name}.{suffix}" for name in figures for suffix in FORMATS))
-
-
-FIGURES = OutputKind(_FIGURES, _figure_names)
+FIGURES = OutputKind(_FIGURES, lambda record: record.get("format") == FIGURES_FORMAT)
 """What `report` writes to the folder of figures."""
 
 

@@ -40,7 +40,7 @@ from adapterswap.files.text import expand, is_folder, read_json, shown
 from adapterswap.model.base import base_at
 from adapterswap.model.checkpoints import open_checkpoint
 from adapterswap.model.layers import num_layers_in_config
-from adapterswap.model.sources import base_config, find_source
+from adapterswap.model.sources import FORMAT, base_config, find_source
 from adapterswap.planning.base import check_base_weights
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
@@ -50,7 +50,6 @@ from adapterswap.serving.names import Manifest, UnknownNameError, composition_of
 from adapterswap.writing.adapter import Prepared, prepare, write_prepared
 from adapterswap.writing.layout import total_rank
 from adapterswap.writing.outputs import Form
-from adapterswap.writing.records import FORMAT
 
 _SHOWN = 3  # modules named in one message
 _REMEDY = "Choose the experts' base model, one that the installed transformers knows"

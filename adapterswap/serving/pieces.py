@@ -22,14 +22,13 @@ from adapterswap.files.text import shown
 from adapterswap.gguf.export import check_outtype, write_gguf
 from adapterswap.gguf.layout import PreparedGguf, prepare_gguf
 from adapterswap.model.layers import Kind, format_layers
-from adapterswap.model.sources import base_config
+from adapterswap.model.sources import FORMAT, base_config
 from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.serving.cache import Cache, content_hash
 from adapterswap.serving.composer import NamedComposer
 from adapterswap.serving.names import Manifest
 from adapterswap.writing.outputs import Form
-from adapterswap.writing.records import FORMAT
 from adapterswap.writing.resolving import resolve
 
 _MOST_REMEMBERED = 1000  # names whose scales are remembered

@@ -24,7 +24,7 @@ from adapterswap.tools.cutting import measure
 from adapterswap.tools.pairing import Selection, WeightMatrix, pair
 from adapterswap.writing.adapter import ADAPTER_FILES, CARD
 from adapterswap.writing.outputs import cores, torch_threads
-from adapterswap.writing.records import FORMAT, ExtractionRecord, ExtractionRequest, SourceRecord, shards_source
+from adapterswap.writing.records import ExtractionRecord, ExtractionRequest, SourceRecord, shards_source
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,6 @@ class Verification:
 
 FILES = "files"  # the list that `atomic_folder` adds
 
-_NOT_IN_SOURCES: dict[int, set[str]] = {1: {"base_model", "base_revision", "origin"}, 2: {"origin"}, 3: set()}
 # A source may have moved: of its identity only the hashes are compared, each in its own way.
 _WHERE = {"source", "revision", "sha256", "entered"}
 
@@ -93,10 +92,9 @@ def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"Files that were not written with it: {', '.join(added)}",) if added else ()
 
 
-def marked(entry: Mapping[str, Any], record_format: int) -> dict[str, Any]:
-    """A source's keys with what can be compared of their values. Since format 3, no key may be missing."""
-    ignored = {"fingerprints", *_NOT_IN_SOURCES[record_format], *(_WHERE if record_format < FORMAT else ())}
-    return {key: None if key in _WHERE else value for key, value in entry.items() if key not in ignored}
+def marked(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A source's keys with what can be compared of their values. No key may be missing."""
+    return {key: None if key in _WHERE else value for key, value in entry.items() if key != "fingerprints"}
 
 
 _FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record
@@ -105,7 +103,7 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the 
 
 
 _KEYS = {*ExtractionRecord.model_fields, FILES}
-_WRITTEN = _KEYS - {"slice"}  # always written, since format 3
+_WRITTEN = _KEYS - {"slice"}  # always written
 _REQUEST = ExtractionRequest.model_fields.keys()
 
 
@@ -126,7 +124,7 @@ def verify_extracted(
         base_model: the path of the base, to compare it if it is not on the Hub.
     """
     opened = _open(record.extraction, source_paths, base_model)
-    unfounded = list(_sources_differ(opened, content, record))
+    unfounded = list(_sources_differ(opened, content))
     differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
     with hashed(list(opened.values())) as hashes:
         if len(opened) == 2:
@@ -136,7 +134,7 @@ def verify_extracted(
     for name, source in ((_FULL, record.extraction.full), (_BASE, record.extraction.base)):
         files = shard_hashes.get(name, source.sha256)
         differing_files = sorted(file for file, _ in files.items() ^ source.sha256.items())
-        if name == _BASE and name in opened and record.format != 1 and source.revision is None:
+        if name == _BASE and name in opened and source.revision is None:
             prints = base_fingerprints(opened[name].source.folder)
             differing_files += sorted(file for file, _ in prints.items() ^ source.fingerprints.items())
         if differing_files:
@@ -148,35 +146,29 @@ def verify_extracted(
         extracted=True,
         unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
         record_differs=tuple(
-            dict.fromkeys(
-                [*_sources_differ(opened, content, record), *_record_differs(folder, content, record), *unfounded]
-            )
+            dict.fromkeys([*_sources_differ(opened, content), *_record_differs(folder, content, record), *unfounded])
         ),
         notes=added_files(folder, content),
     )
 
 
-def _sources_differ(
-    opened: Mapping[str, Checkpoint], content: Mapping[str, Any], record: ExtractionRecord
-) -> tuple[str, ...]:
+def _sources_differ(opened: Mapping[str, Checkpoint], content: Mapping[str, Any]) -> tuple[str, ...]:
     """The record's key of the sources, if it disagrees with the opened ones, apart from their hashes."""
     recorded = content["extraction"]
     found = {name: shards_source(checkpoint, {}).content() for name, checkpoint in opened.items()}
-    alike = all(marked(recorded[name], record.format) == marked(found[name], record.format) for name in found)
-    return () if alike or record.format == 1 else ("extraction",)
+    return () if all(marked(recorded[name]) == marked(found[name]) for name in found) else ("extraction",)
 
 
 def _record_differs(folder: Path, content: Mapping[str, Any], record: ExtractionRecord) -> tuple[str, ...]:
     """The keys of the record that contradict each other or the written adapter."""
     differing_keys = [key for key in content if key not in _KEYS]
-    if record.format != 1:
-        differing_keys += [key for key in sorted(_WRITTEN) if key not in content]
-        request = record.extraction
-        over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
-        if over or _REQUEST - content["extraction"].keys() or contradicting(request.full, request.base):
-            differing_keys.append("extraction")
-        if content.get(FILES) != sorted([*ADAPTER_FILES, CARD, PROVENANCE]):
-            differing_keys.append(FILES)
+    differing_keys += [key for key in sorted(_WRITTEN) if key not in content]
+    request = record.extraction
+    over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
+    if over or _REQUEST - content["extraction"].keys() or contradicting(request.full, request.base):
+        differing_keys.append("extraction")
+    if content.get(FILES) != sorted([*ADAPTER_FILES, CARD, PROVENANCE]):
+        differing_keys.append(FILES)
     layers, origin = record.extraction.layers, record.extraction.full.origin
     inherited = origin.slice.content() if origin is not None and origin.slice is not None else None
     if content.get("slice") != (inherited if layers is None else {"layers": layers}):

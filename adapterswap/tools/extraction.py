@@ -25,7 +25,7 @@ from adapterswap.files.yaml import dump_yaml
 from adapterswap.model.base import base_at
 from adapterswap.model.checkpoints import hashed, open_checkpoint
 from adapterswap.model.layers import KeptLayers, Kind
-from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS, public_name
+from adapterswap.model.sources import CONFIG, FORMAT, PROVENANCE, WEIGHTS, public_name
 from adapterswap.planning.base import check_base_weights
 from adapterswap.tools.cutting import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
 from adapterswap.tools.pairing import Reason, Selection, WeightPair, pair
@@ -34,7 +34,6 @@ from adapterswap.writing.cards import escaped, licence_of, loading
 from adapterswap.writing.layout import Shape, adapter_config, check_base_name, most_common, written_scale
 from adapterswap.writing.outputs import OutputTensor, Spool, cores, torch_threads
 from adapterswap.writing.records import (
-    FORMAT,
     ExtractedModule,
     ExtractionRecord,
     ExtractionRequest,

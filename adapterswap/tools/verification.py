@@ -35,6 +35,7 @@ from adapterswap.model.sources import (
     WEIGHTS,
     at_revision,
     base_fingerprints,
+    check_format,
     find_source,
     public_name,
     recorded_base,
@@ -46,7 +47,6 @@ from adapterswap.tools.extracted import FILES, Verification, added_files, contra
 from adapterswap.writing.adapter import CARD, prepare, write_prepared
 from adapterswap.writing.outputs import Form
 from adapterswap.writing.records import (
-    FORMAT,
     CompositionRecord,
     ConversionRecord,
     ExtractionRecord,
@@ -70,8 +70,9 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
 
     opened = open_gguf(path)
     record, content = opened.record, opened.content
-    known = record is not None and record.format in FORMATS and record.output.get("format") == "gguf"
-    if record is None or content is None or not known:
+    if content is not None:
+        check_format(content.get("format"), opened.source, parameter="path")
+    if record is None or content is None or record.output.get("format") != "gguf":
         raise ExpertError(
             f"{opened.source} has no record that this version can read, so its sources are unknown",
             REMEDY,
@@ -83,7 +84,7 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
     adapters = {name: expert for name, expert in sources.items() if isinstance(expert, Adapter)}
     plan = make_plan(recorded_composition(opened.source, record, base_model), adapters, recorded=True)
     try:
-        form = Form(**{"truncation": "float32", **output})
+        form = Form(**output)
     except TypeError:
         raise ExpertError(f"this version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
     with scratch_folder("verify") as scratch:
@@ -134,17 +135,6 @@ Expert = Adapter | Checkpoint
 
 _REMEDY = "Pass a folder that `adapterswap compose`, `adapterswap merge` or `adapterswap extract` wrote"
 
-_SINCE_FORMAT_2 = ("auto_mapping",)  # keys of adapter_config.json that no result of format 1 has
-
-# Not compared, by format. Format 1 had no revisions and is recomputed by its rules, since today's methods give other
-# rules. Format 2 had no defaults in its composition.
-_NOT_COMPARED: dict[int, set[str]] = {
-    1: {"format", "kind", "composition", "rules", "base_revision"},
-    2: {"format", "kind", "composition"},
-    3: set(),
-}
-FORMATS = tuple(_NOT_COMPARED)
-
 _CONVERSION = {"peft_type", "pickled", "rank", "max_error", "sha256", "modules"}  # always recorded
 _ABSENT = object()
 _RELATIVE_OF_NUMBERS = 1e-5  # how far a recorded number may be from the recomputed one
@@ -157,8 +147,8 @@ def verify(
 ) -> Verification:
     """Recompute the composed adapter, or the full weights, in `path` and compare them, byte for byte.
 
-    The record is compared too, except for the version of adapterswap, the names of sources and, in format 1, the
-    composition. Numbers in it may differ by rounding.
+    The record is compared too, except for the version of adapterswap and the names of sources. Numbers in it may differ
+    by rounding.
 
     Full weights are written again to the folder for temporary files, and need their own size there. For an extracted
     adapter see `verify_extracted`. LoRA in GGUF is exported again; of a folder of pieces, all pieces are compared.
@@ -251,7 +241,7 @@ def _verify_converted(
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
     result = of_sources(content, record, recomputed, opened, base_model)
-    incomplete = record.format == FORMAT and _CONVERSION - content["conversion"].keys()
+    incomplete = _CONVERSION - content["conversion"].keys()
     differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
     return replace(
         result, changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
@@ -262,14 +252,8 @@ def _verify_converted(
 
 
 def recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
-    """The recorded composition. Format 1 is read by its rules: its methods gave other rules than today's."""
+    """The recorded composition, on the base that was passed."""
     content: dict[str, Any] = {**record.composition, "num_layers": record.num_layers, "base_model": base_model}
-    if record.format == 1:
-        settings: dict[str, Any] = {
-            key: content[key] for key in ("num_layers", "base_model", "seed", "row_threshold") if key in content
-        }
-        rules = [rule.model_dump(exclude_unset=True) for rule in record.rules]
-        content = settings | {"allocation": rules, "allow_negative": True}
     return validate(content, Composition, where=str(folder / PROVENANCE))
 
 
@@ -284,9 +268,7 @@ def _write_adapter(
         # The base was passed when they were composed; it is not checked again.
         declared = at_revision(record.base_model, revision)
         composition = composition.model_copy(update={"base_model": declared})
-    # A record without a precision is of an older version, or nothing was truncated.
-    form = Form(**{"truncation": "float32", **record.output})
-    write_prepared(prepare(make_plan(composition, adapters, recorded=True), form), again)
+    write_prepared(prepare(make_plan(composition, adapters, recorded=True), Form(**record.output)), again)
 
 
 def _write_model(
@@ -314,15 +296,12 @@ def _compare(
     else:
         config, ours, theirs = CONFIG, (read_header(folder / WEIGHTS),), (read_header(again / WEIGHTS),)
     written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
-    if record.format == 1:
-        rewritten = {key: value for key, value in rewritten.items() if key in written or key not in _SINCE_FORMAT_2}
     differing, notes = _differing(ours, theirs), added_files(folder, content)
-    if record.format == FORMAT:
-        apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
-        others = [name for name in recomputed[FILES] if name not in apart]
-        differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
-        if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
-            notes += (f"{CARD} is not the one that was written",)
+    apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
+    others = [name for name in recomputed[FILES] if name not in apart]
+    differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
+    if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
+        notes += (f"{CARD} is not the one that was written",)
     sources = of_sources(content, record, recomputed, opened, base_model)
     return replace(
         sources, differing=differing, config_differs=written != rewritten, config=config,
@@ -348,20 +327,19 @@ def of_sources(
     """
     again = CompositionRecord.model_validate(recomputed)
     changed = changed_sources(record.experts, again.experts)
-    differing_keys = list(record_differs(content, record, recomputed))
+    differing_keys = _record_differs(content, record, recomputed)
     base = again.base if record.kind == "model" else _find_base(record.base, opened, base_model)
     if record.base is not None and base is not None:
         base = _as_recorded(base, record, base_model)
         changed |= changed_sources({BASE: record.base}, {BASE: base})
-        recorded = content["base"] if record.format >= 3 else content["base_model"]
-        if marked(recorded, record.format) != marked(base.content(), record.format):
+        if marked(content["base"]) != marked(base.content()):
             differing_keys.append("base")
     notes = [
         f"The revision of {name} ({source}) was not compared, because a folder was passed"
         for name, source in record.experts.items()
         if source.revision is not None and again.experts[name].revision is None
     ]
-    if record.base is None and record.format == FORMAT and base_model is not None and record.kind == "adapter":
+    if record.base is None and base_model is not None and record.kind == "adapter":
         notes.append("The base was not compared: the record has none, because none was needed")
     return Verification(
         changed, unchecked=(BASE,) if record.base is not None and base is None else (),
@@ -374,10 +352,10 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def _as_recorded(base: SourceRecord, record: CompositionRecord, base_model: str | None) -> SourceRecord:
-    """A base of today with fingerprints where its record should have them: for a local base, since format 3."""
+    """A base of today with fingerprints where its record should have them: for a local base."""
     assert record.base is not None
     content = base.model_dump(exclude_unset=True) | {"fingerprints": base.fingerprints}
-    if record.base.revision is not None or record.format < FORMAT:
+    if record.base.revision is not None:
         del content["fingerprints"]
     elif not base.fingerprints and base_model is not None:  # recorded as a folder, and passed by its id on the Hub
         folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
@@ -402,15 +380,16 @@ def _find_base(
 def _content(folder: Path) -> dict[str, Any]:
     if not (folder / PROVENANCE).exists():
         raise ExpertError(f"{folder} has no {PROVENANCE}, so its sources are unknown", _REMEDY, parameter="path")
-    return read_json(folder / PROVENANCE, _REMEDY)
+    content = read_json(folder / PROVENANCE, _REMEDY)
+    check_format(content.get("format"), folder / PROVENANCE, parameter="path")
+    return content
 
 
 def _record(folder: Path, content: dict[str, Any]) -> Record:
     try:
         record = parse_record(content)
         if isinstance(record, CompositionRecord):
-            usable = record.format in FORMATS and {"format", "composition", "experts"} <= content.keys()
-            usable = usable and (record.format != 1 or "rules" in content)
+            usable = {"format", "composition", "experts"} <= content.keys()
             if record.kind == "model":
                 usable = usable and record.output.keys() <= {"max_shard_size", "dtype", "dequantize"}
             else:
@@ -475,41 +454,34 @@ def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, So
     return changed
 
 
-def record_differs(
-    content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]
-) -> tuple[str, ...]:
+def _record_differs(content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]) -> list[str]:
     """The keys of a record whose values differ from the recomputed record."""
-    ours, theirs = (_comparable(raw, record, listed=FILES in content) for raw in (content, recomputed))
+    ours, theirs = (_comparable(raw, record) for raw in (content, recomputed))
     differing_keys = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
-    if record.format < FORMAT and record.composition.get("num_layers", record.num_layers) != record.num_layers:
-        differing_keys.append("composition")
     recorded_base = (record.base_model, record.base_revision)
     if record.kind == "model" and recorded_base != (
         (record.base.source, record.base.revision) if record.base else (None, None)
     ):
         differing_keys.append("base_model")
-    if record.format == FORMAT:
-        differing_keys += [key for key in recomputed if key not in content]
-        again = recomputed["experts"]
-        moved = any(again[name]["revision"] not in (None, source.revision) for name, source in record.experts.items())
-        if moved or contradicting(*record.experts.values()):
-            differing_keys.append("experts")
-        trained_on = [expert["base_fingerprints"] for expert in again.values() if "base_fingerprints" in expert]
-        local = record.base if record.base is not None and record.base.revision is None else None
-        if contradicting(record.base) or (local and any(prints != local.fingerprints for prints in trained_on)):
-            differing_keys.append("base")
-    return tuple(dict.fromkeys(differing_keys))
+    differing_keys += [key for key in recomputed if key not in content]
+    again = recomputed["experts"]
+    moved = any(again[name]["revision"] not in (None, source.revision) for name, source in record.experts.items())
+    if moved or contradicting(*record.experts.values()):
+        differing_keys.append("experts")
+    trained_on = [expert["base_fingerprints"] for expert in again.values() if "base_fingerprints" in expert]
+    local = record.base if record.base is not None and record.base.revision is None else None
+    if contradicting(record.base) or (local and any(prints != local.fingerprints for prints in trained_on)):
+        differing_keys.append("base")
+    return differing_keys
 
 
-def _comparable(content: Mapping[str, Any], record: CompositionRecord, *, listed: bool) -> dict[str, Any]:
+def _comparable(content: Mapping[str, Any], record: CompositionRecord) -> dict[str, Any]:
     """The keys of a record, or of the recomputed one, that can be compared."""
-    ignored = {"adapterswap_version", "base", *_NOT_COMPARED[record.format]}
+    ignored = {"adapterswap_version", "base"}
     if record.kind == "model":  # the base is compared by its files; its folder can have another name
         ignored |= {"base_model", "base_revision"}
-    if not listed and record.format < FORMAT:
-        ignored.add(FILES)  # no list before edition 0.2
     compared = {key: value for key, value in content.items() if key not in ignored}
-    compared["experts"] = {name: marked(entry, record.format) for name, entry in compared["experts"].items()}
+    compared["experts"] = {name: marked(entry) for name, entry in compared["experts"].items()}
     return compared
 
 

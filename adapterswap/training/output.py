@@ -7,7 +7,6 @@ weights were trained beyond the report it gets.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,21 +20,14 @@ from adapterswap.model.sources import TRAINING_RECORD, identity_of
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
 from adapterswap.training.targets import TrainingTargets
-from adapterswap.writing.adapter import ADAPTER_FILES, CARD, MODEL_FILES
+from adapterswap.writing.adapter import CARD
 
 TRAINING_FORMAT = "adapterswap-training/1"
 
 _LIBRARIES = ("datasets", "peft", "torch", "transformers", "trl")
 
 
-def _names(record: Mapping[str, Any]) -> Sequence[str]:
-    if record.get("format") != TRAINING_FORMAT:
-        return ()
-    weights = (*ADAPTER_FILES, *MODEL_FILES)
-    return (TRAINING_RECORD, CARD, *weights, *(f"checkpoint-*/{name}" for name in weights))
-
-
-EXPERT = OutputKind(TRAINING_RECORD, _names)
+EXPERT = OutputKind(TRAINING_RECORD, lambda record: record.get("format") == TRAINING_FORMAT)
 """The output of `train`."""
 
 

@@ -10,7 +10,7 @@ files, but not how the plan was made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +21,7 @@ from adapterswap.experts.config import check_written
 from adapterswap.experts.keys import LORA
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.text import expand, write_json
-from adapterswap.model.checkpoints import MODEL_CONFIG, MODEL_INDEX
-from adapterswap.model.sources import CONFIG, MODEL_WEIGHTS, PROVENANCE, WEIGHTS
+from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.model.tokenizers import BASE_FOLDER, United, unite, write_united
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.cards import adapter_card
@@ -36,22 +35,9 @@ from adapterswap.writing.tensors import write_tensors
 
 CARD = "README.md"
 ADAPTER_FILES = (CONFIG, WEIGHTS)
-MODEL_FILES = (
-    MODEL_CONFIG, MODEL_WEIGHTS, MODEL_INDEX, "model-*-of-*.safetensors", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-    "processor_config.json", "video_preprocessor_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
-)  # fmt: skip
-"""The files of a full checkpoint, as names and patterns."""
 
 
-def _names(record: Mapping[str, Any]) -> Sequence[str]:
-    if not record.keys() >= {"format", "adapterswap_version"}:
-        return ()
-    return (PROVENANCE, CARD, *(MODEL_FILES if record.get("kind") == "model" else ADAPTER_FILES))
-
-
-COMPOSED = OutputKind(PROVENANCE, _names)
+COMPOSED = OutputKind(PROVENANCE, lambda record: record.keys() >= {"format", "adapterswap_version"})
 """The folders that `compose`, `slice`, `convert`, `merge` and `extract` write."""
 
 
@@ -84,12 +70,8 @@ class Prepared:
 
     @property
     def output(self) -> dict[str, Any]:
-        """The form, for the record. The precision of truncation is left out if nothing was truncated."""
-        truncated = any(slot.has_low_rank for slot in self.plan.modules.values() if slot.name in self.reduced)
-        form = asdict(self.form)
-        if not truncated or self.form.truncation == "float32":
-            del form["truncation"]
-        return form
+        """The form, for the record."""
+        return asdict(self.form)
 
     @property
     def measured(self) -> dict[str, Any]:

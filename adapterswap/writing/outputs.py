@@ -187,8 +187,6 @@ class Form:
         max_error: blends are truncated to the smallest rank with at most this relative error of ΔW.
         names: the naming of the modules; by default the first expert's.
         dtype: the dtype of every tensor, as files name it; by default the experts'.
-        truncation: the precision of linear truncations. Version 0.1 truncated in float32 and did not record it, so
-            records without this field are verified in float32.
     """
 
     layout: Literal["exact", "portable"] = "exact"
@@ -196,7 +194,6 @@ class Form:
     max_error: float | None = None
     names: Names | None = None
     dtype: str | None = None
-    truncation: Literal["float32", "float64"] = "float64"
 
     def __post_init__(self) -> None:
         check_type(self.max_rank, (Integral, type(None)), "max_rank", "Pass a whole number such as 64")
@@ -218,8 +215,6 @@ class Form:
                 "Pass a number such as 0.1",
                 parameter="max_error",
             )
-        if self.truncation not in ("float32", "float64"):
-            problems.add(f"truncation is {self.truncation!r}", "Choose float32 or float64", parameter="truncation")
         problems.raise_if_any()
 
 

@@ -2,10 +2,6 @@
 
 A record holds no time and no local path, so the same inputs give the same bytes. A record that is read is untrusted: it
 is validated first, and paths in it are never followed.
-
-Format 1 is that of the first version. Since 2, the experts of a side are averaged before a method combines the sides.
-Since 3, a composition has its defaults filled in, the base has an identity, an expert made by adapterswap carries its
-origin, every record has a `kind`, and `base_model` is always a name.
 """
 
 from __future__ import annotations
@@ -17,27 +13,26 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from adapterswap import __version__
-from adapterswap.errors import ExpertError
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.hashes import sha256_of
-from adapterswap.files.text import exists, read_json
+from adapterswap.files.text import exists
 from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.model.layers import MAX_LAYERS, KeptLayers, Stack, format_layers
 from adapterswap.model.sources import (
     CONFIG,
-    PROVENANCE,
+    FORMAT,
     WEIGHTS,
     Source,
     base_fingerprints,
     identity_of,
     parse_hub_id,
     public_name,
+    read_provenance,
 )
 from adapterswap.planning.composing import kept_layers
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rules import BASE
 
-FORMAT: Literal[3] = 3
 _DEPTH = 8  # generations of origins to keep; JSON that nests deeper is refused when it is read
 
 
@@ -161,7 +156,7 @@ class RuleRecord(BaseModel):
 class CompositionRecord(_Written):
     """How an adapter was composed, or a model merged. Unknown keys are ignored."""
 
-    format: int = FORMAT
+    format: Literal[1] = FORMAT
     kind: Literal["adapter", "model"] = "adapter"
     adapterswap_version: str = ""
     base_model: str | None = None
@@ -188,15 +183,6 @@ class CompositionRecord(_Written):
     reduced: dict[str, dict[str, int | float]] = Field(
         default={}, description="Rank and relative error of truncated modules."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_older(cls, content: Any) -> Any:
-        """Before format 3, `base_model` of a merged model held the base's whole source record."""
-        if isinstance(content, dict) and isinstance(base := content.get("base_model"), dict):
-            names = {"base_model": base.get("source"), "base_revision": base.get("revision"), "base": base}
-            return {**content, **names}
-        return content
 
     @model_validator(mode="after")
     def _check(self) -> CompositionRecord:
@@ -264,7 +250,7 @@ class ExtractionRequest(BaseModel):
 class ExtractionRecord(_Written):
     """How an adapter was extracted from a full checkpoint. Unknown keys are ignored."""
 
-    format: Literal[1, 3] = FORMAT
+    format: Literal[1] = FORMAT
     kind: Literal["extraction"] = "extraction"
     adapterswap_version: str = ""
     base_model: str | None = None
@@ -288,11 +274,10 @@ def parse_record(content: Mapping[str, Any]) -> Record:
 
 def read_record(folder: Path) -> Record | None:
     """The record in a folder; None if there is none or it cannot be understood."""
-    if not exists(folder / PROVENANCE):
-        return None
+    content = read_provenance(folder)
     try:
-        return parse_record(read_json(folder / PROVENANCE))
-    except (ExpertError, ValidationError):
+        return parse_record(content) if content else None
+    except ValidationError:
         return None
 
 

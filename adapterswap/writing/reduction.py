@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.joint import Joint, Truncated, blocks_of, concatenate, cut, kept, mixed
+from adapterswap.changes.joint import Joint, Truncated, blocks_of, concatenate, cut, mixed
 from adapterswap.changes.reading import FactorReader, Factors, factor_reader
 from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapter import LoraModule
@@ -150,9 +150,10 @@ def reduce(
         def reduce_one(module: Slot) -> Reduced:
             try:
                 with np.errstate(all="ignore"):  # overflow is detected below, and by `finite_bytes`
-                    if _on_cores(module) or (module.is_linear and form.truncation == "float64"):
+                    if _on_cores(module) or module.is_linear:
                         return _truncated(module, resolved, form, read, spool)
-                    return _as_tensors(module, _approximated(module, resolved, form, read), plan, form, spool)
+                    result = approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
+                    return _as_tensors(module, result, plan, form, spool)
             except (np.linalg.LinAlgError, RuntimeError):  # from numpy's and torch's SVD of infinite numbers
                 raise too_large(module.name) from None
 
@@ -251,20 +252,6 @@ def _distance(sigma: npt.NDArray[np.float64], b: _Rounded, a: _Rounded) -> float
     square = float(np.sum(np.diagonal(b.within) * sigma)) + 2 * float(np.sum(b.across * (a.across + a.within).T))
     rounded_gram = np.diag(sigma) - b.across - b.across.T - b.within  # b̂ᵀb̂
     return math.sqrt(max(0.0, square + float(np.sum(rounded_gram * a.within))))
-
-
-def _approximated(module: Slot, resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
-    """The factors of a nonlinear blend, or of a linear one as version 0.1 truncated it."""
-    if not module.is_linear:
-        return approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
-    factors, error = concatenate(_parts(module, resolved, read)), None if module.owner else form.max_error
-    q_b, r_b = np.linalg.qr(factors.b)
-    q_a, r_a = np.linalg.qr(factors.a.T)
-    u, sigma, vt = np.linalg.svd(r_b.astype(np.float64) @ r_a.astype(np.float64).T)
-    keep, lost = kept(sigma, rank=form.max_rank, error=error)
-    root = np.sqrt(sigma[:keep])
-    b, a = q_b @ (u[:, :keep] * root).astype(np.float32), (root[:, None] * vt[:keep]).astype(np.float32) @ q_a.T
-    return Truncated(Factors(a, b), sigma[:keep], lost)
 
 
 def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:

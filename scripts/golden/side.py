@@ -64,6 +64,8 @@ def artefact(path: Path, root: str) -> Json:
             return {"json": [json.loads(line) for line in raw.splitlines()]}
         if path.suffix == ".safetensors":
             return digest | tensors(raw)
+        if path.suffix == ".gguf":
+            return gguf_file(path)
         text = raw.decode()
         return {"text": text} if len(text) <= SHOWN else digest
     except (ValueError, UnicodeDecodeError):
@@ -79,6 +81,20 @@ def tensors(raw: bytes) -> Json:
         first, last = entry["data_offsets"]
         digest = hashlib.sha256(raw[start + first : start + last]).hexdigest()[:16]
         described[name] = f"{entry['dtype']} {entry['shape']} {digest}"
+    return described
+
+
+def gguf_file(path: Path) -> Json:
+    """The same of a GGUF file, with its metadata; the record in it by fields."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    described = {name: field.contents() for name, field in reader.fields.items()}
+    if record := described.get("adapterswap.record"):
+        described["adapterswap.record"] = json.loads(record)
+    for tensor in reader.tensors:
+        digest = hashlib.sha256(tensor.data.tobytes()).hexdigest()[:16]
+        described[tensor.name] = f"{tensor.tensor_type.name} {tensor.shape.tolist()} {digest}"
     return described
 
 

@@ -12,7 +12,6 @@ import crafting
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 from tolerances import near, tolerance
 from writing.test_blends import deltas
 
@@ -21,8 +20,6 @@ from adapterswap import AdapterswapError
 from adapterswap.errors import OutputError
 from adapterswap.tools.verification import verify
 from adapterswap.writing import outputs as spooling
-from adapterswap.writing.adapter import prepare, write_prepared
-from adapterswap.writing.outputs import Form
 
 WEIGHTS, RECORD = "adapter_model.safetensors", "adapterswap.json"
 WIDTH, RANK = 24, 8
@@ -59,7 +56,7 @@ def test_the_recorded_error_matches_the_written_adapter(dtype: str, layout: Any,
             soup(pair), tmp_path / "out", max_rank=rank, layout=layout, max_error=1e-7, overwrite=True
         )
         record = json.loads((out / RECORD).read_text())
-        assert record["output"]["truncation"] == "float64"
+        assert record["output"] == {"layout": layout, "max_rank": rank, "max_error": 1e-7}
         for name, delta in deltas(out).items():
             average = (exact[0][name] + exact[1][name]) / 2
             lost = float(np.linalg.norm(delta - average) / np.linalg.norm(average))
@@ -103,28 +100,6 @@ def test_an_untrained_expert_and_one_twice(tmp_path: Path) -> None:
             assert np.abs(delta - share * exact[name]).max() <= tolerance(exact[name])
             error = json.loads((out / RECORD).read_text())["reduced"][name]["relative_error"]
             assert error == pytest.approx(0, abs=1e-6)
-
-
-def test_truncations_of_older_versions_are_verified_in_float32(pair: dict[str, Path], tmp_path: Path) -> None:
-    plan = soup(pair)
-    old = write_prepared(prepare(plan, Form(max_rank=5, truncation="float32")), tmp_path / "old")
-    assert json.loads((old / RECORD).read_text())["output"] == {"layout": "exact", "max_rank": 5}
-    assert verify(old, pair).equal
-    new = write_prepared(prepare(plan, Form(max_rank=5)), tmp_path / "new")
-    for name, delta in deltas(old).items():
-        assert np.abs(delta - deltas(new)[name]).max() <= tolerance(delta)
-    assert (old / WEIGHTS).read_bytes() != (new / WEIGHTS).read_bytes()
-    for folder in (old, new):
-        tensors = load_file(folder / WEIGHTS)
-        name = next(iter(tensors))
-        tensors[name][0, 0] = np.nextafter(tensors[name][0, 0], np.float32(np.inf))
-        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-        assert verify(folder, pair).differing == (name,)
-
-
-def test_a_plan_without_truncation_names_no_precision(pair: dict[str, Path], tmp_path: Path) -> None:
-    out = adapterswap.write_adapter(soup(pair), tmp_path / "out", max_rank=100)
-    assert json.loads((out / RECORD).read_text())["output"] == {"layout": "exact", "max_rank": 100}
 
 
 @pytest.mark.parametrize("method", ["soup", "ties"])

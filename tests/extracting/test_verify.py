@@ -257,14 +257,6 @@ def test_contradictions_between_record_and_adapter_are_named(
     assert (result.equal, result.record_differs) == (False, (key,))
 
 
-def test_a_record_of_format_1_is_verified(cut: tuple[Path, Path, Path]) -> None:
-    out, full, base = cut
-    record = json.loads((out / RECORD).read_text())
-    assert (record["format"], record.pop("kind")) == (3, "extraction")
-    (out / RECORD).write_text(json.dumps(record | {"format": 1}))
-    assert verify(out, {"full": full}, base_model=str(base)).equal
-
-
 def test_the_origin_of_the_fine_tune_is_compared(cut: tuple[Path, Path, Path], tmp_path: Path) -> None:
     out, full, base = cut
     record = json.loads((out / RECORD).read_text())

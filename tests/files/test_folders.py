@@ -22,7 +22,7 @@ from adapterswap.errors import OutputError
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"}
-KIND = OutputKind(None, lambda record: ["file", "more"])
+KIND = OutputKind(None, names=lambda: ["file", "more"])
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_each_side_is_averaged_first(
         }
         expected = combined(options, by_side, module, magnitudes)
         close(actual, expected, depth=2, name=module)
-    assert json.loads((out / "adapterswap.json").read_text())["format"] == 3
+    assert json.loads((out / "adapterswap.json").read_text())["format"] == 1
     assert verify(out, {name: experts[name] for name in composition.expert_names}).equal
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
+from refusals import refused
 from safetensors.numpy import save_file
 
 import adapterswap
 from adapterswap import AdapterswapError
+from adapterswap.errors import ExpertError
 from adapterswap.planning.composing import slice_layers
 from adapterswap.planning.composition import Composition
 from adapterswap.tools.verification import verify
@@ -136,3 +138,24 @@ def test_an_invalid_origin_is_refused(origin: object, math: Path, swahili: Path,
     with pytest.raises(AdapterswapError):
         verify(out, {"math": math, "swahili": swahili})
     assert adapterswap.inspect(out).record is None
+
+
+@pytest.mark.parametrize("version", [0, 2, 3, "1", True, 1.0, None])
+def test_a_record_of_another_format_is_refused(
+    version: object, math: Path, swahili: Path, tmp_path: Path, run: Callable[..., Result]
+) -> None:
+    """Wherever it is read: what it says of layers that were left out may mean something else."""
+    part = tmp_path / "part"
+    slice_layers(math, "0-1", num_layers=6).write(part)
+    content = read(part) | {"format": version}
+    (part / "adapterswap.json").write_text(json.dumps(content))
+    with refused(ExpertError, "path", match="format"):
+        verify(part, {"math": math})
+    for refuses in (
+        lambda: adapterswap.inspect(part),
+        lambda: adapterswap.soup(part, swahili, num_layers=6),
+        lambda: adapterswap.convert(part, tmp_path / "out"),
+    ):
+        with pytest.raises(ExpertError, match="has the format"):
+            refuses()
+    assert run("inspect", part).exit_code == 1
