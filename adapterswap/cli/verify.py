@@ -30,8 +30,9 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
 
     PATH is an adapter, a model or a GGUF file (or a folder of pieces) that adapterswap wrote. Its record names the
     sources: those from the Hub are found automatically; pass folders with --expert. The files of an extracted adapter
-    are compared by their SHA-256; with --expert full=PATH and --base-model, so is the error of every module's ΔW. Exits
-    with 1 if anything differs.
+    are compared by their SHA-256; with --expert full=PATH and --base-model, so is the error of every module's ΔW. So are
+    those of a converted adapter, if an SVD or a pickle was involved, and its source's. Exits with 1 if anything
+    differs.
     """
     from adapterswap.tools.verification import verify
 
@@ -54,14 +55,10 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
 
 
 def _print(verification: Verification) -> None:
-    if verification.equal and not verification.extracted:
-        echo("equal: every tensor, the config and the record match the sources")
-    elif verification.equal:
-        more = "" if verification.unchecked else ", and every module has the recorded error of ΔW"
-        echo(f"equal: the files match the record{more}")
-    verb = "cut" if verification.extracted else "composed"
+    if verification.equal:
+        echo(f"equal: {_checked(verification)}")
     for name, file in verification.changed_sources.items():
-        echo(f"source changed: {name}'s {file} differs from what was {verb} (SHA-256)")
+        echo(f"source changed: {name}'s {file} differs from what was {verification.made} (SHA-256)")
     for key in verification.differing[:_SHOWN]:
         echo(f"differs: {key}")
     if len(verification.differing) > _SHOWN:
@@ -70,3 +67,14 @@ def _print(verification: Verification) -> None:
         echo(f"differs: {verification.config}")
     if verification.record_differs:
         echo(f"differs: {', '.join(verification.record_differs)} in adapterswap.json")
+
+
+def _checked(verification: Verification) -> str:
+    """What was compared, for a result that is equal."""
+    if verification.made == "composed":
+        return "every tensor, the config and the record match the sources"
+    if verification.unchecked:
+        return "the files match the record"
+    if verification.made == "converted":
+        return "the files and the source match the record; nothing was converted again"
+    return "the files match the record, and every module has the recorded error of ΔW"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from adapterswap.changes.reading import Factors, read_factors
 from adapterswap.errors import ArgumentError, Problems
@@ -39,7 +39,8 @@ class Verification:
             record.
         config_differs: whether the config differs from the recomputed one, or from the one that was extracted.
         config: the config's file name.
-        extracted: whether it is an adapter that was cut out of a full fine-tune.
+        made: how it was made. What was composed is composed again; of what was cut out of a full fine-tune, the error
+            of each module's ΔW is computed if the sources are known; nothing is converted again.
         record_differs: the keys of adapterswap.json whose values differ from the recomputed ones.
         unchecked: sources that were not compared, because their location is not known: those of an extracted adapter,
             or `base`.
@@ -51,7 +52,7 @@ class Verification:
     differing: tuple[str, ...] = ()
     config_differs: bool = False
     config: str = CONFIG
-    extracted: bool = False
+    made: Literal["composed", "cut", "converted"] = "composed"
     unchecked: tuple[str, ...] = ()
     record_differs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -143,7 +144,7 @@ def verify_extracted(
         changed,
         tuple(differing),
         sha256_of(folder / CONFIG) != record.sha256.get(CONFIG),
-        extracted=True,
+        made="cut",
         unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
         record_differs=tuple(
             dict.fromkeys([*_sources_differ(opened, content), *_record_differs(folder, content, record), *unfounded])

@@ -245,7 +245,7 @@ def _verify_converted(
     differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
     return replace(
         result, changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
-        differing=(WEIGHTS,) if differing else (), config_differs=config, extracted=True,
+        differing=(WEIGHTS,) if differing else (), config_differs=config, made="converted",
         unchecked=(*unchecked, *result.unchecked), notes=(*result.notes, *added_files(folder, content)),
         record_differs=(*result.record_differs, *(["conversion"] if incomplete else [])),
     )  # fmt: skip

@@ -90,6 +90,20 @@ def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tm
     assert len(swapped.modules) == len(outcome.modules)
 
 
+def test_verify_says_what_it_compared(base: Callable[[str], Path], run: Callable[..., Result], tmp_path: Path) -> None:
+    """Nothing is converted again, and without the source only the files are compared."""
+    adapter = trained(base("llama"), tmp_path / "in", "LOHA")
+    adapterswap.convert(adapter, tmp_path / "out", rank=2)
+    source = ["--expert", f"in={adapter}"]
+    assert run("verify", tmp_path / "out").stdout == "equal: the files match the record\n"
+    message = "equal: the files and the source match the record; nothing was converted again\n"
+    assert run("verify", tmp_path / "out", *source).stdout == message
+    config = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps({**config, "alpha": 3}))
+    changed = run("verify", tmp_path / "out", *source).stdout
+    assert changed == f"source changed: in's {CONFIG} differs from what was converted (SHA-256)\n"
+
+
 def test_every_accepted_kind_is_tested() -> None:
     assert {"LORA", *KINDS} - {"DORA"} == set(CONVERTIBLE)
 
