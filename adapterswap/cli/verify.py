@@ -30,8 +30,8 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
 
     PATH is an adapter, a model or a GGUF file (or a folder of pieces) that adapterswap wrote. Its record names the
     sources: those from the Hub are found automatically; pass folders with --expert. The files of an extracted adapter
-    are compared by their SHA-256; with --expert full=PATH and --base-model, so is the error of every module's ΔW. So are
-    those of a converted adapter, if an SVD or a pickle was involved, and its source's. Exits with 1 if anything
+    are compared by their SHA-256; with --expert full=PATH and --base-model, so is the error of every module's ΔW. So
+    are those of a converted adapter, if an SVD or a pickle was involved, and its source's. Exits with 1 if anything
     differs.
     """
     from adapterswap.tools.verification import verify
