@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 VLLM := .venv-vllm/.installed
 REV ?= HEAD
 
-.PHONY: demo test test-fast matrix golden architectures numerics lint format docs dist bench peers vllm clean
+.PHONY: demo test test-fast matrix golden architectures numerics lint format pages docs dist bench peers vllm clean
 
 demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
@@ -49,6 +49,11 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+pages: $(STAMP)  ## every generated page: commands, methods, recipe fields
+	$(BIN)/python scripts/command_reference.py
+	$(BIN)/python scripts/methods_page.py
+	$(BIN)/python scripts/recipe_fields.py
 
 docs: $(STAMP)  ## the site, in site/; `mkdocs serve` shows it with its search
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

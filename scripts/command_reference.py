@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -13,16 +14,60 @@ from click.testing import CliRunner
 from adapterswap.cli import COMMANDS, main
 
 PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
+COMPOSING = ("compose", "merge", "export", "evaluate")
+
+# An option with the lines that explain it.
+_OPTION = re.compile(r"^  -.*\n(?:^ {6,}.*\n)*", flags=re.MULTILINE)
+_EMPTY_GROUP = re.compile(r"^\n?\S[^\n]*:\n(?=\n|\Z)", flags=re.MULTILINE)
 
 
 def reference() -> str:
-    """The page: `adapterswap -h`, then each command's help, in the order in which they are listed."""
-    parts = ["# Commands\n\nWritten by `python scripts/command_reference.py` from each command's `--help`.\n"]
-    for name in ("", *_names()):
-        arguments = [*name.split(), "--help"]
-        shown = CliRunner().invoke(main, arguments, prog_name="adapterswap", terminal_width=100, color=False)
-        parts.append(f"## adapterswap {name}".rstrip() + f"\n\n```text\n{shown.output.rstrip()}\n```\n")
+    """The page: `adapterswap -h`, options that several commands share, then each command's own help."""
+    helps = {name: _help(name) for name in ("", *_names())}
+    everywhere = _shared(text for name, text in helps.items() if "COMMAND [ARGS]" not in text)
+    composing = _shared(helps[name] for name in COMPOSING) - everywhere
+    parts = [
+        "# Commands\n\nWritten by `python scripts/command_reference.py` from each command's `--help`.\n",
+        _section("adapterswap", helps[""]),
+        _section("Options of every command", _only(helps[COMPOSING[0]], everywhere)),
+        "## Options of a composition\n\nOf "
+        + ", ".join(f"[`{name}`](#adapterswap-{name})" for name in COMPOSING)
+        + f".\n\n```text\n{_only(helps[COMPOSING[0]], composing)}```\n",
+    ]
+    for name in list(helps)[1:]:
+        shared = everywhere | (composing if name in COMPOSING else frozenset())
+        note = "\nAlso the [options of a composition](#options-of-a-composition).\n" if name in COMPOSING else ""
+        parts.append(_section(f"adapterswap {name}", _without(helps[name], shared)) + note)
     return "\n".join(parts)
+
+
+def _help(name: str) -> str:
+    arguments = [*name.split(), "--help"]
+    shown = CliRunner().invoke(main, arguments, prog_name="adapterswap", terminal_width=100, color=False)
+    return shown.output.rstrip() + "\n"
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n```text\n{text}```\n"
+
+
+def _shared(helps: Iterable[str]) -> frozenset[str]:
+    """The options that all these helps explain in the same words."""
+    return frozenset.intersection(*(frozenset(map(_words, _OPTION.findall(text))) for text in helps))
+
+
+def _words(option: str) -> str:
+    """An option without its columns, which differ between commands."""
+    return " ".join(option.split())
+
+
+def _only(text: str, options: frozenset[str]) -> str:
+    return "".join(option for option in _OPTION.findall(text) if _words(option) in options)
+
+
+def _without(text: str, options: frozenset[str]) -> str:
+    rest = _OPTION.sub(lambda match: "" if _words(match[0]) in options else match[0], text)
+    return _EMPTY_GROUP.sub("", rest).rstrip() + "\n"
 
 
 def _names() -> Iterator[str]:

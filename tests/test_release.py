@@ -48,6 +48,27 @@ def test_metadata_files_follow_their_schemas(schema: str, files: list[Path]) -> 
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+def test_the_page_on_citing_says_what_citation_cff_says() -> None:
+    page = (ROOT / "docs" / "cite.md").read_text(encoding="utf-8")
+    citation = read(ROOT / "CITATION.cff")
+    assert re.findall(r"version += \{(.*)\}", page) == [str(citation["version"])]
+    for paper in (citation["preferred-citation"], *citation["references"]):
+        assert f"{{{paper['title']}}}" in page
+        authors = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+        assert f"{{{authors}}}" in page
+        assert paper["identifiers"][0]["value"] in page
+
+
+def test_the_workflow_on_the_page_of_scripts_follows_its_schema(tmp_path: Path) -> None:
+    pytest.importorskip("check_jsonschema")
+    page = (ROOT / "docs" / "scripts.md").read_text(encoding="utf-8")
+    (workflow,) = re.findall(r"```yaml\n(# \.github/workflows.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "compose.yml").write_text(workflow, encoding="utf-8")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    process = subprocess.run([*command, str(tmp_path / "compose.yml")], capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
 def test_one_version() -> None:
     assert re.fullmatch(SEMANTIC, adapterswap.__version__)
     assert str(read(ROOT / "CITATION.cff")["version"]) == adapterswap.__version__

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    reference = (site / "api.html").read_text()
+    reference = (site / "python.html").read_text()
     public = set(adapterswap.__all__) - {"__version__"}
     assert not {name for name in public if not re.search(rf'id="adapterswap\.(?:errors\.)?{name}"', reference)}
 
@@ -57,6 +62,52 @@ def test_copying_a_console_block_copies_only_the_command(site: Path, browser: An
     page.close()
     assert copied.startswith("adapterswap compose -t lab-run/seed-0/math")
     assert len(copied.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The site behind a server: browsers do not search pages that are opened as files."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("unsloth", "own_adapters.html"),
+        ("mlx", "own_adapters.html"),
+        ("gguf", "gguf.html"),
+        ("ollama", "gguf.html"),
+        ("exit code", "scripts.html"),
+        ("offline", "install.html"),
+        ("install", "install.html"),
+        ("modules_to_save vllm", "troubleshooting.html"),
+        ("new tokens", "adapters.html"),
+        ("pre-registration", "sweep.html"),
+        ("citation", "cite.html"),
+    ],
+)
+def test_the_search_finds_the_page_first(address: str, browser: Any, query: str, page: str) -> None:
+    tab = browser.new_page()
+    tab.goto(f"{address}/index.html?q={query.replace(' ', '+')}")
+    first = tab.locator(".md-search-result__item > .md-search-result__link").first
+    first.wait_for(state="attached")
+    found = first.get_attribute("href")
+    tab.close()
+    assert page in found
+
+
+def test_the_search_leaves_out_the_log(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    pages = {entry["location"].partition("#")[0] for entry in index}
+    assert "compose.html" in pages
+    assert not {page for page in pages if page.startswith(("log", "changelog"))}
 
 
 def test_the_site_fetches_nothing(site: Path) -> None:

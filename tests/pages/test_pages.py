@@ -27,13 +27,17 @@ ELSEWHERE = {
 
 # What does not run here: a page (* is every page), a pattern that a step matches, and why.
 NOT_RUN: list[tuple[str, str, str]] = [
-    ("*", r"^pip install|^python3 -m venv|^\. \.venv|^jupyter", "installs packages: `make dist` does too"),
+    ("*", r"^pip (install|wheel)|^python3 -m venv|^\. \.venv|^jupyter", "installs packages: `make dist` does too"),
     ("*", r"^make ", "makes an environment: continuous integration runs it"),
     ("*", r"--push-to-hub", "needs the Hub: tests/experts/test_hub.py uploads to a small server"),
     ("*", r"torchrun|accelerate launch|compute_environment", "needs several GPUs: tests/training/test_processes.py"),
     ("*", r"--ray", "needs a Ray cluster: tests/sweeps/test_cluster.py"),
     ("*", r"^curl |\n *curl ", "needs a server: tests/serving asks running ones"),
-    ("*", r"^adapterswap (serve|studio) |^llama-server|sglang|lorax-", "starts a server: tests/serving, tests/studio"),
+    (
+        "*",
+        r"^adapterswap (serve|studio) (?!.*--dry-run)|^llama-server|sglang|lorax-",
+        "starts a server: tests/serving, tests/studio",
+    ),
     ("*", r"^adapterswap lab", "trains for minutes: tests/lab trains for less"),
     ("*", r"^adapterswap train train/", "needs data from the Hub: tests/recipes trains on rows like them"),
     ("docs/models.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
@@ -63,8 +67,10 @@ NOT_RUN: list[tuple[str, str, str]] = [
         "evaluates for hours: tests/sweeps evaluates a little",
     ),
     ("docs/serving.md", r"^# experts\.yaml", "tests/serving/test_manifest.py"),
-    ("docs/terminal.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
-    ("docs/checkpoints.md", r"^selection:", "evaluates during training: tests/training has smaller runs"),
+    ("*", r"convert_hf_to_gguf|^ollama ", "needs llama.cpp's sources or Ollama: tests/exporting has llama.cpp"),
+    ("docs/scripts.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
+    ("docs/scripts.md", r"^# \.github", "a workflow file: a test below reads it"),
+    ("docs/train.md", r"^selection:", "evaluates during training: tests/training has smaller runs"),
     ("docs/train.md", r"^(base_model|datasets):", "needs data from the Hub: tests/training/test_recipe.py"),
     ("examples/live/README.md", r"chat\.py", "talks with its user: tests/live/test_example.py"),
 ]
@@ -94,7 +100,7 @@ FILES: dict[tuple[str, str], tuple[str, str | None]] = {
     ("docs/sweep.md", "base_model:"): ("swahili.yaml", "adapterswap recipes validate swahili.yaml"),
 }  # fmt: skip
 
-SIX_LAYERS = {"README.md", "docs/index.md", "docs/analyze.md", "docs/suggest.md"}
+SIX_LAYERS = {"README.md", "docs/index.md", "docs/layers.md"}
 LAB = {"docs/inspect.md", "docs/lab.md", "docs/report.md", "docs/start.md"}
 
 

@@ -88,7 +88,7 @@ def models_page() -> None:
         save_expert(base, Path(name), seed=seed, target_modules=["q_proj", "v_proj"], task_type="SEQ_2_SEQ_LM")
 
 
-def convert_page() -> None:
+def adapters_page() -> None:
     """A DoRA, and an expert with a head that was trained in full."""
     save_expert(open_base(), Path("experts/dora"), seed=1, use_dora=True, target_modules=["q_proj"])
     shutil.rmtree("experts/swahili")
@@ -150,12 +150,64 @@ def papers_experts() -> None:
             shutil.copytree(Path("experts") / name.rpartition("-")[2], Path("experts") / model / name)
 
 
-def terminal_page() -> None:
-    """A composition, and the same under another name."""
-    from adapterswap import layer_swap
+def adapter_from(expert: str, place: str, **config: Any) -> Path:
+    """A copy of an expert as another tool leaves it: other keys in its config, and no record of its base."""
+    folder = Path(shutil.copytree(Path("experts") / expert, place))
+    (folder / "training.json").unlink(missing_ok=True)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return folder
 
-    for place in ("math-swahili", "published/math-swahili"):
-        layer_swap("experts/math", "experts/swahili", bottom=5, top=2).write(place)
+
+def adapters_of_other_tools() -> None:
+    """Adapters as Unsloth, LLaMA-Factory and MLX save them, from the page's experts, and some that are refused."""
+    adapter_from("math", "unsloth-math", base_model_name_or_path="unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit")
+    adapter_from("swahili", "factory-swahili", base_model_name_or_path="/train/models/Meta-Llama-3.1-8B-Instruct")
+    for name in ("math", "swahili"):
+        adapter_from(name, f"offline/{name}", base_model_name_or_path="nobody/base-8b")
+    adapter_from("math", "pissa", init_lora_weights="pissa")
+    adapter_from("math", "trainer-output/checkpoint-500")
+    pickled = adapter_from("math", "pickled")
+    factors = load_file(pickled / "adapter_model.safetensors")
+    (pickled / "adapter_model.safetensors").unlink()
+    torch.save(factors, pickled / "adapter_model.bin")
+    mlx = Path("mlx-math")
+    mlx.mkdir()
+    prefix, last = "base_model.model.", ".weight"
+    renamed = {key.removeprefix(prefix).removesuffix(last).lower(): factors[key].T.contiguous() for key in factors}
+    save_file(renamed, mlx / "adapters.safetensors")
+    settings = {"rank": 8, "dropout": 0.0, "scale": 16 / 8**0.5}
+    (mlx / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": settings}))
+
+
+def gguf_page() -> None:
+    """An expert with a head that was trained in full."""
+    save_expert(open_base(), Path("experts/head"), seed=2, modules_to_save=["lm_head"])
+
+
+def troubleshooting_page() -> None:
+    """Experts, bases and folders with one fault each."""
+    from adapterswap import layer_swap, slice_layers
+
+    adapters_of_other_tools()
+    gguf_page()
+    save_expert(open_base(), Path("experts/dora"), seed=1, use_dora=True, target_modules=["q_proj"])
+    shutil.copytree("experts/head", "with-head/head")
+    truncated = adapter_from("math", "truncated") / "adapter_model.safetensors"
+    truncated.write_bytes(truncated.read_bytes()[:5000])
+    other = open_base()
+    other.model.embed_tokens.weight.data += 0.1
+    other.save_pretrained("other/base")
+    adapter_from("swahili", "experts/elsewhere")
+    record = {"base": {"fingerprints": base_fingerprints(Path("other/base"))}}
+    Path("experts/elsewhere/training.json").write_text(json.dumps(record))
+    Path("taken").mkdir()
+    Path("taken/file").touch()
+    slice_layers("experts/swahili", "0-1").write("shell")
+    layer_swap("experts/math", "experts/swahili", bottom=5, top=2).write("composed")
+    config = json.loads(Path(shutil.copytree("org/base", "quantized"), "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    Path("quantized/config.json").write_text(json.dumps(config))
 
 
 def train_page() -> None:
@@ -200,20 +252,22 @@ def report_page() -> None:
 
 
 SETUPS: dict[str, Callable[[], None]] = {
-    "docs/convert.md": convert_page,
+    "docs/adapters.md": adapters_page,
     "docs/engines.md": engines_page,
     "docs/evaluate.md": evaluate_page,
     "docs/extract.md": extract_page,
+    "docs/gguf.md": gguf_page,
+    "docs/layers.md": texts_page,
     "docs/merge.md": merge_page,
     "docs/models.md": models_page,
+    "docs/own_adapters.md": adapters_of_other_tools,
     "docs/publish.md": publish_page,
     "docs/recipes.md": papers_experts,
     "docs/report.md": report_page,
-    "docs/suggest.md": texts_page,
     "docs/tasks.md": tasks_page,
     "docs/sweep.md": papers_experts,
-    "docs/terminal.md": terminal_page,
     "docs/train.md": train_page,
+    "docs/troubleshooting.md": troubleshooting_page,
 }
 
 
