@@ -100,6 +100,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16], "is_decoder": False},
     "squeezebert": {"embedding_size": WIDTH},
+    "xlstm": {"num_blocks": LAYERS},
 }
 
 

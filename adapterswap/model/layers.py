@@ -48,7 +48,8 @@ _OTHER_PARTS = re.compile(
     r"|^mtp(_|$)|nextn|talker|token2wav|^dit$|diffusion|flow_head|depth_decoder|timestamp|altup|embed_tokens|lm_heads"
 )
 _AHEAD = re.compile(r"(^|\.)mtp(_|\.|$)|nextn")
-_LANGUAGE_PARTS = {"language_model", "text_model", "text_decoder", "thinker"}
+_LANGUAGE_PARTS = {"language_model", "text_model", "text_encoder", "text_decoder", "thinker"}
+_STACK = re.compile(r"(?P<before>(?:^|\.)(?:text_)?)(?P<stack>encoder|decoder)(?=\.|$)")
 
 _ATTENTION = {
     "self_attn", "self_attention", "attn", "attention", "linear_attn", "cross_attn", "cross_attention",
@@ -126,11 +127,17 @@ def _lists_of_layers(names: Iterable[str]) -> list[str]:
 
 
 def stack_of(name: str) -> Stack | None:
-    """The stack of a module, from the first segment of its name that is `encoder` or `decoder`; None without one.
+    """The stack of a module, from the first segment of its name that is an encoder's or a decoder's; None without one.
 
     Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `stack_in`.
     """
-    return next((segment for segment in name.split(".") if segment in STACKS), None)
+    match = _STACK.search(name)
+    return None if match is None else "encoder" if match["stack"] == "encoder" else "decoder"
+
+
+def in_stack(name: str, stack: Stack) -> str:
+    """The name of the same module in the encoder or the decoder."""
+    return _STACK.sub(rf"\g<before>{stack}", name, count=1)
 
 
 def stack_in(name: str, num_layers: NumLayers) -> Stack | None:
@@ -147,7 +154,7 @@ def of_any_stack(container: str) -> str:
     """The name of a list of layers for either stack: `model.*.layers` for `model.decoder.layers`, and for the encoder
     beside a vision tower (T5Gemma 2's `model.encoder.text_model.layers`)."""
     parts = container.split(".")
-    place = next((place for place, part in enumerate(parts) if part in STACKS), None)
+    place = next((place for place, part in enumerate(parts) if _STACK.fullmatch(part)), None)
     if place is None:
         return container
     return ".".join([*parts[:place], _ANY_STACK, *(p for p in parts[place + 1 :] if p not in _LANGUAGE_PARTS)])

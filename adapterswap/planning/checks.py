@@ -15,7 +15,6 @@ from adapterswap.files.tensorfile import FLOATS
 from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint
 from adapterswap.model.layers import (
     NO_LAYER,
-    STACKS,
     NumLayers,
     Stack,
     depth_of,
@@ -23,6 +22,7 @@ from adapterswap.model.layers import (
     extra_rows,
     format_layers,
     has_both_stacks,
+    in_stack,
     is_vocabulary,
     parse_layers,
     stack_in,
@@ -303,9 +303,8 @@ def _moved(slot: Slot, stack: Stack | None, layer: int) -> str:
     """The name of the module of this kind in another layer."""
     parts = slot.matched_name.split(".")
     parts[parts.index(str(slot.layer))] = str(layer)
-    if stack is not None:
-        parts[next(place for place, part in enumerate(parts) if part in STACKS)] = stack
-    return ".".join(parts)
+    name = ".".join(parts)
+    return name if stack is None else in_stack(name, stack)
 
 
 def check_saved(

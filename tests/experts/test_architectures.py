@@ -212,6 +212,8 @@ def test_the_language_models_layers_among_several_lists() -> None:
     names = ["vision.layers.0.x", "model.language_model.layers.0.x"]
     assert layer_container(names) == "model.language_model.layers"
     assert layer_container(["a.block.0.layer.0.q", "b.block.0.layer.0.q"]) is None
+    assert layer_container(["text_encoder.layers.0.q", "text_decoder.layers.0.q", "t2u.decoder.layers.0.q"]) == "*.layers"
+    assert layer_container(["text_encoder.encoder.layer.0.q", "text_decoder.bert.encoder.layer.0.q"]) is None
 
 
 EXACT = dict.fromkeys(("soup", "swap", "merge"), "exact")
@@ -230,7 +232,7 @@ PICO = {
         "SEQ_2_SEQ_LM", "encoder-decoder", "lora", {**EXACT, "swap": "UnsupportedError"}
     ),
     "an encoder with a vision tower": ("SEQ_2_SEQ_LM", "t5gemma2", "lora", EXACT),
-    "stacks of other names": ("SEQ_2_SEQ_LM", "seamless_m4t", "lora", {**EXACT, "swap": "ExpertError"}),
+    "stacks of other names": ("SEQ_2_SEQ_LM", "seamless_m4t", "lora", EXACT),
     "keys that PEFT renames twice": ("CAUSAL_LM", "laguna", "lora", LOST),
     "keys that PEFT renames twice, of weights without a module": ("CAUSAL_LM", "inkling2_text", "lora", LOST),
     "an unknown number of layers": ("SEQ_CLS", "funnel", "lora", {**EXACT, "swap": "BaseModelError"}),
