@@ -212,7 +212,7 @@ def test_the_language_models_layers_among_several_lists() -> None:
     names = ["vision.layers.0.x", "model.language_model.layers.0.x"]
     assert layer_container(names) == "model.language_model.layers"
     assert layer_container(["a.block.0.layer.0.q", "b.block.0.layer.0.q"]) is None
-    assert layer_container(["text_encoder.layers.0.q", "text_decoder.layers.0.q", "t2u.decoder.layers.0.q"]) == "*.layers"
+    assert layer_container(["text_encoder.layers.0.q", "text_decoder.layers.0.q", "t2u.encoder.layers.0"]) == "*.layers"
     assert layer_container(["text_encoder.encoder.layer.0.q", "text_decoder.bert.encoder.layer.0.q"]) is None
 
 
