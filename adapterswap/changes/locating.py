@@ -134,18 +134,32 @@ def locate_all(
     return located
 
 
+# The types of models in transformers whose layers share weights.
+_SHARING_LAYERS = frozenset({"zamba", "zamba2"})
+
+
 def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
-    """Refuse an adapter that changes one of an encoder-decoder's shared embeddings, which are stored as one weight."""
+    """Refuse an adapter that changes one of several modules with one weight: an encoder-decoder's shared embeddings,
+    or blocks that layers share."""
+    if model.config.get("model_type") in _SHARING_LAYERS:
+        for part in (part for part in adapter.parts.values() if part.layer is not None):
+            weight = model.base.get(model.base.find(part.name, adapter.container) or "")
+            if weight is not None and weight.tied:
+                raise _shared(expert, weight.name, weight.tied, model)
     if not has_both_stacks(model.container) or not _changes_an_end(adapter, model):
         return
     for name, others in model.base.shared_embeddings.items():
         changed = [p for p in adapter.parts.values() if p.layer is None and f".{name}".endswith(f".{p.name}")]
         if any(not isinstance(part, FullModule) or not part.tied.keys() >= set(others) for part in changed):
-            raise UnsupportedError(
-                f"{expert} changes {name}, which {model.name} ties to {', '.join(others)}: PEFT changes only that one, "
-                "but full weights cannot",
-                "Compose it into an adapter with `compose`",
-            )
+            raise _shared(expert, name, others, model)
+
+
+def _shared(expert: str, name: str, others: Sequence[str], model: Checkpoint) -> UnsupportedError:
+    return UnsupportedError(
+        f"{expert} changes {name}, which {model.name} ties to {and_more(others)}: PEFT changes only that one, but full "
+        "weights cannot",
+        "Compose it into an adapter with `compose`",
+    )
 
 
 def _check_bias_of_head(

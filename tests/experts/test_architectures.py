@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,8 @@ PICO = {
     "stacks of other names": ("SEQ_2_SEQ_LM", "seamless_m4t", "lora", EXACT),
     "keys that PEFT renames twice": ("CAUSAL_LM", "laguna", "lora", LOST),
     "keys that PEFT renames twice, of weights without a module": ("CAUSAL_LM", "inkling2_text", "lora", LOST),
+    "blocks that layers share": ("CAUSAL_LM", "zamba", "lora", {**EXACT, "merge": "UnsupportedError"}),
+    "blocks that layers share, with adapters": ("CAUSAL_LM", "zamba2", "lora", {**EXACT, "merge": "UnsupportedError"}),
     "an unknown number of layers": ("SEQ_CLS", "funnel", "lora", {**EXACT, "swap": "BaseModelError"}),
 }  # fmt: skip
 
@@ -249,6 +252,22 @@ def test_as_in_scripts_architectures(case: str, tmp_path: Path) -> None:
         rows = list(architectures.examine(task, model_type, kind, tmp_path))
     results = {row["operation"]: row["reason"].partition(":")[0] or row["outcome"] for row in rows}
     assert results == outcomes, rows
+
+
+def test_a_block_that_layers_share_is_not_merged_for_one_of_them(tmp_path: Path) -> None:
+    """Also if the adapter changes it only in the layer that stores it."""
+    architectures = loaded(Path(__file__).parents[2] / "scripts" / "architectures.py")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = architectures.build("CAUSAL_LM", "zamba", tmp_path / "base")
+        subject = architectures.Subject(type(base).from_pretrained(tmp_path / "base"), "CAUSAL_LM", "lora", tmp_path)
+    expert = subject.experts[0]
+    for layers, merges in (("0-1", False), ("2", True)):
+        part = adapterswap.write_adapter(adapterswap.slice_layers(expert, layers), tmp_path / layers)
+        rules = [{"layers": layers, "expert": "math"}]
+        plan = adapterswap.compose(adapterswap.Composition(allocation=rules), {"math": part})
+        with nullcontext() if merges else refused(UnsupportedError, match="shared_transf"):
+            adapterswap.merge(plan, out_path=tmp_path / f"merged {layers}")
 
 
 def test_what_peft_would_lose_is_refused_when_loaded_and_left_out_by_a_rule(tmp_path: Path) -> None:
