@@ -52,7 +52,7 @@ def _worth() -> str:
     return f"""
 ## What they are worth in the lab
 
-Two experts of the [lab](lab.md)'s scene `{results["scene"]}`, English maths and the language xx without maths, are
+Two experts of the [lab](lab.md)'s scene `{results["scene"]}`, English math and the language xx without math, are
 combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.3
 million parameters. It says nothing about other scenes or sizes.
 
@@ -66,7 +66,7 @@ adapterswap lab --methods all --seeds {len(seeds)} -o comparison    # resumes if
   `adapterswap/lab/comparing.py` before the run). They are evaluated on {sizes["development"]} development problems in
   xx, and the best (the first of several equals) is tested on {sizes["test"]:,} others. Weights are merged in full and
   in float32: no method is reduced to a rank.
-* **xx maths**, and **English** on {sizes["english"]} problems, on which nothing is chosen: exact match, mean ±
+* **xx math**, and **English** on {sizes["english"]} problems, on which nothing is chosen: exact match, mean ±
   standard deviation over seeds. Differences in xx are paired, with 95 % intervals over seeds and problems, not
   corrected for their number.
 * **On {", ".join(reversed(few))}**: the accuracy on the test if only that many problems in xx are available to

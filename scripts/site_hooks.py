@@ -52,7 +52,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Keep short inline code on one line: browsers would break `--max-rank` after a hyphen."""
+    """Keep short inline code on one line: browsers would break `--max-rank` after a hyphen. Mark errors, which wrap."""
+    html = html.replace('<span class="go">Error:', '<span class="go error">Error:')
     return _SHORT_CODE.sub(r'<code class="whole">\1</code>', html)
 
 

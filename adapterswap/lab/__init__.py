@@ -1,6 +1,6 @@
 """The lab: layer swapping on pico models in a constructed bilingual world, offline, in minutes.
 
-For each seed, a math expert (English) and a language expert (the constructed language `xx`, without maths) are trained
+For each seed, a math expert (English) and a language expert (the constructed language `xx`, without math) are trained
 on a base model by the library's own training, composed by its own composer, and scored on held-out word problems. This
 demonstrates a mechanism; it does not reproduce the papers' numbers. Importing it does not import torch.
 """

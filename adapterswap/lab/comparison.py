@@ -135,7 +135,7 @@ def _cells(results: Mapping[str, Any]) -> Iterator[list[str]]:
     """The headings, then the cells of each row."""
     few = [str(n) for n in reversed(results["few"])]
     minus = [f"minus {other} (95 %)" for other in COMPARED_WITH]
-    yield ["method", "tried", "xx maths", "English", *minus, *(f"on {n}" for n in few)]
+    yield ["method", "tried", "xx math", "English", *minus, *(f"on {n}" for n in few)]
     for name in _ordered(results):
         row = results["rows"][name]
         scores = [_with_spread(row[language]) for language in ("xx", "en")]

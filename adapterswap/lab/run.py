@@ -50,15 +50,15 @@ def tables(study: Study) -> Iterator[Table]:
 
     spread = " (mean ± standard deviation over seeds)" if number > 1 else ""
     scores = Table(title=f"Exact match, {over}{spread}", title_justify="left")
-    for heading in ("method", "xx maths", "English maths", "description"):
-        scores.add_column(heading, justify="right" if "maths" in heading else "left", no_wrap=heading != "description")
+    for heading in ("method", "xx math", "English math", "description"):
+        scores.add_column(heading, justify="right" if "math" in heading else "left", no_wrap=heading != "description")
     for method, description in METHODS.items():
         values = [_with_spread(study.score(method, language)) for language in ("xx", "en")]
         scores.add_row(method, *values, description, style="bold" if method == "layer swap" else "")
     yield scores
 
     differences = Table(
-        title="Layer swap minus the other method, xx maths, paired\n"
+        title="Layer swap minus the other method, xx math, paired\n"
         "(clearly: a seed's 95 % interval over its problems excludes 0)",
         title_justify="left",
     )
@@ -78,7 +78,7 @@ def tables(study: Study) -> Iterator[Table]:
 
     if study.scene.unfamiliar:
         groups = {method: study.by_unfamiliar(method) for method in METHODS}
-        words = Table(title="xx maths by unfamiliar words", title_justify="left")
+        words = Table(title="xx math by unfamiliar words", title_justify="left")
         words.add_column("method")
         for label in groups["base"]:
             words.add_column(label, justify="right")
@@ -189,7 +189,7 @@ def _grid(study: Study) -> Figure:
     axes.set_yticks(range(tops))
     axes.set_xlabel("b: bottom layers from the language expert")
     axes.set_ylabel("u: top layers from the language expert")
-    axes.set_title("Layer swap on the development set, xx maths", loc="left", fontsize=11)
+    axes.set_title("Layer swap on the development set, xx math", loc="left", fontsize=11)
     figure.colorbar(image, label="exact match, mean over seeds")
     return figure
 
@@ -236,7 +236,7 @@ def _words(study: Study) -> Figure:
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylim(0, 1)
     axes.set_xlabel("words of the problem that the base hardly knows")
-    axes.set_ylabel("exact match, xx maths")
+    axes.set_ylabel("exact match, xx math")
     axes.set_title("Where the gain comes from (dots: seeds)", loc="left", fontsize=11)
     _tidy(axes)
     axes.legend(frameon=False, fontsize=8, ncols=2)

@@ -149,7 +149,7 @@ def lab_source(
     """
     number = int(content["problems"])
     tasks = {
-        code: TaskInfo(f"maths, {code}", role, code, ("exact_match", "none"), True, number, (), tuple(range(number)))
+        code: TaskInfo(f"math, {code}", role, code, ("exact_match", "none"), True, number, (), tuple(range(number)))
         for code, role in (("xx", "target"), ("en", "retention"))
     }
     chosen = {seed["seed"]: f"bottom={seed['bottom']},top={seed['top']}" for seed in content["seeds"]}

@@ -228,7 +228,7 @@ def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
     if screened := source.math + sum(source.overlap.values()):
         raise DataError(
             f"the dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the rest are empty",
-            "Choose a source without maths and evaluation texts; if it is the task's own maths, set `side: task`",
+            "Choose a source without math and evaluation texts; if it is the task's own math, set `side: task`",
             parameter="datasets",
         )
     raise DataError(

@@ -132,7 +132,7 @@ class Grams:
 
 
 MATH = "math"
-"""What `Screen.judge` returns for maths."""
+"""What `Screen.judge` returns for math."""
 
 Turn = tuple[str, str]
 """A prompt and its completion; plain text is a completion without a prompt."""
@@ -159,7 +159,7 @@ _BARE = re.compile(r"\W{0,9}\d[\d.,]{0,20}\W{0,9}")
 
 
 def looks_like_math(turns: Sequence[Turn]) -> bool:
-    """Whether a row is maths, by the rule above."""
+    """Whether a row is math, by the rule above."""
     wide = ((unicodedata.normalize("NFKC", text) for text in turn) for turn in turns)  # ＋ and ＝, as Japanese has them
     return any(
         _ARITHMETIC.search(prompt) or _ARITHMETIC.search(completion) or _is_computed(prompt, completion)
@@ -204,7 +204,7 @@ class Screen:
 
         Args:
             turns: the row's text.
-            is_task: whether the row belongs to the task, where maths is allowed.
+            is_task: whether the row belongs to the task, where math is allowed.
         """
         if self._evaluations:
             hashes = np.concatenate([hash_grams(text) for turn in turns for text in turn])

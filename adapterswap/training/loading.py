@@ -68,7 +68,7 @@ class SourceCounts:
         read: rows in the split; of a stream, rows read.
         kept: rows left after filter and samples.
         empty: of `kept`, rows dropped because a value is missing or there is nothing to train on.
-        math: of `kept`, rows dropped by hygiene as maths.
+        math: of `kept`, rows dropped by hygiene as math.
         overlap: of `kept`, rows dropped because they share text with an evaluation, by the evaluation's name.
         files: for local files, name → sha256.
     """

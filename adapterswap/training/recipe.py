@@ -259,7 +259,7 @@ class DatasetSource(StrictModel):
     side: Side | None = Field(
         default=None,
         description="The side that these rows belong to. `simultaneous` trains that side's modules on them; hygiene "
-        "keeps the task's maths.",
+        "keeps the task's math.",
     )
     streaming: bool = Field(
         default=False, description="Read only as much of the source as `samples` needs, drawn from a moving buffer."
@@ -293,10 +293,10 @@ class DatasetSource(StrictModel):
 
 
 class Hygiene(StrictModel):
-    """Rows to exclude: maths in a language's mixture, and the texts of evaluations."""
+    """Rows to exclude: math in a language's mixture, and the texts of evaluations."""
 
     exclude_math: bool = Field(
-        default=False, description="Drop rows that look like maths, except in sources with `side: task`."
+        default=False, description="Drop rows that look like math, except in sources with `side: task`."
     )
     overlap: list[str] = Field(
         default=["mgsm", "gsm8k_test"],

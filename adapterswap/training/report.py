@@ -127,7 +127,7 @@ class RowCounts:
             hygiene, and its files with their sha256.
         train, validation: rows used.
         empty: rows dropped because a value was missing or there was no completion.
-        math: rows dropped because they look like maths.
+        math: rows dropped because they look like math.
         overlap: rows dropped because they share text with an evaluation.
         cut_off: rows dropped because nothing to train on was left within max_length.
         surplus: rows left out beyond `samples_per_side`.
@@ -175,7 +175,7 @@ class RowCounts:
         if self.empty:
             messages.append(f"{self.empty} rows dropped: a value is missing or there is nothing to train on")
         if self.math:
-            messages.append(f"{self.math} rows dropped: they look like maths ({self._by_source('math')})")
+            messages.append(f"{self.math} rows dropped: they look like math ({self._by_source('math')})")
         if self.overlap:
             messages.append(f"{self.overlap} rows dropped: they share text with an evaluation ({self._overlaps()})")
         if self.cut_off:

@@ -1,7 +1,7 @@
 """Choose the checkpoint that becomes the expert: the recipe's options, the table of scores, the choice. Pure data.
 
 In the second paper (section 5) language understanding (Belebele, Global-MMLU) predicts a good language expert, and MGSM
-in English a good maths expert. Both predict better than maths in the target language, which is what the composition is
+in English a good math expert. Both predict better than math in the target language, which is what the composition is
 used for. Knows nothing of how a score is measured.
 """
 
@@ -25,7 +25,7 @@ class SelectionOptions(EvaluationOptions):
 
     tasks: list[str] = Field(
         min_length=1,
-        description="For a language expert such as [belebele_swh_Latn, global_mmlu_full_sw]; for a maths expert "
+        description="For a language expert such as [belebele_swh_Latn, global_mmlu_full_sw]; for a math expert "
         "[mgsm_native_cot_en].",
     )
     metric: str | dict[str, str] | None = Field(
@@ -43,12 +43,12 @@ class SelectionOptions(EvaluationOptions):
 
     def notes(self) -> list[str]:
         """Warnings about this choice of tasks."""
-        maths = [name for name in self.tasks if name.startswith("mgsm_") and not name.endswith("_en")]
-        if not maths:
+        others = [name for name in self.tasks if name.startswith("mgsm_") and not name.endswith("_en")]
+        if not others:
             return []
         return [
-            f"selection by {', '.join(maths)}: the second paper found maths in the target language a weaker sign of a "
-            "good expert than Belebele and Global-MMLU (language experts) and MGSM in English (maths experts)"
+            f"selection by {', '.join(others)}: the second paper found math in the target language a weaker sign of a "
+            "good expert than Belebele and Global-MMLU (language experts) and MGSM in English (math experts)"
         ]
 
 

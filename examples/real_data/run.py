@@ -75,7 +75,7 @@ def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = "", "loss, maths", "loss, Swahili", "MGSM sw", "MGSM en"
+    columns = "", "loss, math", "loss, Swahili", "MGSM sw", "MGSM en"
     table = Table(*columns, title="held-out loss in nats per token, and exact match (normalized)")
     for name, told in results.items():
         losses, mgsm = told["heldout_loss"], told["mgsm"]

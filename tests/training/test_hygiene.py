@@ -1,4 +1,4 @@
-"""Hygiene: detecting maths and overlap with evaluations, and dropping such rows."""
+"""Hygiene: detecting math and overlap with evaluations, and dropping such rows."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_runs_and_estimates_report_dropped_rows(make_recipe: Callable[..., Train
     expected = estimate(recipe).rows
     assert (expected.train, expected.math, expected.overlap, expected.dropped) == (32, 1, 1, 2)
     told = " ".join(expected.notes())
-    assert "1 rows dropped: they look like maths" in told
+    assert "1 rows dropped: they look like math" in told
     assert "1 with mgsm" in told
     report = train(recipe, out_path=tmp_path / "out", progress=False)
     written = json.loads((tmp_path / "out" / "training.json").read_text(encoding="utf-8"))

@@ -347,7 +347,7 @@ def test_the_command_line_reports_selection(tmp_path: Path, selecting: MakeRecip
     shown = run("train", path, "--dry-run", "--set", "selection.tasks=[pico_last, mgsm_direct_sw]")
     assert shown.exit_code == 0, shown.stderr
     assert "selection   2 checkpoints to evaluate, 290 documents in " in shown.stdout
-    assert "selection by mgsm_direct_sw: the second paper found maths in the target language a weaker" in shown.stderr
+    assert "selection by mgsm_direct_sw: the second paper found math in the target language a weaker" in shown.stderr
     result = run("train", path, "-o", tmp_path / "expert")
     assert result.exit_code == 0, result.stderr
     rows = [line for line in result.stdout.splitlines() if line.startswith("checkpoint  ")]
