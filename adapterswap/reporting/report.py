@@ -356,11 +356,13 @@ def make_report(
         seed: of the bootstrap; the same seed gives the same report.
 
     Raises:
-        ArgumentError: the run has no such family or unit, fewer than two methods are left, or more than one of several
-            runs was registered.
+        ArgumentError: the run has no such family or unit, fewer than two methods are left, more than one of several
+            runs was registered, or `seed` is not a whole number from 0 on.
         DataError: no target task of the run is finished, or a file of samples or the pre-registration is damaged.
         DependencyError: the `report` extra is not installed.
     """
+    if type(seed) is not int or seed < 0:  # numpy takes None for another seed each time
+        raise ArgumentError(f"`seed` is {seed!r}", "Pass a whole number, 0 or above", parameter="seed")
     _require_libraries()
     source = replace(source, run=with_units(source.run, units))
     run = source.run

@@ -88,6 +88,7 @@ def report(
     check_type(figures, (str, Path, type(None)), "figures", "Pass the path of the folder to write")
     for name, chosen in (("methods", methods), ("units", units)):
         check_type(chosen, (list, tuple, type(None)), name, "Pass a list of names")
+    check_type(table, (TableStyle, type(None)), "table", "Pass a TableStyle")
     width = width_in_inches(column_width)
     folders = [expand(path) for path in runs]
     source = open_source(*folders)

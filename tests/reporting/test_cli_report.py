@@ -17,6 +17,7 @@ from adapterswap.cli import COMMANDS, main
 from adapterswap.errors import ArgumentError
 from adapterswap.lab.seed import METHODS
 from adapterswap.reporting import make_report, open_source
+from adapterswap.reporting.writing import report
 
 from .conftest import Written
 from .crafting import craft
@@ -119,6 +120,17 @@ def lab(tmp_path: Path) -> Path:
     ]  # fmt: skip
     (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+@pytest.mark.parametrize("seed", [None, -1, "0"])
+def test_a_seed_that_gives_other_numbers_each_time_is_refused(lab: Path, seed: Any) -> None:
+    with refused(ArgumentError, "seed"):
+        make_report(open_source(lab), seed=seed)
+
+
+def test_a_style_that_is_none_is_refused(lab: Path) -> None:
+    with refused(ArgumentError, "table"):
+        report(lab, table="wide")  # type: ignore[arg-type]
 
 
 def test_a_lab_run(lab: Path) -> None:
