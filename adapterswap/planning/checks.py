@@ -30,7 +30,7 @@ from adapterswap.model.layers import (
 )
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.rules import Rule, place_of
+from adapterswap.planning.rules import BASE, Rule, place_of
 from adapterswap.planning.slots import Slot
 
 # The config keys that two checkpoints of one architecture must agree on, if both have them.
@@ -250,6 +250,8 @@ def check_matches(
     for rule in rules:
         if rule.stack and parameter is None and composition.stack == "both" and stacks and rule.stack not in stacks:
             continue  # the experts adapt only the other stack
+        if parameter is None and rule.expert == BASE:
+            continue  # a slice may lack exactly the layers that are reset
         if not rule.optional and all(slot.rule is not rule for slot in slots):
             problems.add(
                 f"the rule `{rule}` matches no module that earlier rules left",

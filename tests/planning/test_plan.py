@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from refusals import refused
+from safetensors.torch import load_file
 
 import adapterswap
 from adapterswap import Composition
@@ -251,3 +253,13 @@ def test_a_wrong_task_type(math: Path, run: Callable[..., Result], tmp_path: Pat
     assert (
         run("verify", tmp_path / "out", "--expert", f"{math.name}={math}", "--expert", f"wrong={wrong}").exit_code == 0
     )
+
+
+def test_layers_that_a_slice_lacks_are_reset(expert: Callable[..., Path], tmp_path: Path) -> None:
+    """The result is the slice."""
+    core = adapterswap.write_adapter(adapterswap.slice_layers(expert(seed=1), "2-4"), tmp_path / "core")
+    plan = adapterswap.layer_swap(core, "base", bottom=2, top=1)
+    out = adapterswap.write_adapter(plan, tmp_path / "out")
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, core))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
