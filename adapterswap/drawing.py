@@ -141,6 +141,30 @@ def tidy(axes: Any, *, grid: str | None = None) -> None:
         axes.set_axisbelow(True)
 
 
+def hatch(axes: Any, x: float, y: float, colour: str = GREY, **more: Any) -> None:
+    """Hatch the cell around (x, y) of a heat map, as it has no number: a score of 0 would look different."""
+    from matplotlib.patches import Rectangle
+
+    look: dict[str, Any] = {"facecolor": "white", "edgecolor": colour, "hatch": HATCH, "linewidth": 0, **more}
+    axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+
+
+def legend_shape(names: Sequence[str], width: float, *, cut: int, inches: float, room: float) -> tuple[int, int]:
+    """The number of columns that fit, and the number of lines of text that they take.
+
+    Args:
+        names: the entries, which are wrapped at `cut` characters.
+        width: of the figure, in inches.
+        inches: the width of a character.
+        room: the width of a line and the space around it, in inches.
+    """
+    labels = [wrapped(name, cut) for name in names]
+    widest = max(max(map(len, label.split("\n"))) for label in labels) * inches + room
+    columns = max(1, min(len(names), int((width - 0.1) / widest)))
+    tallest = max(label.count("\n") + 1 for label in labels)
+    return columns, -(-len(names) // columns) * tallest
+
+
 def wrapped(text: str, characters: int) -> str:
     """A name wrapped at `characters`, in three lines at most; the rest is cut."""
     lines = textwrap.wrap(shown(text), max(4, characters), break_on_hyphens=True) or [""]

@@ -10,7 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.analysis.interference import FractionTable, Interference
-from adapterswap.drawing import GREY, HATCH, NOTE, SMALL, TEXT, Look, looks, new_figure, readable_on, wrapped
+from adapterswap.drawing import (
+    GREY,
+    NOTE,
+    SMALL,
+    TEXT,
+    Look,
+    hatch,
+    legend_shape,
+    looks,
+    new_figure,
+    readable_on,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,8 +53,8 @@ def describe_norms(experts: int, *, relative: bool) -> str:
     """The caption of `draw_norms`."""
     of = "‖ΔW‖ / ‖W‖, relative to the base's weights" if relative else "‖ΔW‖"
     return (
-        f"Frobenius norms of the changes of {_experts(experts)}, {of}, by layer; the attention and MLP matrices of a "
-        "layer are taken together."
+        f"Frobenius norms of the changes of {'one expert' if experts == 1 else f'{experts} experts'}, {of}, by layer; "
+        "the attention and MLP matrices of a layer are taken together."
     )
 
 
@@ -70,10 +82,6 @@ def describe_interference(pair: Interference) -> str:
         "of values lie after the rows and columns of one expert's ΔW are shuffled, for each of "
         f"{layers} layers by itself, without a correction for their number.{shared}"
     )
-
-
-def _experts(number: int) -> str:
-    return "one expert" if number == 1 else f"{number} experts"
 
 
 _BAND = "#dcdcdc"
@@ -105,12 +113,13 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
         values = np.full((len(table.layers), len(table.modules)), np.nan)
         for (layer, module), value in table.cells.items():
             values[layer, table.modules.index(module)] = value
-        _hatch(axes, values)
+        for layer, column in np.argwhere(np.isnan(values)).tolist():
+            hatch(axes, column, layer, zorder=0)
         most = (together if one_scale else max(table.cells.values())) or 1.0
         image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most, aspect="auto")
         if not one_scale:
-            _bar(figure, image, [axes])
-        axes.set_xticks(range(len(table.modules)), [_short(module) for module in table.modules], rotation=90)
+            _bar(figure, image, [axes], "share of rows")
+        axes.set_xticks(range(len(table.modules)), [module.rpartition(".")[2] for module in table.modules], rotation=90)
         axes.set_yticks(_ticks(len(table.layers)))
         at = "" if table.threshold is None else f"\nabove {table.threshold:.2g}"
         axes.set_title(wrapped(table.expert, int((width - 0.7) / across / 0.07)) + at, fontsize=SMALL)
@@ -120,24 +129,14 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
     for axes in grid[:, 0]:
         axes.set_ylabel("layer")
     if one_scale:
-        _bar(figure, image, list(grid.flat[: len(tables)]))
+        _bar(figure, image, list(grid.flat[: len(tables)]), "share of rows")
     return figure
 
 
-def _bar(figure: Figure, image: Any, panels: Sequence[Any]) -> None:
-    bar = figure.colorbar(image, ax=panels, shrink=0.6, pad=0.01)
-    bar.set_label("share of rows")
+def _bar(figure: Figure, image: Any, panels: Any, label: str, shrink: float = 0.6, pad: float = 0.01) -> None:
+    bar = figure.colorbar(image, ax=panels, shrink=shrink, pad=pad)
+    bar.set_label(label)
     bar.ax.tick_params(labelsize=NOTE)
-
-
-def _hatch(axes: Any, values: Any) -> None:
-    """Hatch modules that the expert does not adapt: no share is not a share of 0."""
-    import numpy as np
-    from matplotlib.patches import Rectangle
-
-    for layer, column in np.argwhere(np.isnan(values)).tolist():
-        look: dict[str, Any] = {"facecolor": "white", "edgecolor": GREY, "hatch": HATCH, "linewidth": 0}
-        axes.add_patch(Rectangle((column - 0.5, layer - 0.5), 1, 1, zorder=0, **look))
 
 
 def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relative: bool) -> Figure:
@@ -147,7 +146,7 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
     and marker. With more than `_TOGETHER` experts, each family has its own panel, with shared axes.
     """
     look = _by_family(list(norms))
-    columns, lines = _legend_shape(list(norms), width)
+    columns, lines = legend_shape(list(norms), width, cut=24, inches=0.066, room=0.55)
     families = {expert: family_of(expert) if len(norms) > _TOGETHER else "" for expert in norms}
     names = list(dict.fromkeys(families.values()))
     across = min(len(names), 1 if width < _ABREAST else 3)
@@ -189,12 +188,12 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     stacked = width < _ABREAST
     figure = new_figure(width, 4.1 if stacked else 1.9)
     cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
-    figure.suptitle(_wrapped_names(pair, width), fontsize=TEXT)
+    figure.suptitle(wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=TEXT)
     cosine.axhline(0, color=GREY, linewidth=0.8)
-    for axes, key, hatch in ((cosine, "cosine", ""), (overlap, "written", ""), (overlap, "read", "////"),
-                             (signs, "sign_conflicts", "")):  # fmt: skip
+    for axes, key, pattern in ((cosine, "cosine", ""), (overlap, "written", ""), (overlap, "read", "////"),
+                               (signs, "sign_conflicts", "")):  # fmt: skip
         known = [(layer, band[key]) for layer, band in shuffled.items() if band[key] is not None]
-        _draw_band(axes, known, hatch, label="shuffled" if axes is cosine else "_")
+        _draw_band(axes, known, pattern, label="shuffled" if axes is cosine else "_")
     cosine.legend()
     first, second, _ = looks(3)
     for axes, key, look in ((cosine, "cosine", first), (overlap, "written", first), (overlap, "read", second),
@@ -257,14 +256,8 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
             continue
         colour = GREY if (row, column) in inside else readable_on(tuple(image.cmap(image.norm(value))))
         axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=NOTE, color=colour)
-    bar = figure.colorbar(image, ax=axes, shrink=0.7, pad=0.02)
-    bar.set_label("cosine of ΔW")
-    bar.ax.tick_params(labelsize=NOTE)
+    _bar(figure, image, axes, "cosine of ΔW", shrink=0.7, pad=0.02)
     return figure
-
-
-def _wrapped_names(pair: Interference, width: float) -> str:
-    return wrapped(" and ".join(pair.experts), int(width / 0.065))
 
 
 def _by_family(experts: Sequence[str]) -> dict[str, Look]:
@@ -287,21 +280,10 @@ def family_of(name: str) -> str:
     return name.rstrip("0123456789").rstrip(" -_.#") or name
 
 
-def _legend_shape(names: Sequence[str], width: float) -> tuple[int, int]:
-    widest = max(len(line) for name in names for line in wrapped(name, 24).split("\n")) * 0.066 + 0.55
-    columns = max(1, min(len(names), int((width - 0.1) / widest)))
-    tallest = max(wrapped(name, 24).count("\n") + 1 for name in names)
-    return columns, -(-len(names) // columns) * tallest
-
-
 def _finish(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.xaxis.get_major_locator().set_params(integer=True)
-
-
-def _short(module: str) -> str:
-    return module.rpartition(".")[2]
 
 
 def _ticks(layers: int) -> list[int]:

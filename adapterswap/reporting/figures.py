@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.drawing import (
     GREY,
-    HATCH,
     INK,
     LEAD,
     NOTE,
     SMALL,
+    hatch,
+    legend_shape,
     looks,
     new_figure,
     readable_on,
@@ -415,8 +416,7 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     evaluated = {(cell["bottom"], cell["top"]) for cell in data["cells"]}
     for x, y in ((x, y) for x in range(len(bottoms)) for y in range(len(tops))):
         if (bottoms[x], tops[y]) not in evaluated:
-            look: dict[str, Any] = {"facecolor": "white", "edgecolor": GREY, "hatch": HATCH, "linewidth": 0}
-            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+            hatch(axes, x, y)
     size = min(SMALL, 72 * side / 3.3)
     for cell in data["cells"]:
         x, y = bottoms.index(cell["bottom"]), tops.index(cell["top"])
@@ -605,12 +605,7 @@ def _legend(figure: Figure, handles: list[Any], columns: int) -> None:
 
 
 def _legend_shape(names: Sequence[str], width: float) -> tuple[int, int]:
-    """The number of columns that fit, and the number of lines of text that they take."""
-    labels = [wrapped(name, 30) for name in names]
-    widest = max(max(map(len, label.split("\n"))) for label in labels) * _CHARACTER * 1.12 + 0.45
-    columns = max(1, min(len(names), int((width - 0.1) / widest)))
-    tallest = max(label.count("\n") + 1 for label in labels)
-    return columns, -(-len(names) // columns) * tallest
+    return legend_shape(names, width, cut=30, inches=_CHARACTER * 1.12, room=0.45)
 
 
 def _handle(name: str, **look: Any) -> Any:
