@@ -7,9 +7,8 @@ from adapterswap.analysis.interference import (
     FractionTable,
     Interference,
     choose_threshold,
-    interfere,
     measure,
     read_fractions,
 )
 
-__all__ = ["Changes", "FractionTable", "Interference", "choose_threshold", "interfere", "measure", "read_fractions"]
+__all__ = ["Changes", "FractionTable", "Interference", "choose_threshold", "measure", "read_fractions"]

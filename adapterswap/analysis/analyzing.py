@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import combinations
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -206,7 +205,13 @@ def analyze(
     """
     check_type(base_model, (Checkpoint, str, Path, type(None)), "base_model", "Pass a local folder or a Hub id")
     check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
-    check_threshold(threshold)
+    check_type(threshold, (int, float, type(None)), "threshold", "Pass a number, 0 or more")
+    if threshold is not None and not (isfinite(threshold) and threshold >= 0):
+        raise ArgumentError(
+            f"`threshold` is {threshold:g}; it must be finite and not negative",
+            "Pass 0 or more",
+            parameter="threshold",
+        )
     width_in_inches(column_width)
     opened = open_experts(experts)
     base = open_checkpoint(base_model) if isinstance(base_model, str | Path) else base_model
@@ -216,11 +221,10 @@ def analyze(
         check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before anything is computed
     for name, expert in opened.items():
         check_layers(name, expert, base)
-    for first, second in combinations(opened, 2):
-        check_shared({first: opened[first], second: opened[second]}, base)
+    check_shared(opened, base)
     names = {name for expert in opened.values() for name in matrices(expert, base)}
     with bars("matrices", len(names)) as step:
-        measured = survey(opened, base, progress=step)
+        measured = survey(opened, base, step)
     changes = [Changes(name, tuple(measured.changes[name])) for name in opened]
     threshold = choose_threshold(changes) if threshold is None else threshold
     tables = tuple(change_set.fractions(threshold) for change_set in changes)
@@ -257,17 +261,6 @@ def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert
             opened[name] = expert if isinstance(expert, Adapter | Checkpoint) else open_expert(expert)
     problems.raise_if_any()
     return opened
-
-
-def check_threshold(threshold: float | None) -> None:
-    """Raise `ArgumentError` unless the threshold is finite and not negative."""
-    check_type(threshold, (int, float, type(None)), "threshold", "Pass a number, 0 or more")
-    if threshold is not None and not (isfinite(threshold) and threshold >= 0):
-        raise ArgumentError(
-            f"`threshold` is {threshold:g}; it must be finite and not negative",
-            "Pass 0 or more",
-            parameter="threshold",
-        )
 
 
 def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[str | Path | None]:

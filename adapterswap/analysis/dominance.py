@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.analysis.analyzing import Bars, no_bars
-from adapterswap.analysis.interference import Changes, measure
+from adapterswap.analysis.interference import Block, measure
 from adapterswap.analysis.suggesting import PROPOSAL, expert_place
-from adapterswap.errors import ArgumentError, ExpertError, UnsupportedError, check_type
+from adapterswap.errors import ArgumentError, ExpertError, check_type
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import atomic_file, check_file
 from adapterswap.files.yaml import dump_yaml
@@ -30,8 +30,6 @@ MARGIN = 0.15
 """The default margin, as in AraSwap."""
 
 Expert = Adapter | str | Path
-Block = tuple[int, str]
-"""A layer and a kind of module; the kind is empty for the whole layer."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +119,13 @@ def suggest_owners(
     )
     plan = compose(together, experts)
     plan.check_adapter()
-    if not isinstance(plan.num_layers, int):
-        raise UnsupportedError(
-            "the experts' base has an encoder and a decoder; layers are compared by number, so one stack is needed",
-            "Use experts of a decoder-only model",
-        )
+    plan.one_depth("`suggest`")
     if dry_run:
         return None
     base = None if base_model is None else open_checkpoint(base_model)
     with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
         changes = [measure(plan.adapters[name], name=name, base=base, progress=step) for name in experts]
-    sizes = {
-        expert_changes.expert: _sizes(expert_changes, per, relative=base is not None) for expert_changes in changes
-    }
+    sizes = {each.expert: each.sizes(per_kind=per == "module", relative=base is not None) for each in changes}
     for name, block_sizes in sizes.items():
         if not any(block_sizes.values()):
             raise ExpertError(f"{name} changes nothing", "Check that these are the right expert and base")
@@ -180,18 +172,6 @@ def _near(value: float, largest: float, margin: float | None, tie: float | None)
 def _owning(names: Sequence[str], **where: Any) -> Rule:
     content: dict[str, Any] = {"expert": names[0]} if len(names) == 1 else {"blend": dict.fromkeys(names, 1.0)}
     return Rule.model_validate({**content, **{key: value for key, value in where.items() if value is not None}})
-
-
-def _sizes(changes: Changes, per: str, *, relative: bool) -> dict[Block, float]:
-    """‖ΔW‖ of each block, over all of its matrices; with `relative`, divided by ‖W‖ of the same matrices."""
-    changed: dict[Block, float] = {}
-    own: dict[Block, float] = {}
-    for change in changes.modules:
-        if change.matrix.layer is not None:
-            block = (change.matrix.layer, change.matrix.source.kind if per == "module" else "")
-            changed[block] = changed.get(block, 0.0) + change.norm**2
-            own[block] = own.get(block, 0.0) + (change.base_norm or 0.0) ** 2
-    return {block: math.sqrt(total / own[block] if relative else total) for block, total in changed.items()}
 
 
 def _check(

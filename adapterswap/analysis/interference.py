@@ -13,6 +13,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,9 @@ from adapterswap.experts.adapter import Adapter
 from adapterswap.files.text import expand
 from adapterswap.model.checkpoints import Checkpoint
 from adapterswap.model.layers import MAX_LAYERS, check_one_list, has_both_stacks
+
+Block = tuple[int, str]
+"""A layer and a kind of module, `attention` or `mlp`; the kind is empty for the whole layer."""
 
 COLUMNS = ("expert", "layer", "module", "fraction_of_rows_above_threshold")
 
@@ -66,14 +70,22 @@ class Changes:
 
     def layer_norms(self, *, relative: bool = False) -> dict[int, float]:
         """‖ΔW‖ of each layer, over all of its matrices; with `relative`, divided by ‖W‖ of the same matrices."""
-        changed: dict[int, float] = {}
-        own: dict[int, float] = {}
+        return {layer: size for (layer, _), size in self.sizes(relative=relative).items()}
+
+    def sizes(self, *, per_kind: bool = False, relative: bool = False) -> dict[Block, float]:
+        """`layer_norms` by block: of whole layers, or of each layer's attention and MLP."""
+        squares = self.squares(per_kind=per_kind)
+        return {block: math.sqrt(of / own if relative else of) for block, (of, own) in squares.items()}
+
+    def squares(self, *, per_kind: bool) -> dict[Block, tuple[float, float]]:
+        """‖ΔW‖² and ‖W‖² of each block; ‖W‖ of an unknown base is 0."""
+        sums: dict[Block, tuple[float, float]] = {}
         for change in self.modules:
-            layer = change.matrix.layer
-            if layer is not None:
-                changed[layer] = changed.get(layer, 0.0) + change.norm**2
-                own[layer] = own.get(layer, 0.0) + (change.base_norm or 0.0) ** 2
-        return {layer: math.sqrt(total / own[layer] if relative else total) for layer, total in changed.items()}
+            if change.matrix.layer is not None:
+                block = (change.matrix.layer, change.matrix.source.kind if per_kind else "")
+                changed, own = sums.get(block, (0.0, 0.0))
+                sums[block] = changed + change.norm**2, own + (change.base_norm or 0.0) ** 2
+        return sums
 
     @property
     def magnitude(self) -> float:
@@ -101,7 +113,7 @@ def measure(
         AdapterswapError: see `matrices` and `delta_reader`.
     """
     check_layers(name, expert, base)
-    return Changes(name, tuple(survey({name: expert}, base, pairs=False, progress=progress).changes[name]))
+    return Changes(name, tuple(survey({name: expert}, base, progress).changes[name]))
 
 
 def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | None) -> None:
@@ -221,36 +233,16 @@ class Interference:
         return dict(sorted(layers.items()))
 
 
-def interfere(
-    experts: dict[str, Adapter | Checkpoint],
-    base: Checkpoint | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> Interference:
-    """Compare two experts.
-
-    Args:
-        experts: the two, by name.
-        base: their base. Required if one of them is a full checkpoint.
-        progress: called after every matrix.
-
-    Raises:
-        ExpertError: they share no matrix, or a matrix has different shapes; see also `delta_reader`.
-    """
-    names = check_shared(experts, base)
-    comparison = survey(experts, base, rows=False, progress=progress)
-    return Interference(names, tuple(comparison.meetings[names]))
-
-
-def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint | None) -> tuple[str, str]:
-    """The names of two experts, after a check that both change a common matrix."""
-    (first_name, first), (second_name, second) = experts.items()
-    if not matrices(first, base).keys() & matrices(second, base).keys():
-        raise ExpertError(
-            f"{first_name} and {second_name} change no matrix in common",
-            "Compare experts of one base that adapt the same modules",
-            parameter="experts",
-        )
-    return first_name, second_name
+def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint | None) -> None:
+    """Raise `ExpertError` unless every two experts change a common matrix."""
+    names = {name: matrices(expert, base).keys() for name, expert in experts.items()}
+    for first, second in combinations(names, 2):
+        if not names[first] & names[second]:
+            raise ExpertError(
+                f"{first} and {second} change no matrix in common",
+                "Compare experts of one base that adapt the same modules",
+                parameter="experts",
+            )
 
 
 def _norms(modules: list[ModuleInterference]) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from adapterswap.analysis.analyzing import Bars, no_bars
-from adapterswap.analysis.interference import Changes, measure
+from adapterswap.analysis.interference import Block, Changes, measure
 from adapterswap.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import FileKind, atomic_file, check_file
@@ -44,7 +44,6 @@ PROPOSAL = FileKind(b"# Proposed by adapterswap suggest\n")
 """The recipes that `suggest` writes, by their first line."""
 
 Form = Literal["zones", "modules"]
-Block = tuple[int, str]  # a layer and `attention` or `mlp`
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,6 @@ class Importance:
     num_layers: int
     task: Mapping[Block, float]
     language: Mapping[Block, float]
-
-    def gain(self, block: Block) -> float:
-        """The gain from giving the block to the language: its share for the language minus its share for the task."""
-        return self.language.get(block, 0.0) - self.task.get(block, 0.0)
 
     def of_layer(self, layer: int) -> tuple[float, float]:
         """(task, language): the shares of a whole layer."""
@@ -108,7 +103,14 @@ class Suggestion:
 
 def importance_of_weights(task: Changes, language: Changes, num_layers: int) -> Importance:
     """Shares of ‖ΔW‖² (Frobenius), which add up over matrices."""
-    return Importance("weights", num_layers, _shares(_energies(task)), _shares(_energies(language)))
+    shares = []
+    for changes in (task, language):
+        squares = {block: square for block, (square, _) in changes.squares(per_kind=True).items()}
+        total = sum(squares.values())
+        if not total > 0:
+            raise ExpertError("an expert changes nothing", "Check that these are the right expert, base and texts")
+        shares.append({block: square / total for block, square in squares.items()})
+    return Importance("weights", num_layers, *shares)
 
 
 def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion:
@@ -145,7 +147,7 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
 
 def _by_modules(importance: Importance) -> Suggestion:
     blocks = sorted({*importance.task, *importance.language})
-    owned = {block for block in blocks if importance.gain(block) > 0}
+    owned = {block for block in blocks if importance.language.get(block, 0.0) > importance.task.get(block, 0.0)}
     if not owned or len(owned) == len(blocks):
         whose = "language" if owned else "task"
         raise ExpertError(f"everything would go to the {whose} expert", "Check that the experts and their texts differ")
@@ -159,22 +161,6 @@ def _by_modules(importance: Importance) -> Suggestion:
                for rule in rules]  # fmt: skip
     allocation = [*rules, blend, {"expert": "task"}]
     return Suggestion("modules", {"allocation": allocation}, _kept(importance, owned), tuple(reasons), importance)
-
-
-def _energies(changes: Changes) -> dict[Block, float]:
-    energies: dict[Block, float] = {}
-    for change in changes.modules:
-        if change.matrix.layer is not None:
-            block = (change.matrix.layer, change.matrix.source.kind)
-            energies[block] = energies.get(block, 0.0) + change.norm**2
-    return energies
-
-
-def _shares(values: Mapping[Block, float]) -> dict[Block, float]:
-    total = sum(values.values())
-    if not total > 0:
-        raise ExpertError("an expert changes nothing", "Check that these are the right expert, base and texts")
-    return {block: value / total for block, value in values.items()}
 
 
 def _kept(importance: Importance, language_owns: set[Block]) -> tuple[float, float]:
@@ -196,11 +182,18 @@ def _reason(importance: Importance, outer: set[int]) -> str:
 Expert = Adapter | str | Path
 
 
-class Measured(NamedTuple):
-    """The input of a suggestion: the experts, and the texts of each side; without texts, weights are measured."""
+class Prepared(NamedTuple):
+    """What a suggestion starts from.
+
+    Attributes:
+        plan: any plan with the two experts.
+        texts: those of each side; without texts, weights are measured.
+        inputs: paths that the proposal must not overlap.
+    """
 
     plan: Plan
     texts: dict[str, list[str]]
+    inputs: list[str | None]
 
 
 def suggest(
@@ -250,14 +243,10 @@ def suggest(
     """
     if form not in ("zones", "modules"):
         raise ArgumentError(f"`form` is {form!r}", "Pass zones or modules", parameter="form")
-    inputs: list[str | None] = [expert_place(expert) for expert in (task_expert, language_expert)]
-    inputs += [None if path is None else str(path) for path in (base_model, task_texts, language_texts)]
-    if out_path is not None:
-        check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
-    plan, texts = read_measured(
-        task_expert, language_expert, base_model=base_model, num_layers=num_layers, task_texts=task_texts,
-        language_texts=language_texts, limit=limit,
-    )  # fmt: skip
+    files = {"task": task_texts, "language": language_texts}
+    plan, texts, inputs = prepare(
+        task_expert, language_expert, base_model, num_layers, files, limit, out_path, overwrite=overwrite
+    )
     importance = _by_texts(plan, str(base_model), texts, device, bars) if texts else _by_weights(plan, bars)
     suggestion = choose_layers(importance, form=form)
     if out_path is not None:
@@ -271,26 +260,24 @@ def suggest(
     return suggestion
 
 
-def read_measured(
-    task_expert: Expert,
-    language_expert: Expert,
-    *,
-    base_model: str | Path | None = None,
-    num_layers: int | None = None,
-    task_texts: str | Path | None = None,
-    language_texts: str | Path | None = None,
-    limit: int = 200,
-) -> Measured:
-    """Open the experts and read the texts, but no tensors. Arguments and errors are those of `suggest`."""
-
+def prepare(
+    task_expert: Expert, language_expert: Expert, base_model: str | Path | None, num_layers: int | None,
+    files: Mapping[str, str | Path | None], limit: int, out_path: str | Path | None, *, overwrite: bool,
+) -> Prepared:  # fmt: skip
+    """Check everything, open the experts and read the texts (`files` by side), but no tensors; see `suggest`."""
+    inputs: list[str | None] = [expert_place(task_expert), expert_place(language_expert)]
+    inputs += [None if path is None else str(path) for path in (base_model, *files.values())]
+    if out_path is not None:
+        check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
-    if (task_texts is None) != (language_texts is None):
+    missing = [side for side, path in files.items() if path is None]
+    if len(missing) == 1:
         raise ArgumentError(
             "texts are given for one expert only; both are needed to compare them",
             "Pass both `task_texts` and `language_texts`",
-            parameter="task_texts" if task_texts is None else "language_texts",
+            parameter=f"{missing[0]}_texts",
         )
-    if task_texts is not None and base_model is None:
+    if not missing and base_model is None:
         raise ArgumentError("texts need a base model to read them", "Pass `base_model`", parameter="base_model")
     if limit < 1:
         raise ArgumentError(f"`limit` is {limit}; at least one text is needed", "Pass 1 or more", parameter="limit")
@@ -304,11 +291,9 @@ def read_measured(
     plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base)
     plan.check_adapter()
     plan.one_depth("`suggest`")
-    files = {"task": task_texts, "language": language_texts}
-    return Measured(
-        plan,
-        {side: read_texts(path, limit, parameter=f"{side}_texts") for side, path in files.items() if path is not None},
-    )
+    sides = {side: path for side, path in files.items() if path is not None}
+    texts = {side: read_texts(path, limit, parameter=f"{side}_texts") for side, path in sides.items()}
+    return Prepared(plan, texts, inputs)
 
 
 def expert_place(expert: Expert) -> str:
@@ -408,12 +393,6 @@ def _joined(prompt: str, completion: str) -> str:
     )
 
 
-def blocks_of(plan: Plan, expert: str) -> list[Block]:
-    """The layers and kinds of modules that an expert of the plan adapts, in order."""
-    blocks = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
-    return sorted((layer, kind) for layer, kind in blocks if layer is not None)
-
-
 def importance_of_activations(
     model: PeftModel,
     tokenizer: Any,
@@ -436,7 +415,12 @@ def importance_of_activations(
     composer = LiveComposer(model)
     shares = {}
     for side, expert in sides.items():
-        alone = {block: _alone(plan, expert, block) for block in blocks_of(plan, expert)}
+        blocks = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
+        alone: dict[Block, Plan] = {}  # only this block of the expert, everything else as in the base
+        for layer, kind in sorted((layer, kind) for layer, kind in blocks if layer is not None):
+            rules = [{"layers": layer, "modules": kind, "expert": expert}, {"expert": BASE}]
+            composition = Composition.model_validate({"allocation": rules, "num_layers": plan.num_layers})
+            alone[layer, kind] = make_plan(composition, plan.experts)
         effects = dict.fromkeys(alone, 0.0)
         for batch in _batches(tokenizer, texts[side], side, model.device):
             with composer.use(BASE):
@@ -454,14 +438,6 @@ def importance_of_activations(
             )
         shares[side] = {block: value / total for block, value in effects.items()}
     return Importance("activations", plan.one_depth("`suggest`"), shares["task"], shares["language"])
-
-
-def _alone(plan: Plan, expert: str, block: Block) -> Plan:
-    """One layer's attention or MLP of one expert, everything else as in the base."""
-    layer, kind = block
-    rules = [{"layers": layer, "modules": kind, "expert": expert}, {"expert": BASE}]
-    composition = Composition.model_validate({"allocation": rules, "num_layers": plan.num_layers})
-    return make_plan(composition, plan.experts)
 
 
 def _batches(tokenizer: Any, texts: Sequence[str], side: str, device: Any) -> Iterator[dict[str, torch.Tensor]]:

@@ -119,7 +119,7 @@ class ModuleChange:
 
     Attributes:
         matrix: the matrix.
-        rows: the mean absolute value of each row of ΔW (out values); empty if only pairs were compared.
+        rows: the mean absolute value of each row of ΔW (out values).
         norm: ‖ΔW‖ (Frobenius).
         base_norm: ‖W‖ of the base; None without a base.
     """
@@ -179,9 +179,6 @@ class Survey:
 def survey(
     experts: Mapping[str, Expert],
     base: Checkpoint | None,
-    *,
-    rows: bool = True,
-    pairs: bool = True,
     progress: Callable[[], None] = lambda: None,
 ) -> Survey:
     """Measure experts one by one and in pairs.
@@ -189,55 +186,36 @@ def survey(
     Args:
         experts: by name.
         base: their base. Required for full checkpoints; for adapters it adds the base's norms.
-        rows: measure the rows of each expert, including matrices that only one expert has.
-        pairs: compare every pair.
         progress: called once per matrix, for all experts together.
     """
     matrices_by_expert = {name: matrices(expert, base) for name, expert in experts.items()}
     names = list(dict.fromkeys(name for held in matrices_by_expert.values() for name in held))
-    if not rows:
-        names = [name for name in names if sum(name in held for held in matrices_by_expert.values()) > 1]
-    changes: dict[str, dict[str, ModuleChange]] = {name: {} for name in experts}
-    meetings: dict[tuple[str, str], dict[str, ModuleInterference]] = {
-        pair: {} for pair in combinations(experts, 2) if pairs
-    }
+    found: dict[str, _Measured] = {}
     with ExitStack() as stack:
         readers = {name: stack.enter_context(delta_reader(expert, base)) for name, expert in experts.items()}
         files = stack.enter_context(open_files(base.shards if base else []))
 
         def measure(name: str) -> _Measured:
-            held = {
-                expert: matrices_by_expert[expert][name]
-                for expert in matrices_by_expert
-                if name in matrices_by_expert[expert]
-            }
-            return _measure(held, readers, _base_norm(name, base, files) if rows else None, rows=rows, pairs=pairs)
+            held = {expert: own[name] for expert, own in matrices_by_expert.items() if name in own}
+            return _measure(held, readers, _base_norm(name, base, files))
 
         dense = any(isinstance(expert, Checkpoint) for expert in experts.values())  # one at a time: they are large
         for name, measured in zip(names, map(measure, names) if dense else map_in_threads(measure, names), strict=True):
-            for expert, change in measured.changes.items():
-                changes[expert][name] = change
-            for pair, meeting in measured.meetings.items():
-                meetings[pair][name] = meeting
+            found[name] = measured
             progress()
     return Survey(
+        {expert: [found[name][0][expert] for name in own] for expert, own in matrices_by_expert.items()},
         {
-            expert: [changes[expert][name] for name in held if name in changes[expert]]
-            for expert, held in matrices_by_expert.items()
+            pair: [found[name][1][pair] for name in matrices_by_expert[pair[0]] if pair in found[name][1]]
+            for pair in combinations(experts, 2)
         },
-        {pair: [both[name] for name in matrices_by_expert[pair[0]] if name in both] for pair, both in meetings.items()},
     )
 
 
-@dataclass
-class _Measured:
-    changes: dict[str, ModuleChange] = field(default_factory=dict)
-    meetings: dict[tuple[str, str], ModuleInterference] = field(default_factory=dict)
+_Measured = tuple[dict[str, ModuleChange], dict[tuple[str, str], ModuleInterference]]
 
 
-def _measure(
-    held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_norm: float | None, *, rows: bool, pairs: bool
-) -> _Measured:
+def _measure(held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_norm: float | None) -> _Measured:
     """Measure one matrix of all experts that have it."""
     deltas = {expert: readers[expert](matrix) for expert, matrix in held.items()}
     for first, second in combinations(deltas, 2):
@@ -249,19 +227,17 @@ def _measure(
     factors = {expert: delta for expert, delta in deltas.items() if isinstance(delta, Factors)}
     joint = Joint(list(factors.values())) if factors else None
     place = {expert: index for index, expert in enumerate(factors)}
-    couples = list(combinations(deltas, 2)) if pairs else []
-    dense = _by_blocks(deltas, held, couples, rows=rows)
+    couples = list(combinations(deltas, 2))
+    dense = _by_blocks(deltas, held, couples)
     norms = {
         expert: joint.norm([float(index == place[expert]) for index in range(len(place))])
         if joint is not None and expert in place
         else math.sqrt(dense.squares[expert])
         for expert in deltas
     }
-    measured = _Measured()
-    for expert, matrix in held.items():
-        measured.changes[expert] = ModuleChange(matrix, dense.means.get(expert, _NONE), norms[expert], base_norm)
+    changes = {expert: ModuleChange(held[expert], dense.means[expert], norms[expert], base_norm) for expert in held}
     if not couples:
-        return measured
+        return changes, {}
     some_dense = len(factors) < len(deltas)
     spaces: dict[str, tuple[Vectors, Vectors]] = {}  # where some are dense, in coordinates of the matrix itself
     full: dict[str, tuple[Vectors, Vectors]] = {}  # in coordinates of the matrix itself
@@ -280,12 +256,13 @@ def _measure(
         for expert, delta in deltas.items()
     }
     shuffles = max(2, min(8, _SHUFFLES // len(couples)))
+    meetings = {}
     for first, second in couples:
         (columns, rows_), (other_columns, other_rows) = spaces[first], spaces[second]
         rank = max(columns.shape[1], other_columns.shape[1])
         out, width = deltas[first].shape
         both = joint is not None and first in place and second in place
-        measured.meetings[first, second] = ModuleInterference(
+        meetings[first, second] = ModuleInterference(
             matrix=held[first],
             product=joint.inner(place[first], place[second]) if both and joint else dense.products[first, second],
             norms=(norms[first], norms[second]),
@@ -302,10 +279,7 @@ def _measure(
             },
             start=_start(deltas[first], deltas[second]),
         )
-    return measured
-
-
-_NONE = np.zeros(0)
+    return changes, meetings
 
 
 @dataclass
@@ -313,7 +287,7 @@ class _Dense:
     """Measurements on dense ΔW.
 
     Attributes:
-        means: by expert, the mean absolute value of each row; empty if not requested.
+        means: by expert, the mean absolute value of each row.
         squares: by full checkpoint, ‖ΔW‖².
         products: by pair with a full checkpoint, ⟨X, Y⟩.
         conflicts, elements: by pair, see `ModuleInterference`.
@@ -330,9 +304,7 @@ class _Dense:
     signs: dict[str, Marginals] = field(default_factory=dict)
 
 
-def _by_blocks(
-    deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples: list[tuple[str, str]], *, rows: bool
-) -> _Dense:
+def _by_blocks(deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples: list[tuple[str, str]]) -> _Dense:
     """Form all ΔW block by block, and measure them."""
     out, width = next(iter(deltas.values())).shape
     wide = max(1, -(-width // max(1, -(-width // _WIDTH))))  # columns at a time, in parts of one size
@@ -403,8 +375,7 @@ def _by_blocks(
             expert: Marginals(rows_of["sign", expert], columns_of["sign", expert], float(nonzero[expert]))
             for expert in deltas
         }
-    if rows:
-        dense.means = {expert: sums / np.float64(width) for expert, sums in absolute.items()}
+    dense.means = {expert: sums / np.float64(width) for expert, sums in absolute.items()}
     return dense
 
 

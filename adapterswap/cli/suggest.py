@@ -107,28 +107,24 @@ def command(
     if per is not None or margin is not None or tie is not None:
         raise click.UsageError("--per, --margin and --tie can only be used with --expert.")
     form = form or "zones"
-    from adapterswap.analysis.suggesting import PROPOSAL, read_measured, suggest
-    from adapterswap.files.folders import check_file
+    from adapterswap.analysis.suggesting import prepare, suggest
 
-    texts = {"task_texts": task_texts, "language_texts": language_texts}
     if (task_texts is None) != (language_texts is None):
         raise click.UsageError("Pass both --task-texts and --language-texts, or neither.")
     if task_texts is not None and base_model is None:
         raise click.UsageError("Texts require --base-model, which reads them.")
     if dry_run:
-        if out_path is not None:
-            inputs = [task_expert, language_expert, base_model, task_texts, language_texts]
-            check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
-        measured = read_measured(
-            task_expert, language_expert, base_model=base_model, num_layers=num_layers, limit=limit, **texts
+        files = {"task": task_texts, "language": language_texts}
+        prepared = prepare(
+            task_expert, language_expert, base_model, num_layers, files, limit, out_path, overwrite=overwrite
         )
-        counts = {side: len(rows) for side, rows in measured.texts.items()}
-        _print_count(measured.plan, counts, as_json=as_json)
+        _print_count(prepared.plan, {side: len(rows) for side, rows in prepared.texts.items()}, as_json=as_json)
         return
     note("measuring the experts' weights" if task_texts is None else "measuring the experts on texts")
     suggestion = suggest(
-        task_expert, language_expert, base_model=base_model, num_layers=num_layers, limit=limit, form=form,
-        device=device, out_path=out_path, overwrite=overwrite, bars=progress_bar, **texts,
+        task_expert, language_expert, base_model=base_model, num_layers=num_layers, task_texts=task_texts,
+        language_texts=language_texts, limit=limit, form=form, device=device, out_path=out_path, overwrite=overwrite,
+        bars=progress_bar,
     )  # fmt: skip
     if as_json:
         print_json(suggestion.as_json())

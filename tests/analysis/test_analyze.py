@@ -24,9 +24,9 @@ from scipy.linalg import subspace_angles
 from tolerances import close, near, tolerance
 
 from adapterswap import AdapterswapError, Composition, compose
-from adapterswap.analysis import Changes, choose_threshold, interfere, measure, read_fractions
+from adapterswap.analysis import Changes, choose_threshold, measure, read_fractions
 from adapterswap.analysis.analyzing import analyze
-from adapterswap.analysis.interference import FractionTable, write_fractions
+from adapterswap.analysis.interference import FractionTable, Interference, write_fractions
 from adapterswap.analysis.pictures import describe_fractions, draw_fractions, draw_norms, family_of
 from adapterswap.drawing import style
 from adapterswap.errors import DataError
@@ -36,6 +36,12 @@ from adapterswap.writing.resolving import resolve
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ARCHITECTURES = ["llama", "gpt2", "neox"]
+
+
+def compare(experts: dict[str, Any], base: Checkpoint | None = None) -> Interference:
+    """What `analyze` says about two experts."""
+    (pair,) = analyze(experts, base_model=base).pairs
+    return pair
 
 
 def deltas(base: Path, adapter: Path) -> dict[str, np.ndarray]:
@@ -159,8 +165,8 @@ def test_interference_matches_the_dense_matrices(
     x, y, weights = deltas(folder, first), deltas(folder, second), load_base(folder).state_dict()
     full = open_expert(full_expert(folder, second, tmp_path / "full"))
     pairs = [
-        interfere({"x": open_adapter(first), "y": open_adapter(second)}),
-        interfere({"x": open_adapter(first), "y": full}, open_checkpoint(folder)),
+        compare({"x": open_adapter(first), "y": open_adapter(second)}),
+        compare({"x": open_adapter(first), "y": full}, open_checkpoint(folder)),
     ]
     for pair in pairs:
         assert {module.matrix.name for module in pair.modules} == x.keys()
@@ -191,7 +197,7 @@ def test_an_expert_agrees_with_itself_and_conflicts_with_its_opposite(
         (turned / file.name).write_bytes(file.read_bytes())
     weights = load_file(turned / "adapter_model.safetensors")
     save_file({k: -v if "lora_B" in k else v for k, v in weights.items()}, turned / "adapter_model.safetensors")
-    same, opposite = (interfere({"a": one, "b": other}).by_layer() for other in (one, open_adapter(turned)))
+    same, opposite = (compare({"a": one, "b": other}).by_layer() for other in (one, open_adapter(turned)))
     for layer in range(6):
         assert same[layer] == near({"cosine": 1, "written": 1, "read": 1, "sign_conflicts": 0})
         assert opposite[layer] == near({"cosine": -1, "written": 1, "read": 1, "sign_conflicts": 1})
@@ -351,8 +357,8 @@ def test_a_shared_initial_a_is_reported(
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(folders)))
                 parameter.data += noise * (0.02 if "lora_A" in key else 0.1)
         folders[name] = open_adapter(_saved(model, tmp_path / name))
-    together = interfere({name: folders[name] for name in ("math", "swahili")})
-    apart = interfere({name: folders[name] for name in ("math", "code")})
+    together = compare({name: folders[name] for name in ("math", "swahili")})
+    apart = compare({name: folders[name] for name in ("math", "code")})
     assert together.shared_start is not None
     assert together.shared_start > 0.9
     assert apart.shared_start is None
@@ -426,7 +432,7 @@ def test_subspaces_come_from_the_product_not_its_factors(tmp_path: Path) -> None
             content[key] = dtype, shape, values.tobytes()
         places.append(crafting.adapter(tmp_path / name, content, crafting.config(r=3)))
     one, other = map(open_adapter, places)
-    for module in interfere({"one": one, "other": other}).modules:
+    for module in compare({"one": one, "other": other}).modules:
         x, y = (dense(place, module.matrix.name) for place in places)
         assert np.linalg.matrix_rank(x) == np.linalg.matrix_rank(y) == 1
         for actual, left, right in ((module.written, x, y), (module.read, x.T, y.T)):
@@ -440,7 +446,7 @@ def test_signs_of_small_changes_are_counted(tmp_path: Path) -> None:
     for key, (dtype, shape, raw) in small.items():
         small[key] = dtype, shape, (np.frombuffer(raw, np.float32) * np.float32(1e-13)).tobytes()
     one, other = crafting.adapter(tmp_path / "one", small), crafting.adapter(tmp_path / "other", small)
-    for module in interfere({"one": open_adapter(one), "other": open_adapter(other)}).modules:
+    for module in compare({"one": open_adapter(one), "other": open_adapter(other)}).modules:
         assert (module.conflicts, module.elements) == (0, 32)
         assert module.cosine == near(1, scale=1)
 
@@ -489,7 +495,7 @@ def test_three_experts_measure_like_pairs_and_like_one(tmp_path: Path) -> None:
             assert same.norm == near(change.norm)
     assert [pair.experts for pair in result.pairs] == [("one", "other"), ("one", "third"), ("other", "third")]
     for pair in result.pairs:
-        two = interfere({name: experts[name] for name in pair.experts})
+        two = compare({name: experts[name] for name in pair.experts})
         for module, same_module in zip(pair.modules, two.modules, strict=True):
             x, y = (dense(tmp_path / name, module.matrix.name) for name in pair.experts)
             expected = float(np.sum(x * y) / np.linalg.norm(x) / np.linalg.norm(y))
@@ -535,7 +541,7 @@ def test_a_change_beyond_float32_is_refused_by_name(tmp_path: Path) -> None:
     threshold = Composition(task="one", language="other", num_layers=1, method="soup", row_threshold=1.0)
     attempts: list[Callable[[], object]] = [
         lambda: measure(one, name="one"),
-        lambda: interfere({"one": one, "other": other}),
+        lambda: compare({"one": one, "other": other}),
         lambda: resolve(compose(threshold, {"one": one, "other": other})),
     ]
     for attempt in attempts:

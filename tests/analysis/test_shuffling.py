@@ -11,7 +11,6 @@ import pytest
 from pictures import check_figure
 from tolerances import near
 
-from adapterswap.analysis import interfere
 from adapterswap.analysis.analyzing import analyze
 from adapterswap.analysis.interference import Interference
 from adapterswap.analysis.pictures import draw_interference, draw_meetings
@@ -20,7 +19,7 @@ from adapterswap.drawing import style
 from adapterswap.experts.adapter import open_adapter, open_expert
 from adapterswap.model.checkpoints import open_checkpoint
 
-from .test_analyze import deltas, full_expert
+from .test_analyze import compare, deltas, full_expert
 
 
 def marginals(matrix: np.ndarray) -> Marginals:
@@ -61,8 +60,8 @@ def test_the_bands_contain_shuffled_dense_changes(
     x, y = deltas(folder, first), deltas(folder, second)
     full = open_expert(full_expert(folder, second, tmp_path / "full"))
     pairs = [
-        interfere({"x": open_adapter(first), "y": open_adapter(second)}),
-        interfere({"x": open_adapter(first), "y": full}, open_checkpoint(folder)),
+        compare({"x": open_adapter(first), "y": open_adapter(second)}),
+        compare({"x": open_adapter(first), "y": full}, open_checkpoint(folder)),
     ]
     rng = np.random.default_rng(2)
     for pair in pairs:
@@ -105,7 +104,7 @@ def test_signs_of_a_mostly_zero_change(
     half = {name: torch.where(torch.arange(len(w)).reshape(-1, *[1] * (w.dim() - 1)) % 2 == 0, w, own[name])
             for name, w in weights.items()}  # fmt: skip
     save_file(half, whole / "model.safetensors", metadata={"format": "pt"})
-    pair = interfere({"x": open_adapter(one), "y": open_expert(whole)}, open_checkpoint(folder))
+    pair = compare({"x": open_adapter(one), "y": open_expert(whole)}, open_checkpoint(folder))
     for layer, bands in pair.shuffled_by_layer().items():
         band = bands["sign_conflicts"]
         assert band is not None
