@@ -24,12 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "which_layers
 from make_tasks import make_tasks
 
 PROBLEMS = 100
-ADAPTER = {"r": 8, "alpha": 16, "rslora": True}
-TRAINING = {
-    "batch_size": 32, "gradient_accumulation": 1, "schedule": "cosine", "warmup": 0.05, "adam_beta2": 0.99,
-    "max_length": 128, "device": "cpu", "save_every_samples": None, "logging_steps": 50,
-}  # fmt: skip
-LEARNING_RATE = {"math": 1.5e-3, "xx": 8e-4}
 RECIPE = """\
 # The lab's world: three math and three language experts of one base, the papers' grid scaled to 6 layers.
 base_model: base
@@ -48,28 +42,16 @@ def make_world(folder: Path, problems: int = PROBLEMS) -> Path:
     """The base, six experts, two tasks and the recipe in `folder`; the recipe's path."""
     from adapterswap.lab.bases import write_base
     from adapterswap.lab.scenes import SCENES, language_rows, math_rows
-    from adapterswap.training import TrainRecipe, train
+    from adapterswap.lab.seed import LEARNING_RATES, train_expert
 
-    scene = SCENES["gap"]
-    if not (folder / "base").exists():
-        write_base(scene, 0, folder / "base")
+    scene, base = SCENES["gap"], folder / "base"
+    if not base.exists():
+        write_base(scene, 0, base)
     for seed in range(3):
-        for name, rows in (("math", math_rows), ("xx", language_rows)):
-            if (folder / f"{name}{seed}").exists():
-                continue
-            data = folder / f"{name}{seed}.jsonl"
-            data.write_text(
-                "".join(
-                    json.dumps({"prompt": row.prompt, "completion": row.completion}) + "\n" for row in rows(scene, seed)
-                )
-            )
-            content = {
-                "base_model": str(folder / "base"),
-                "adapter": ADAPTER,
-                "datasets": [{"path": str(data), "prompt": "{prompt}", "completion": " {completion}"}],
-                "training": {**TRAINING, "learning_rate": LEARNING_RATE[name], "seed": seed, "data_seed": seed},
-            }
-            train(TrainRecipe.model_validate(content), out_path=folder / f"{name}{seed}", progress=False)
+        for name, kind, rows in (("math", "math", math_rows), ("xx", "language", language_rows)):
+            if not (folder / f"{name}{seed}").exists():
+                rate = LEARNING_RATES[kind]
+                train_expert(base, folder / f"{name}{seed}", rows(scene, seed), seed, learning_rate=rate)
     make_tasks(folder / "tasks", problems)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder / "recipe.yaml"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from adapterswap.lab.comparison import markdown_tables
 from adapterswap.methods.method import Method, Parameter
 from adapterswap.methods.registry import ALIASES, BUILT_IN, in_adapters
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
 LAB = PAGE.parent / "lab_methods.json"
-"""results.json of `adapterswap lab --methods all --seeds 10`, as it was run."""
+"""results.json of `benchmarks/methods_lab.py`, as it was run."""
 
 INTRODUCTION = """# Merge methods
 
@@ -46,7 +47,7 @@ def page() -> str:
 
 def _worth() -> str:
     results = json.loads(LAB.read_text(encoding="utf-8"))
-    table, line = markdown_tables(results)
+    table, line = _markdown(_methods(results)), _markdown(_training(results))
     seeds, sizes = results["seeds"], results["sizes"]
     few = [str(number) for number in results["few"]]
     return f"""
@@ -57,13 +58,13 @@ combined by every method and tested on word problems in xx. This is a constructe
 million parameters. It says nothing about other scenes or sizes.
 
 ```bash
-adapterswap lab --methods all --seeds {len(seeds)} -o comparison    # resumes if it was stopped
+python benchmarks/methods_lab.py comparison --seeds {len(seeds)}    # resumes if it was stopped
 ```
 
 * **Seeds** {seeds[0]} to {seeds[-1]}, {len(seeds)} of them: each a base and its experts. Seeds 0 to 4, on which the
   scene was designed, are not among them. Every base was pretrained for this run.
 * **Budget.** Each method and control has at most {results["budget"]} configurations (column `tried`; written down in
-  `adapterswap/lab/comparing.py` before the run). They are evaluated on {sizes["development"]} development problems in
+  `benchmarks/methods_lab.py` before the run). They are evaluated on {sizes["development"]} development problems in
   xx, and the best (the first of several equals) is tested on {sizes["test"]:,} others. Weights are merged in full and
   in float32: no method is reduced to a rank.
 * **xx math**, and **English** on {sizes["english"]} problems, on which nothing is chosen: exact match, mean ±
@@ -81,6 +82,44 @@ little: the best method is the best on the test, and the training has the rate a
 {sizes["development"]} problems.
 
 {line}"""
+
+
+def _methods(results: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """The headings; then methods by their mean, the best first, linked to their sections; then the controls."""
+    few, others, rows = [str(n) for n in reversed(results["few"])], ("layer_swap", "math expert"), results["rows"]
+    minus = [f"minus {other} (95 %)" for other in others]
+    yield ["method", "tried", "xx math", "English", *minus, *(f"on {n}" for n in few)]
+    methods = [name for name in rows if name not in results["controls"]]
+    for name in [*sorted(methods, key=lambda name: -rows[name]["xx"]["mean"]), *results["controls"]]:
+        row = rows[name]
+        differences = [_interval(row["minus"][other]) if other in row["minus"] else "" for other in others]
+        chosen = [f"{row['few'][n]:.3f}" if n in row["few"] else "" for n in few]
+        label = f"[{name}](#{name})" if name in BUILT_IN else name
+        yield [label, f"{row['configurations']}", _spread(row["xx"]), _spread(row["en"]), *differences, *chosen]
+
+
+def _training(results: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Headings, then per number of problems: the score of training on them, and of methods chosen on them."""
+    rows = results["rows"]
+    yield ["problems in xx", "trained on them", "best method chosen on them", "difference (95 %)", "layer_swap's"]
+    for number, result in results["training"].items():
+        best, minus = result["best"], result["minus"]
+        training, chosen = _spread(rows[f"trained on {number}"]["xx"]), f"{best}, {rows[best]['few'][number]:.3f}"
+        yield [number, training, chosen, _interval(minus[best]), _interval(minus["layer_swap"])]
+
+
+def _spread(value: Mapping[str, float]) -> str:
+    return f"{value['mean']:.3f} ± {value['spread']:.3f}"
+
+
+def _interval(value: Mapping[str, float]) -> str:
+    return f"{value['mean']:+.3f} [{value['low']:+.3f}, {value['high']:+.3f}]"
+
+
+def _markdown(lines: Iterable[Sequence[str]]) -> str:
+    headings, *rows = lines
+    ruler = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ruler, *rows)) + "\n"
 
 
 def _row(method: Method) -> str:

@@ -7,13 +7,9 @@ demonstrates a mechanism; it does not reproduce the papers' numbers. Importing i
 
 from __future__ import annotations
 
-from adapterswap.lab.comparison import ComparisonPlan, plan_comparison, run_comparison
 from adapterswap.lab.run import LabPlan, plan_lab, run_lab
 from adapterswap.lab.scenes import SCENES, Scene
 from adapterswap.lab.seed import SeedResult, Sizes
 from adapterswap.lab.study import Study
 
-__all__ = [
-    "SCENES", "ComparisonPlan", "LabPlan", "Scene", "SeedResult", "Sizes", "Study", "plan_comparison", "plan_lab",
-    "run_comparison", "run_lab",
-]  # fmt: skip
+__all__ = ["SCENES", "LabPlan", "Scene", "SeedResult", "Sizes", "Study", "plan_lab", "run_lab"]

@@ -11,7 +11,7 @@ Knows where the shipped files are; knows nothing of experts or compositions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -161,11 +161,6 @@ _TIED = "lm_head.weight"  # the same tensor as the embeddings, so it is left out
 def shipped_file(scene: Scene, seed: int) -> Path:
     """The path of the shipped weights of a scene and seed, whether they exist or not."""
     return Path(__file__).parent / "bases" / f"{scene.name}-{seed}.safetensors"
-
-
-def pretrained_seeds(scene: Scene, seeds: Iterable[int], *, rebuild_base: bool) -> tuple[int, ...]:
-    """The seeds whose base must be pretrained, because it is not shipped or is rebuilt."""
-    return tuple(seed for seed in seeds if rebuild_base or not shipped_file(scene, seed).exists())
 
 
 def write_base(

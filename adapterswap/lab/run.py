@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap import __version__
-from adapterswap.drawing import HATCH
+from adapterswap.drawing import hatch, new_figure
 from adapterswap.errors import DependencyError
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.text import expand
-from adapterswap.lab.bases import pretrained_seeds
+from adapterswap.lab.bases import shipped_file
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, METHODS, Sizes
 from adapterswap.lab.study import SeedReporter, Study, Summary, run_study
@@ -157,27 +157,18 @@ def draw_pictures(study: Study, folder: Path) -> list[Path]:
     return paths
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure  # not pyplot: no global state, no display
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
 def _grid(study: Study) -> Figure:
     import numpy as np
-    from matplotlib.patches import Rectangle
 
     grid = study.mean_grid()
     bottoms, tops = (1 + max(zone[i] for zone in grid) for i in (0, 1))
     values = np.full((tops, bottoms), np.nan)
     for (bottom, top), value in grid.items():
         values[top, bottom] = value
-    figure, axes = _figure(6.4, 3.6)
-    for top, bottom in np.argwhere(np.isnan(values)).tolist():  # not evaluated; a score of 0 would look different
-        axes.add_patch(
-            Rectangle((bottom - 0.5, top - 0.5), 1, 1, facecolor="white", edgecolor=_GREY, hatch=HATCH, lw=0)
-        )
+    figure = new_figure(6.4, 3.6)
+    axes = figure.add_subplot()
+    for top, bottom in np.argwhere(np.isnan(values)).tolist():
+        hatch(axes, bottom, top, _GREY)
     image = axes.imshow(values, origin="lower", cmap="Blues", vmin=0, aspect="auto")
     dark = 0.65 * np.nanmax(values)  # above this, white is easier to read than black
     chosen = [(seed.bottom, seed.top) for seed in study.seeds]
@@ -195,7 +186,8 @@ def _grid(study: Study) -> Figure:
 
 
 def _scores(study: Study) -> Figure:
-    figure, axes = _figure(7.2, 4.0)
+    figure = new_figure(7.2, 4.0)
+    axes = figure.add_subplot()
     for row, method in enumerate(METHODS):
         colour = _SWAP if method == "layer swap" else _OTHER
         summary = study.score(method, "xx")
@@ -221,7 +213,8 @@ def _scores(study: Study) -> Figure:
 
 
 def _words(study: Study) -> Figure:
-    figure, axes = _figure(6.4, 3.6)
+    figure = new_figure(6.4, 3.6)
+    axes = figure.add_subplot()
     colours = {"math expert": _GREY, "reset": "#9ca3af", "soup": "#93c5fd", "sum": _OTHER, "layer swap": _SWAP}
     labels = list(study.by_unfamiliar("base"))
     width = 0.8 / len(colours)
@@ -283,7 +276,7 @@ class LabPlan:
     @property
     def pretrained(self) -> tuple[int, ...]:
         """The seeds whose base is pretrained, not taken from the package (about two minutes each on a core)."""
-        return pretrained_seeds(self.scene, range(self.seeds), rebuild_base=self.rebuild_base)
+        return tuple(s for s in range(self.seeds) if self.rebuild_base or not shipped_file(self.scene, s).exists())
 
     def to_json(self) -> dict[str, Any]:
         """What a dry run prints: rows and problems are those of one seed."""
@@ -334,7 +327,7 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: SeedReporter = lamb
         OutputError: the folder exists or cannot be written.
         AdapterswapError: a seed failed; see `run_study`.
     """
-    require_libraries()
+    _require_libraries()
     from adapterswap.reporting import lab_source, make_report, write_files
 
     with atomic_folder(plan.out_path, kind=LAB, overwrite=plan.overwrite) as folder:
@@ -351,7 +344,7 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: SeedReporter = lamb
     return study
 
 
-def require_libraries() -> None:
+def _require_libraries() -> None:
     """Raise `DependencyError` unless the `lab` extra is installed."""
     from importlib.util import find_spec
 
