@@ -8,31 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from adapterswap.reporting.headline import Target
 from adapterswap.reporting.relations import GridCell, Indicator, ZoneGrid
 from adapterswap.reporting.report import Report
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 300, 210, 46, 34, 12
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A row's mean on a task; `filled` and the ends of `error`, its standard error, are in percent of the scale."""
-
-    family: str
-    label: str
-    value: float
-    filled: float
-    error: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class Bars:
-    """The bars of one task, on one scale from 0."""
-
-    task: str
-    bars: tuple[Bar, ...]
 
 
 @dataclass(frozen=True)
@@ -53,21 +35,12 @@ class Heatmap:
     most: int
 
 
-@dataclass(frozen=True)
-class Scatter:
-    """An indicator as a chart of `WIDTH` × `HEIGHT`: points as (x, y, expert), and the axes' ticks as (value, place).
+def bars(target: Target) -> list[dict[str, Any]]:
+    """The bars of every task in a target's table, the target first; tasks with scores below zero are left out.
 
-    Experts at the same point share a label.
+    The bars of a task have one scale from 0, and `filled` and the ends of `error`, the standard error, are in percent
+    of it.
     """
-
-    indicator: Indicator
-    points: tuple[tuple[float, float, str], ...]
-    across: tuple[tuple[float, float], ...]
-    up: tuple[tuple[float, float], ...]
-
-
-def bars(target: Target) -> list[Bars]:
-    """The bars of every task in a target's table, the target first; tasks with scores below zero are left out."""
     charts = []
     for task in target.tasks:
         spreads = [(row, row.tasks[task]) for row in target.rows if task in row.tasks]
@@ -79,8 +52,10 @@ def bars(target: Target) -> list[Bars]:
             error = None
             if (half := spread.stderr) is not None:
                 error = _percent(max(0, spread.mean - half), top), _percent(min(top, spread.mean + half), top)
-            shown.append(Bar(row.family, row.label, spread.mean, _percent(spread.mean, top), error))
-        charts.append(Bars(task, tuple(shown)))
+            filled = _percent(spread.mean, top)
+            bar = {"family": row.family, "label": row.label, "value": spread.mean, "filled": filled, "error": error}
+            shown.append(bar)
+        charts.append({"task": task, "bars": shown})
     return charts
 
 
@@ -108,8 +83,11 @@ def _shade(value: float, worst: float, best: float) -> float:
     return 0.5 if worst == best else round((value - worst) / (best - worst), 3)
 
 
-def scatter(indicator: Indicator) -> Scatter:
-    """An indicator's chart: the expert's own score is horizontal, its compositions' score vertical."""
+def scatter(indicator: Indicator) -> dict[str, Any]:
+    """An indicator's chart of `WIDTH` × `HEIGHT`: an expert's own score across, its compositions' score up.
+
+    Points are (x, y, expert), where experts at the same point share a label, and the axes' ticks (value, place).
+    """
     xs, ys = [x for _, x, _ in indicator.points], [y for _, _, y in indicator.points]
     across, up = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
 
@@ -122,12 +100,12 @@ def scatter(indicator: Indicator) -> Scatter:
     names: dict[tuple[float, float], list[str]] = {}
     for name, x, y in indicator.points:
         names.setdefault((place_x(x), place_y(y)), []).append(name)
-    return Scatter(
-        indicator,
-        tuple((x, y, ", ".join(experts)) for (x, y), experts in names.items()),
-        tuple((value, place_x(value)) for value in across),
-        tuple((value, place_y(value)) for value in up),
-    )
+    return {
+        "indicator": indicator,
+        "points": [(x, y, ", ".join(experts)) for (x, y), experts in names.items()],
+        "across": [(value, place_x(value)) for value in across],
+        "up": [(value, place_y(value)) for value in up],
+    }
 
 
 def lead_indicators(report: Report) -> list[Indicator]:
