@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from adapterswap.changes.kinds import Whole
-from adapterswap.changes.locating import find_tied_head, locate_all, with_head
+from adapterswap.changes.locating import locate_all
 from adapterswap.changes.reading import Delta, read_difference, read_factors
 from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapter import Adapter, LoraModule
@@ -44,8 +44,7 @@ def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -
     adapters = under_one_name(adapters, None if base is None else str(base.source.folder), problems)
     problems.raise_if_any()
     if base is not None and adapters:
-        stored = with_head(base.parameters, find_tied_head(base, adapters))
-        located = locate_all(adapters, stored, "the base", base, problems)
+        located = locate_all(adapters, base, problems).located
         problems.raise_if_any()
         for name, adapter in adapters.items():
             keys = {found.module: key.rpartition(".")[0] for key, found in located[name].items()}

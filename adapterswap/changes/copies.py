@@ -27,7 +27,7 @@ _ELEMENTS = 2**22  # elements to compare at a time
 Numbers = npt.NDArray[np.float32]
 
 
-class Weight(NamedTuple):
+class Comparable(NamedTuple):
     """A weight to compare.
 
     Attributes:
@@ -65,17 +65,17 @@ def copy_beside(change: Change) -> Tensor | None:
     return change.lora.base if isinstance(change, LowRank) else None
 
 
-def stored_weight(tensor: Tensor, file: int) -> Weight:
+def stored_weight(tensor: Tensor, file: int) -> Comparable:
     """A tensor in the open file `file`, ready to be compared."""
     width = DTYPE_BYTES[tensor.dtype]
 
     def read(start: int, stop: int) -> Numbers:
         return decode(read_bytes(file, tensor, start * width, stop * width), tensor.dtype, (stop - start,))
 
-    return Weight(tensor.dtype, tensor.shape, read)
+    return Comparable(tensor.dtype, tensor.shape, read)
 
 
-def is_one_weight(one: Weight, other: Weight) -> bool:
+def is_one_weight(one: Comparable, other: Comparable) -> bool:
     """Whether two weights are equal, or one is the other rounded to its own dtype."""
     if one.shape != other.shape:
         return False
@@ -148,9 +148,7 @@ def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
     problems.raise_if_any()
 
 
-def check_base(
-    carried: Iterable[Carried], base: Checkpoint, where: str, *, effect: str, remedy: str, parameter: str | None = None
-) -> None:
+def check_base(carried: Iterable[Carried], base: Checkpoint, *, effect: str, remedy: str) -> None:
     """Compare copies with the base's own weights, up to rounding to the less precise dtype.
 
     A copy of a resized embedding or head may have more rows than the base; only the base's rows are compared.
@@ -158,10 +156,8 @@ def check_base(
     Args:
         carried: the copies.
         base: the base.
-        where: the base's name in messages.
         effect: what happens to a copy, for messages: "which PEFT would put in its place".
         remedy: the remedy in messages.
-        parameter: the parameter that named the base.
     """
     compared = [entry for entry in carried if entry.own.tensor.dtype in FLOATS]
     if not compared:
@@ -175,9 +171,9 @@ def check_base(
                 copy = copy._replace(shape=base_shape)
             if not is_one_weight(copy, stored_weight(entry.own.tensor, files[entry.own.path])):
                 problems.add(
-                    f"{entry.expert} was trained on another {entry.name} than {where} has: it carries a copy "
+                    f"{entry.expert} was trained on another {entry.name} than {base.name} has: it carries a copy "
                     f"({entry.copy.name}), {effect}",
                     remedy,
-                    parameter=parameter,
+                    parameter="base_model",
                 )
     problems.raise_if_any()

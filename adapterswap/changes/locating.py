@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from adapterswap.changes.copies import Carried, copy_beside
 from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Opaque, Whole
@@ -115,23 +116,38 @@ def with_head(parameters: Mapping[str, StoredTensor], tied: TiedHead | None) -> 
     return with_tied
 
 
+class Places(NamedTuple):
+    """Where adapters change a model.
+
+    Attributes:
+        stored: its tensors, with the absent one of a tied head and its embedding; see `with_head`.
+        located: by adapter, and by the name of the stored tensor.
+        tied: the tied head, if an adapter changes it or its embedding.
+    """
+
+    stored: Mapping[str, StoredTensor]
+    located: Mapping[str, Mapping[str, Located]]
+    tied: TiedHead | None
+
+
 def locate_all(
     adapters: Mapping[str, Adapter],
-    parameters: Mapping[str, StoredTensor],
-    where: str,
     model: Checkpoint,
     problems: Problems,
     *,
+    where: str = "the base",
     resized: bool = False,
-) -> dict[str, dict[str, Located]]:
-    """Each adapter's changes of the stored tensors `parameters` of the model called `where`; see `locate`."""
+) -> Places:
+    """Each adapter's changes of a model's stored tensors; for `where` and `resized` see `locate`."""
+    tied = find_tied_head(model, adapters)
+    stored = with_head(model.parameters, tied)
     located = {}
     for name, adapter in adapters.items():
         with problems.collect():
             _check_shared(name, adapter, model)
-            _check_bias_of_head(name, adapter, parameters, model)
-            located[name] = locate(name, adapter, parameters, where, model, problems, resized=resized)
-    return located
+            _check_bias_of_head(name, adapter, stored, model)
+            located[name] = locate(name, adapter, stored, where, model, problems, resized=resized)
+    return Places(stored, located, tied)
 
 
 # The types of models in transformers whose layers share weights.
@@ -489,9 +505,8 @@ def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Calla
 def carried_copies(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Carried]:
     """An adapter's copies of base weights, each with the base's own weight; `name` is the adapter's, for messages."""
     problems = Problems(ExpertError)
-    stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
-    located = locate_all({name: adapter}, stored, "the base", base, problems).get(name, {})
+    stored, located, _ = locate_all({name: adapter}, base, problems)
     problems.raise_if_any()
-    for key, place in located.items():
+    for key, place in located[name].items():
         if (copy := copy_beside(place.change)) is not None:
             yield Carried(name, adapter, key, copy, Whole.of(stored[key].path, stored[key].tensor))

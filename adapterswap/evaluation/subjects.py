@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import ArgumentError, CompositionError, ExpertError, Problems, check_type, reason_of
+from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type, reason_of
 from adapterswap.evaluation import evaluating
 from adapterswap.evaluation.languages import check_languages
 from adapterswap.evaluation.results import EVALUATION, EvaluationResult, write_result
@@ -28,7 +28,7 @@ from adapterswap.files.folders import check_target, scratch_folder
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.tensorfile import read_header
 from adapterswap.files.text import read_json
-from adapterswap.model.layers import num_layers_in_config
+from adapterswap.model.layers import check_depth_of, num_layers_in_config
 from adapterswap.model.loading import Base, choose_device, load_weights, open_base, quiet_peft
 from adapterswap.model.sources import (
     CONFIG,
@@ -108,12 +108,8 @@ def load_subject(
 
     target = choose_device(device)
     depth = num_layers_in_config(base.config.to_dict())
-    if plan is not None and depth not in (None, plan.num_layers):
-        raise CompositionError(
-            f"num_layers is {plan.num_layers}, but {base.reference} has {depth} layers",
-            "Leave out `num_layers`",
-            parameter="num_layers",
-        )
+    if plan is not None:
+        check_depth_of(base.reference, depth, plan.num_layers, "Leave out `num_layers`")
     with ExitStack() as stack:
         if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
             folder = stack.enter_context(scratch_folder("evaluation")) / "composed"

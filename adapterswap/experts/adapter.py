@@ -70,7 +70,6 @@ from adapterswap.model.sources import (
     TRAINING_RECORD,
     WEIGHTS,
     Source,
-    at_revision,
     cached_base_folder,
     find_source,
     recorded_base,
@@ -551,7 +550,7 @@ def _try_in_base(
     config: AdapterConfig, names: Collection[str], saved: Collection[str], file: TensorFile, folder: Path
 ) -> PeftTrial | None:
     """How PEFT loads the adapter, if only the base can tell which modules PEFT loads, or whether it can; else None."""
-    base = config.base_model and at_revision(config.base_model, config.revision)
+    base = config.base_reference
     reason = _reason_for_base(config, names, saved, folder)
     if reason is None:
         heads = EMBEDDINGS | HEADS | set(TASK_HEADS.get(config.task_type or "", ()))

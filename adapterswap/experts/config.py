@@ -33,6 +33,7 @@ from adapterswap.experts.keys import (
 )
 from adapterswap.files.text import parse_json, read_small, shown
 from adapterswap.model.layers import ends_of
+from adapterswap.model.sources import at_revision
 
 _SECONDS = 10.0  # for all regexes of a config key on all modules of an adapter; real ones take milliseconds
 _MAX_LENGTH = 1000  # characters of a key
@@ -399,6 +400,11 @@ class AdapterConfig:
     trained_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peft_version: str | None = None
     unknown: tuple[str, ...] = ()
+
+    @property
+    def base_reference(self) -> str | None:
+        """Where to find the base: what it names, at its revision."""
+        return self.base_model and at_revision(self.base_model, self.revision)
 
     @property
     def title(self) -> str:

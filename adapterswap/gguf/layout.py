@@ -45,6 +45,7 @@ from adapterswap.gguf.architectures import (
 from adapterswap.model.checkpoints import open_checkpoint
 from adapterswap.model.layers import Kind, language_config
 from adapterswap.model.sources import base_config, public_name
+from adapterswap.planning.base import named_base
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 from adapterswap.writing.layout import lay_out, most_common, written_keys
@@ -180,13 +181,7 @@ def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambd
         raise CompositionError(
             "every module stays as in the base, so there is nothing to export", "Give some layers to an expert"
         )
-    reference = plan.base_reference
-    if reference is None:
-        raise BaseModelError(
-            "the experts do not say which base model they adapt, but its architecture decides the names in a GGUF file",
-            "Pass `base_model`",
-            parameter="base_model",
-        )
+    reference = named_base(plan.base_reference)
     config = base_config(reference)[1]
     architecture = find_architecture(config, public_name(reference) or "the base")
     places = _places(plan, architecture, language_config(config))
@@ -334,11 +329,8 @@ def _check_copies(plan: Plan, reference: str) -> None:
             parameter="base_model",
         ) from None
     for name, adapter in carrying.items():
-        check_base(
-            carried_copies(adapter, base, name), base, "the base",
-            effect="which a GGUF file leaves out", remedy="Pass the base that it was trained on as `base_model`",
-            parameter="base_model",
-        )  # fmt: skip
+        remedy = "Pass the base that it was trained on as `base_model`"
+        check_base(carried_copies(adapter, base, name), base, effect="which a GGUF file leaves out", remedy=remedy)
 
 
 def _tensors(

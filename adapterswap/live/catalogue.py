@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, Problems, check_type
+from adapterswap.errors import AdapterswapError, CompositionError, Problems, check_type
 from adapterswap.experts.adapter import Adapter, LoraModule, OpaqueModule, Part, open_adapter
 from adapterswap.experts.keys import LORA_PARTS
 from adapterswap.files.folders import scratch_folder
@@ -20,7 +20,7 @@ from adapterswap.files.numbers import open_files, read_numbers
 from adapterswap.files.tensorfile import Tensor
 from adapterswap.live.inventory import Inventory, LoadedFrom, beside, factors, is_unloaded
 from adapterswap.live.switching import Switch, make_switch
-from adapterswap.model.layers import format_depth
+from adapterswap.model.layers import check_depth_of, known_depth
 from adapterswap.planning.base import least_depth
 from adapterswap.planning.checks import check_names
 from adapterswap.planning.composition import Composition, parse_composition
@@ -190,19 +190,9 @@ class Catalogue:
         self._check_names(composition.expert_names, composition.allocation)
         experts = self.inventory.experts(composition.expert_names)
         slices = any(expert.kept_layers is not None for expert in experts.values())
-        if num_layers is None and (slices or composition.names_layers):
-            raise BaseModelError(
-                f"the config of {type(self._model.get_base_model()).__name__} does not say how many layers it has",
-                "Pass a plan that was made with `num_layers`",
-                parameter="model",
-            )
-        if num_layers and composition.num_layers not in (None, num_layers):
-            raise CompositionError(
-                f"the composition is for {format_depth(composition.num_layers or 0)} layers, and the model has "
-                f"{format_depth(num_layers)}",
-                "Leave `num_layers` out",
-                parameter="num_layers",
-            )
+        if slices or composition.names_layers:
+            known_depth(num_layers, "the model", "Pass a plan that was made with `num_layers`", parameter="model")
+        check_depth_of("the model", num_layers, composition.num_layers, "Leave `num_layers` out")
         depth = num_layers or composition.num_layers or least_depth(experts)
         plan = make_plan(composition, experts, num_layers=depth, base_at_hand=True)
         rules = [slot.rule for slot in plan if slot.rule is not None]

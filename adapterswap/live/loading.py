@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.changes.copies import Weight, is_one_weight, stored_weight
+from adapterswap.changes.copies import Comparable, is_one_weight, stored_weight
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
@@ -36,7 +36,7 @@ from adapterswap.files.text import expand, is_folder
 from adapterswap.live.inventory import factors, find_layers, find_wrappers, layers_of_base, match_dtypes
 from adapterswap.live.switching import put_over_the_base
 from adapterswap.model.base import Base, shape_of
-from adapterswap.model.layers import KeptLayers, NumLayers, format_layers, is_ahead
+from adapterswap.model.layers import KeptLayers, NumLayers, format_layers, is_ahead, known_depth
 from adapterswap.model.loading import quiet_peft
 from adapterswap.model.sources import CONFIG, WEIGHTS, Source
 from adapterswap.planning.base import check_base_weights
@@ -98,7 +98,7 @@ def check_copies(
     problems.raise_if_any()
 
 
-def _own_weight(module: Any) -> Weight | None:
+def _own_weight(module: Any) -> Comparable | None:
     """The weight of a module, or of the one inside a LoRA layer; None unless it is a plain floating-point tensor."""
     import torch
 
@@ -107,7 +107,9 @@ def _own_weight(module: Any) -> Weight | None:
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.dtype not in names:
         return None
     flat = weight.detach().reshape(-1)
-    return Weight(names[weight.dtype], tuple(weight.shape), lambda start, stop: flat[start:stop].float().cpu().numpy())
+    return Comparable(
+        names[weight.dtype], tuple(weight.shape), lambda start, stop: flat[start:stop].float().cpu().numpy()
+    )
 
 
 def without_copies(adapter: Adapter) -> Adapter:
@@ -285,10 +287,7 @@ def layers_taken(
     adapter: Adapter, name: str, compositions: Iterable[str | Composition], num_layers: NumLayers | None
 ) -> str:
     """The layers that compositions take from an expert, in the form `0-4,30-31`."""
-    if num_layers is None:
-        raise BaseModelError(
-            "the config of the model does not say how many layers it has", "Pass `layers` instead", parameter="model"
-        )
+    num_layers = known_depth(num_layers, "the model", "Pass `layers` instead", parameter="model")
     taken: set[int] = set()
     for composition in compositions:
         rules = (parse_composition(composition) if isinstance(composition, str) else composition).rules(num_layers)

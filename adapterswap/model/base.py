@@ -65,7 +65,7 @@ def _explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise BaseModelError(
-            f"{name} cannot be built: {reason_of(error)}",
+            f"{name} cannot be built by transformers: {reason_of(error)}",
             "Use a model with a valid config.json that the installed transformers supports without remote code",
             parameter="base_model",
         ) from None

@@ -15,15 +15,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from adapterswap.errors import ExpertError, UnsupportedError
+from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
 from adapterswap.model.sources import read_provenance
 
 Kind = Literal["attention", "mlp", "other"]
 Stack = Literal["encoder", "decoder"]
 NumLayers = int | Mapping[Stack, int]
 """How deep a model is: one number of layers, or one for each stack of a model with an encoder and a decoder."""
+
+_Depth = TypeVar("_Depth", bound=NumLayers)
 
 STACKS: tuple[Stack, ...] = get_args(Stack)
 
@@ -302,6 +304,32 @@ def depth_of(stack: Stack | None, num_layers: NumLayers) -> int:
     if isinstance(num_layers, int):
         return num_layers
     return max(num_layers.values()) if stack is None else num_layers[stack]
+
+
+def known_depth(
+    num_layers: _Depth | None,
+    of: str,
+    remedy: str,
+    *,
+    parameter: str | None = "base_model",
+    kind: type[AdapterswapError] = BaseModelError,
+) -> _Depth:
+    """The number of layers; an error if the config of the model `of` does not say it."""
+    if num_layers is None:
+        raise kind(f"the config of {of} does not say how many layers it has", remedy, parameter=parameter)
+    return num_layers
+
+
+def check_depth_of(
+    base: str, actual: NumLayers | None, requested: NumLayers | None, remedy: str, *, parameter: str = "num_layers"
+) -> None:
+    """Raise `CompositionError` if a base has another number of layers than was requested, and both are known."""
+    if actual is not None and requested is not None and actual != requested:
+        raise CompositionError(
+            f"num_layers is {format_depth(requested)}, but {base} has {format_depth(actual)} layers",
+            remedy,
+            parameter=parameter,
+        )
 
 
 def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:

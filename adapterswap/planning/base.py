@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, Problems
+from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
 from adapterswap.experts.keys import is_bias
 from adapterswap.experts.names import under_canonical_names
@@ -31,9 +31,11 @@ from adapterswap.model.layers import (
     STACKS,
     NumLayers,
     Stack,
+    check_depth_of,
     ends_of,
     format_depth,
     has_both_stacks,
+    known_depth,
     layers_ahead,
     of_any_stack,
     same_depth,
@@ -45,7 +47,6 @@ from adapterswap.model.sources import (
     WEIGHTS,
     Source,
     alias_remedy,
-    at_revision,
     base_config,
     cached_base_config,
     cached_base_folder,
@@ -58,6 +59,8 @@ from adapterswap.model.sources import (
     same_base,
 )
 from adapterswap.planning.composition import Composition
+
+Expert = Adapter | Checkpoint
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,9 @@ def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known
         fault = "does not say how many layers it has" if is_read else "is not on this machine"
         reason = f"The config of {public_name(base)} {fault}" if base else "The experts do not name a base"
         return Depth(requested, source, (f"{reason}, so num_layers {format_depth(requested)} could not be checked",))
+    remedy = "Remove `num_layers`, or pass `base_model` if you mean another base"
     if not same_depth(actual, requested):
-        raise CompositionError(
-            f"num_layers is {format_depth(requested)}, but {base} has {format_depth(actual)} layers",
-            "Remove `num_layers`, or pass `base_model` if you mean another base",
-            parameter="num_layers",
-        )
+        check_depth_of(str(base), actual, requested, remedy)
     return Depth(actual, source)
 
 
@@ -120,7 +120,7 @@ def outside_the_layers(
     for name, adapter in experts.items():
         deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
         if deepest >= num_layers:
-            reference = base_model or _reference(adapter)
+            reference = reference_of({name: adapter}, base_model)
             base_config = config or (cached_base_config(reference) if reference else None)
             if base_config is not None and deepest < num_layers + layers_ahead(base_config):
                 adapter = _cut_off(adapter, num_layers)
@@ -155,15 +155,23 @@ def _depth_on_this_machine(
 ) -> tuple[str | None, NumLayers | None, bool]:
     """The base and its number of layers, each None if it cannot be known without the network, and whether the base's
     config was read."""
-    base = base_model or next((_reference(adapter) for adapter in experts.values() if adapter.config.base_model), None)
+    base = reference_of(experts, base_model)
     config = cached_base_config(base) if base else None
     return base, None if config is None else stacked_layers_in_config(config), config is not None
 
 
-def _reference(adapter: Adapter) -> str | None:
-    """The base that an adapter names, at its revision."""
-    name = adapter.config.base_model
-    return None if name is None else at_revision(name, adapter.config.revision)
+def reference_of(experts: Mapping[str, Expert], declared: str | None) -> str | None:
+    """Where to find the base: the declared one, or the first that an adapter names, at its revision."""
+    adapters = (expert for expert in experts.values() if isinstance(expert, Adapter))
+    named = (adapter.config.base_reference for adapter in adapters)
+    return declared or next(filter(None, named), None)
+
+
+def named_base(reference: str | None, remedy: str = "Pass `base_model`") -> str:
+    """The reference to the base; an error if neither the experts nor the caller name one."""
+    if reference is None:
+        raise BaseModelError("the experts do not say which base model they adapt", remedy, parameter="base_model")
+    return reference
 
 
 def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
@@ -186,21 +194,11 @@ def find_num_layers(
     experts: Mapping[str, Adapter], base_model: str | None = None, *, required: bool = True
 ) -> tuple[NumLayers | None, Source]:
     """The base's number of layers, from its config.json and never from the experts' modules, and the base."""
-    named: dict[str, str] = {}
-    for name, adapter in experts.items():
-        if (reference := _reference(adapter)) is not None:
-            named[name] = reference
-    if base_model is not None:
-        base, namer, remedy = base_model, "`base_model`", "Correct it, or pass `num_layers`"
-    elif named:
-        namer, base = next(iter(named.items()))
-        namer, remedy = f"{namer}'s adapter_config.json", "Pass `base_model` with the base's folder, or `num_layers`"
-    else:
-        raise BaseModelError(
-            "the experts do not say which base model they adapt",
-            "Pass `num_layers`, or `base_model` with the base's folder",
-            parameter="base_model",
-        )
+    base = named_base(reference_of(experts, base_model), "Pass `num_layers`, or `base_model` with the base's folder")
+    namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
+    if base_model is None:
+        namer = next(f"{name}'s adapter_config.json" for name, adapter in experts.items() if adapter.config.base_model)
+        remedy = "Pass `base_model` with the base's folder, or `num_layers`"
     try:
         source, config = base_config(base)
     except AdapterswapError as error:
@@ -211,10 +209,8 @@ def find_num_layers(
             parameter="base_model",
         ) from None
     num_layers = stacked_layers_in_config(config)
-    if num_layers is None and required:
-        raise BaseModelError(
-            f"the config of {base} does not say how many layers it has", "Pass `num_layers`", parameter="num_layers"
-        )
+    if required:
+        known_depth(num_layers, base, "Pass `num_layers`", parameter="num_layers")
     return num_layers, source
 
 
@@ -261,16 +257,6 @@ def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, probl
         with problems.collect():
             renamed[name] = under_canonical_names(adapter, base, name, reference)
     return renamed
-
-
-def reference_of(experts: Mapping[str, Adapter], base_model: str | None) -> str | None:
-    """Where to find the base: the declared one, or the first that an expert names, at its revision."""
-    named = (
-        at_revision(adapter.config.base_model, adapter.config.revision)
-        for adapter in experts.values()
-        if adapter.config.base_model
-    )
-    return base_model or next(named, None)
 
 
 def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
@@ -329,7 +315,6 @@ def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
     return any(first - second and second - first for first, second in combinations(modules, 2))
 
 
-Expert = Adapter | Checkpoint
 _Problem = tuple[str, str]  # the message and the remedy
 
 _RESAVED = "If both hold the same weights in different files, delete `fingerprints` from the record in {}'s folder"
@@ -452,8 +437,8 @@ def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | 
 
 def _is_merged_into(part: Adapter, on_top: Adapter) -> bool:
     """Whether the base of `on_top` is on this machine, and its record names `part` among the merged experts."""
-    named = on_top.config.base_model
-    folder = None if named is None else cached_base_folder(at_revision(named, on_top.config.revision))
+    named = on_top.config.base_reference
+    folder = None if named is None else cached_base_folder(named)
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
         for merged in read_provenance(folder)["experts"].values() if folder else ():
             hashes = merged["sha256"]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from numbers import Integral
 
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
-from adapterswap.changes.locating import Located, TiedHead, find_tied_head, locate_all, with_head
+from adapterswap.changes.locating import Located, TiedHead, locate_all
 from adapterswap.errors import (
     ArgumentError,
     BaseModelError,
@@ -25,16 +25,19 @@ from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, Part, b
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.model.layers import (
     NumLayers,
+    check_depth_of,
     check_one_list,
     extra_rows,
     format_depth,
     has_both_stacks,
+    known_depth,
     same_depth,
     stacked_layers_in_config,
 )
 from adapterswap.planning.base import (
     check_base_weights,
     check_bases,
+    named_base,
     outside_the_layers,
     reference_of,
     settle_depth,
@@ -235,9 +238,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     check_depth(adapters, num_layers, problems, names_layers=composition.names_layers)
     rules = composition.rules(num_layers, full=True)
     check_rules(rules, num_layers, problems)
-    tied = find_tied_head(skeleton, adapters)
-    stored = with_head(skeleton.parameters, tied)
-    located = locate_all(adapters, stored, skeleton_name, skeleton, problems, resized=True)
+    stored, located, tied = locate_all(adapters, skeleton, problems, where=skeleton_name, resized=True)
     problems.raise_if_any()
     changes: dict[str, Mapping[str, Change]] = {
         name: {key: place.change for key, place in parts.items()} for name, parts in located.items()
@@ -287,21 +288,10 @@ def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, pro
             parameter="base_model",
             kind=BaseModelError,
         )
-    if num_layers is None:
-        message, remedy = f"the config of {name} does not say how many layers it has", "Pass `num_layers`"
-        problems.add(message, remedy, parameter="num_layers", kind=BaseModelError)
-    elif in_config not in (None, num_layers):
-        message, remedy = (
-            (f"num_layers is {format_depth(num_layers)}, but {name} has {format_depth(in_config or 0)} layers"),
-            "Remove `num_layers`",
-        )
-        problems.add(message, remedy, parameter="num_layers", kind=CompositionError)
-    elif in_config is None and num_layers != stored_layers:
-        message, remedy = (
-            f"num_layers is {format_depth(num_layers)}, but {name} stores {stored_layers} layers",
-            "Correct `num_layers`",
-        )
-        problems.add(message, remedy, parameter="num_layers", kind=CompositionError)
+    with problems.collect():
+        known_depth(num_layers, name, "Pass `num_layers`", parameter="num_layers")
+        remedy = "Remove or correct `num_layers`"
+        check_depth_of(name, stored_layers if in_config is None else in_config, num_layers, remedy)
     problems.raise_if_any()
     assert num_layers is not None
     return num_layers
@@ -366,10 +356,7 @@ def _whole(checkpoint: Checkpoint, key: str, tied: TiedHead | None) -> Whole:
 
 def base_of(plan: Plan, base_model: str | None = None) -> Checkpoint:
     """The base of a plan of adapters: `base_model`, or the one that the experts or the composition name."""
-    reference = base_model or plan.base_reference
-    if reference is None:
-        raise BaseModelError("the experts do not say which base model they adapt", _PASS_BASE, parameter="base_model")
-    return open_checkpoint(reference)
+    return open_checkpoint(named_base(base_model or plan.base_reference, _PASS_BASE))
 
 
 def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
@@ -385,9 +372,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     if depth is not None and depth != plan.num_layers:
         message = f"the plan is for {format_depth(plan.num_layers)} layers, but the base has {format_depth(depth)}"
         problems.add(message, "Pass the experts' base", parameter="base_model")
-    tied = find_tied_head(base, plan.adapters)
-    stored = with_head(base.parameters, tied)
-    located = locate_all(plan.adapters, stored, "the base", base, problems, resized=True)
+    stored, located, tied = locate_all(plan.adapters, base, problems, resized=True)
     problems.raise_if_any()
     filled = {}
     for key, parameter in stored.items():
@@ -490,10 +475,8 @@ def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> 
 
 def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:
     reference = reference_of(adapters, composition.base_model)
-    if reference is None and adapters:
-        raise BaseModelError(
-            f"{next(iter(adapters))} does not say which base model it adapts", _PASS_BASE, parameter="base_model"
-        )
+    if adapters:
+        named_base(reference, _PASS_BASE)
     return open_checkpoint(reference) if reference else None
 
 

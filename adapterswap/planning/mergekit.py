@@ -20,7 +20,7 @@ from adapterswap.experts.adapter import open_expert
 from adapterswap.files.text import expand, is_folder
 from adapterswap.files.yaml import FieldMistake, StrictModel, read_content, validate
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.model.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, num_layers_in_config
+from adapterswap.model.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, known_depth, num_layers_in_config
 from adapterswap.model.tokenizers import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.planning.composition import Composition, expert_name
 from adapterswap.planning.rules import BASE, Rule
@@ -214,9 +214,8 @@ class _Reading:
         problems.raise_if_any()
         first = recipe.base_model or self._references()[0]
         skeleton = self.opened[first]
-        num_layers = num_layers_in_config(skeleton.config)
-        if num_layers is None:
-            raise UnsupportedError(f"the config of {first} does not say how many layers it has", "Complete its config")
+        in_config = num_layers_in_config(skeleton.config)
+        num_layers = known_depth(in_config, first, "Complete its config", parameter=None, kind=UnsupportedError)
         slices = self._slices(num_layers)
         self._check_tokenizers(first)
         self._check_vocabularies(first)

@@ -19,8 +19,8 @@ from adapterswap.experts.adapter import Adapter
 from adapterswap.files.text import expand, is_folder
 from adapterswap.model.checkpoints import Checkpoint
 from adapterswap.model.layers import NumLayers, check_one_list
-from adapterswap.model.sources import Source, at_revision, find_source, split_revision
-from adapterswap.planning.base import adapt_one_base
+from adapterswap.model.sources import Source, find_source, split_revision
+from adapterswap.planning.base import adapt_one_base, reference_of
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.rules import Rule
 from adapterswap.planning.slots import Slot
@@ -224,10 +224,8 @@ class Plan:
 
     @property
     def base_reference(self) -> str | None:
-        """Where to open the base: the declared one, or the adapters' at their revision."""
-        if self.composition.base_model is not None or self.base_model is None:
-            return self.composition.base_model
-        return at_revision(self.base_model, self.base_revision)
+        """Where to open the base; see `reference_of`."""
+        return reference_of(self.adapters, self.composition.base_model)
 
     @property
     def base_at_hand(self) -> Source | None:

@@ -29,8 +29,9 @@ from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Pr
 from adapterswap.experts.adapter import Adapter, and_more
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.model.layers import HEADS, extra_rows, is_vocabulary, language_config
-from adapterswap.model.sources import at_revision, base_config, cached_base_config, cached_base_folder
+from adapterswap.model.sources import base_config, cached_base_config, cached_base_folder
 from adapterswap.model.tokenizers import Tokens, clashes, read_tokens, tokenizer_bytes
+from adapterswap.planning.base import reference_of
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.slots import Rows, Slot, Term, shared_out
 
@@ -303,9 +304,7 @@ def _token_table(
     """The tokens of the base and the experts. Experts that have different tokens under one id are reported."""
     config: Mapping[str, Any] | None = None
     folder: Path | None = None
-    configs = [expert.config for expert in experts.values() if isinstance(expert, Adapter)]
-    named = (at_revision(c.base_model, c.revision) for c in configs if c.base_model)
-    reference = composition.base_model or next(named, None)
+    reference = reference_of(experts, composition.base_model)
     if opened is not None:
         config, folder = opened.config, opened.source.folder
     elif reference is not None:

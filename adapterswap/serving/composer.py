@@ -39,7 +39,7 @@ from adapterswap.experts.keys import copies_in
 from adapterswap.files.text import expand, is_folder, read_json, shown
 from adapterswap.model.base import base_at
 from adapterswap.model.checkpoints import open_checkpoint
-from adapterswap.model.layers import num_layers_in_config
+from adapterswap.model.layers import known_depth, num_layers_in_config
 from adapterswap.model.sources import FORMAT, base_config, find_source
 from adapterswap.planning.base import check_base_weights
 from adapterswap.planning.composition import Composition
@@ -144,10 +144,8 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engin
     key = " ".join(["copies", *(f"{os.path.realpath(file.path)} {file.stamp}" for file in files)])
     if memo.get(key):
         return
-    check_base(
-        carried_copies(adapter, base, name), base, "the base",
-        effect=f"which {engine} leaves out", remedy="Serve experts of this base model", parameter="base_model",
-    )  # fmt: skip
+    remedy = "Serve experts of this base model"
+    check_base(carried_copies(adapter, base, name), base, effect=f"which {engine} leaves out", remedy=remedy)
     memo.put(key, True)
 
 
@@ -176,14 +174,7 @@ class NamedComposer:
         self.cache = cache
         self.max_lora_rank = max_lora_rank
         self._base, config = base_config(base_model)
-        num_layers = num_layers_in_config(config)
-        if num_layers is None:
-            raise BaseModelError(
-                f"the config of {base_model} does not say how many layers it has",
-                "Check the base",
-                parameter="base_model",
-            )
-        self.num_layers = num_layers
+        self.num_layers = known_depth(num_layers_in_config(config), base_model, "Check the base")
         # These may change the names of modules in the output: see `with_written_names`.
         self._names = [config, version("transformers")]
         self._shapes = base_shapes(base_model, cache.memo)

@@ -23,7 +23,6 @@ from adapterswap.analysis.suggesting import Suggestion, suggest
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
-    BaseModelError,
     DataError,
     NotFoundError,
     UnsupportedError,
@@ -36,6 +35,7 @@ from adapterswap.lab.seed import Questions, exact_match
 from adapterswap.lab.world import LANGUAGES
 from adapterswap.live import LiveComposer, stream
 from adapterswap.live.inventory import layers_of_base
+from adapterswap.model.layers import known_depth
 from adapterswap.model.loading import Base, choose_device, load_weights, open_base
 from adapterswap.planning.composing import compose
 from adapterswap.planning.composition import Composition, own_name
@@ -347,12 +347,7 @@ def open_workspace(
     target = choose_device(device)
     named = dict(experts) if isinstance(experts, Mapping) else dict(read_manifest(experts).experts)
     base = open_base(base_model)
-    num_layers = layers_of_base(base)
-    if num_layers is None:
-        raise BaseModelError(
-            f"the config of {base_model} does not say how many layers it has", "Use another base",
-            parameter="base_model",
-        )  # fmt: skip
+    num_layers = known_depth(layers_of_base(base), base_model, "Use another base")
     if not isinstance(num_layers, int):
         raise UnsupportedError(
             f"{base_model} has an encoder and a decoder, but the studio shows a single stack of layers",

@@ -16,8 +16,6 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.errors import (
     AdapterswapError,
-    BaseModelError,
-    CompositionError,
     FieldError,
     Problems,
     UnsupportedError,
@@ -28,7 +26,7 @@ from adapterswap.evaluation.tasks import check_task_names, load_tasks, task_file
 from adapterswap.experts.adapter import Adapter, open_expert
 from adapterswap.files.hashes import sha256_of
 from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, model_fingerprints, open_checkpoint
-from adapterswap.model.layers import num_layers_in_config
+from adapterswap.model.layers import check_depth_of, known_depth, num_layers_in_config
 from adapterswap.model.loading import Base, open_base
 from adapterswap.model.sources import WEIGHTS
 from adapterswap.planning.making import make_plan, merge_plan
@@ -316,19 +314,9 @@ def _check_vocabulary(plan: Plan) -> None:
 
 def _num_layers(base: Base, from_recipe: int | None) -> int:
     from_config = num_layers_in_config(base.config.to_dict())
-    if from_recipe is not None and from_config not in (None, from_recipe):
-        raise CompositionError(
-            f"num_layers is {from_recipe}, but {base.reference} has {from_config} layers",
-            "Leave num_layers out, or correct it",
-            parameter="num_layers",
-        )
-    if from_recipe is None and from_config is None:
-        raise BaseModelError(
-            f"the config of {base.reference} does not say how many layers it has",
-            "Add `num_layers:` to the recipe",
-            parameter="num_layers",
-        )
-    return from_recipe or from_config or 0
+    check_depth_of(base.reference, from_config, from_recipe, "Leave num_layers out, or correct it")
+    remedy = "Add `num_layers:` to the recipe"
+    return known_depth(from_recipe or from_config, base.reference, remedy, parameter="num_layers")
 
 
 def _describe(prepared: PreparedSweep) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from adapterswap.files.text import exists, expand, read_json, shown, write_json
 from adapterswap.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint
 from adapterswap.model.layers import recorded_layers
 from adapterswap.model.sources import CONFIG, WEIGHTS, Source, at_revision, find_source, recorded_base
-from adapterswap.planning.base import least_depth
+from adapterswap.planning.base import least_depth, named_base
 from adapterswap.planning.composing import whole_rules
 from adapterswap.planning.composition import Composition, expert_name
 from adapterswap.planning.making import make_plan
@@ -442,10 +442,7 @@ def _cut(
 
 def _base_of(base_name: object, revision: str | None, base_model: str | None) -> str:
     """The base that the caller passed, or else the one that the adapter names."""
-    reference = base_model or (at_revision(base_name, revision) if isinstance(base_name, str) else None)
-    if reference is None:
-        raise BaseModelError("The adapter names no base model", "Pass `base_model`", parameter="base_model")
-    return reference
+    return named_base(base_model or (at_revision(base_name, revision) if isinstance(base_name, str) else None))
 
 
 def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:

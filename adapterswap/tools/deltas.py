@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.changes.kinds import Whole
-from adapterswap.changes.locating import find_tied_head, locate_all, with_head
+from adapterswap.changes.locating import locate_all
 from adapterswap.changes.reading import Factors, read_difference
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError, reason_of
 from adapterswap.experts.adapter import Adapter, and_more
@@ -289,13 +289,12 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
     if adapter.opaque or any(module.parameter for module in adapter.modules.values()):
         problems.add("The adapter is more than plain LoRA on modules", _KEEP_IN_FULL, parameter="saved_rank")
         problems.raise_if_any()
-    stored = with_head(base.parameters, find_tied_head(base, {names[0]: adapter}))
-    located = locate_all({names[0]: adapter}, stored, "the base", base, problems).get(names[0], {})
+    stored, located, _ = locate_all({names[0]: adapter}, base, problems)
     problems.raise_if_any()
     weights = base_at(base.source.folder, base.name, to_adapt=True)
     full = {
         key: (location.module, location.change)
-        for key, location in located.items()
+        for key, location in located[names[0]].items()
         if isinstance(location.change, Whole)
     }
     with open_files([adapter.file, *base.shards]) as files:

@@ -27,6 +27,7 @@ from adapterswap.model.layers import (
     before_layers,
     check_one_list,
     format_layers,
+    known_depth,
     language_config,
     layer_of,
     num_layers_in_config,
@@ -218,12 +219,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
     except AdapterswapError as error:
         raise error.recast(parameter="base_model") from None
     tuned_side, side = _sides(full, base)
-    if num_layers is None:
-        raise BaseModelError(
-            f"the config of {base.name} does not say how many layers it has",
-            "Pass another base",
-            parameter="base_model",
-        )
+    num_layers = known_depth(num_layers, base.name, "Pass another base")
     problems = Problems(BaseModelError)
     towers: Mapping[str, StoredTensor] = {}
     labels: Mapping[str, str] = {}

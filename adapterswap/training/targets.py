@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.errors import BaseModelError, FieldError, Problems
+from adapterswap.errors import FieldError, Problems
 from adapterswap.model.base import Base
 from adapterswap.model.layers import (
     check_one_list,
     kind_of,
+    known_depth,
     layer_container,
     layer_of,
     num_layers_in_config,
@@ -151,13 +152,8 @@ class _Targeted:
         return owned, sides if self.simultaneous else {}
 
     def _sides(self, partition: Partition) -> Callable[[str], Side | None]:
-        depth = num_layers_in_config(self.config.to_dict())
-        if depth is None:
-            raise BaseModelError(
-                f"the config of {type(self.model).__name__} does not say how many layers it has",
-                "Use adapter.layers instead of a partition",
-                parameter="base_model",
-            )
+        in_config, name = num_layers_in_config(self.config.to_dict()), type(self.model).__name__
+        depth = known_depth(in_config, name, "Use adapter.layers instead of a partition")
         side = partition_sides(partition, depth)
         return lambda name: side(name, layer_of(name, self.container), kind_of(name))
 

@@ -26,6 +26,7 @@ from adapterswap.model.base import Base, base_at, empty_model
 from adapterswap.model.checkpoints import MODEL_CONFIG
 from adapterswap.model.layers import HEADS, is_ahead, language_config, layer_container
 from adapterswap.model.sources import base_config, cached_base_config, find_source
+from adapterswap.planning.base import named_base
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot, Term
 from adapterswap.writing.layout import is_fused, trained_tokens
@@ -357,13 +358,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
 
 def _names_of(plan: Plan) -> Base:
     """The names of the modules of the plan's base."""
-    reference = plan.base_reference
-    if reference is None:
-        raise BaseModelError(
-            f"No base model is named to compare the experts' module names with, such as {list(plan.slots)[-1]}",
-            "Pass `base_model`",
-            parameter="base_model",
-        )
+    reference = named_base(plan.base_reference)
     return base_at(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
 
 
@@ -557,14 +552,7 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
 
     The check loads factors of rank 1 for the layer of `module` into an empty model with PEFT.
     """
-    reference = plan.base_reference
-    if reference is None:
-        raise BaseModelError(
-            f"The experts have LoRA on {module}, which PEFT loads into only some base models, but no base model is "
-            "named",
-            "Pass `base_model`",
-            parameter="base_model",
-        )
+    reference = named_base(plan.base_reference)
     modules = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
     if _is_known_to_fuse(base_config(reference)[1], [part for name, part in modules.items() if is_fused(name)]):
         return

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from adapterswap.changes.joint import Joint, concatenate
 from adapterswap.changes.kinds import Change, Whole
-from adapterswap.changes.locating import find_tied_head, locate_all, with_head
+from adapterswap.changes.locating import locate_all
 from adapterswap.changes.reading import FactorReader, Factors, factor_reader, read_rows, row_magnitudes, row_reader
 from adapterswap.errors import BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapter import Adapter
@@ -85,10 +85,8 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
     """The magnitude of an average that includes a full checkpoint, from dense ΔW."""
     base, full = plan.base, plan.checkpoints
     assert base is not None  # a plan whose weights wait for magnitudes has one
-    tied = find_tied_head(base, adapters)
-    parameters = with_head(base.parameters, tied)
     problems = Problems(BaseModelError)
-    located = locate_all(adapters, parameters, "the base", base, problems)
+    parameters, located, tied = locate_all(adapters, base, problems)
     problems.raise_if_any()
     total, rows = 0.0, 0
     shards = [shard for name in shares if name in full for shard in full[name].shards]

@@ -310,9 +310,10 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
             check_base_weights(plan.recorded_bases, base.source)
         if form.dequantize:
             quantised, base = base, dequantized(base)
-        merge_plan(plan, base)  # reports what does not fit before anything is read
+        full = merge_plan(plan, base)  # reports what does not fit before anything is read
         resolved = resolve(plan)
-        full = merge_plan(resolved.plan, base)
+        if resolved.plan is not plan:
+            full = merge_plan(resolved.plan, base)
     else:
         if form.dequantize:
             raise UnsupportedError(
@@ -326,12 +327,8 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
         full = resolved.plan
     check_tied_rows(full.adapters)
     if full.base is not None:
-        check_base(
-            _copies(full), full.base, full.base.name,
-            effect="which PEFT would put in its place",
-            remedy="Pass the base that it was trained on as `base_model`",
-            parameter="base_model",
-        )  # fmt: skip
+        remedy = "Pass the base that it was trained on as `base_model`"
+        check_base(_copies(full), full.base, effect="which PEFT would put in its place", remedy=remedy)
     check_tokens(full)
     if quantised is not None:
         note = f"the base {quantised.name} is quantised: ΔW is added to the weights that it computes with"

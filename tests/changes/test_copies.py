@@ -22,7 +22,7 @@ from refusals import refused
 import adapterswap
 from adapterswap import Composition
 from adapterswap.changes import copies
-from adapterswap.changes.copies import Weight, is_one_weight
+from adapterswap.changes.copies import Comparable, is_one_weight
 from adapterswap.errors import ExpertError
 
 VOCABULARY, WIDTH = 12, 4
@@ -151,7 +151,7 @@ def test_weights_are_compared_as_torch_rounds_them(
     two = torch.from_numpy(np.where(np.arange(7) == changed, by, values)).to(TORCH[other])
     expected = torch.equal(one.to(two.dtype), two) or torch.equal(two.to(one.dtype), one)
     left, right = (
-        Weight(name, (7,), lambda start, stop, held=held: held[start:stop].float().numpy())
+        Comparable(name, (7,), lambda start, stop, held=held: held[start:stop].float().numpy())
         for name, held in ((dtype, one), (other, two))
     )
     assert is_one_weight(left, right) is is_one_weight(right, left) is expected
