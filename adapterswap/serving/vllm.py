@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from adapterswap.errors import ArgumentError, DependencyError, UnsupportedError
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.text import expand, is_folder
-from adapterswap.model.sources import at_revision, same_base, split_revision
+from adapterswap.model.sources import same_base, split_revision
 from adapterswap.serving import plugin
 from adapterswap.serving.composer import NamedComposer, largest_rank
 from adapterswap.serving.refusals import NO_KEY, NO_MODEL, has_key, refusal
@@ -361,6 +361,6 @@ def other_bases(experts: Mapping[str, Adapter], base_model: str) -> list[str]:
         own = None if adapter.base_fingerprints and known else adapter.config.base_model  # compared when it was opened
         other_revision = None not in (revision, adapter.config.revision) and revision != adapter.config.revision
         if own and (not same_base(own, served) or other_revision):
-            own = at_revision(own, adapter.config.revision)
-            remarks.append(f"{name} says that its base is {own}; {base_model} is assumed to be the same")
+            named = adapter.config.base_reference
+            remarks.append(f"{name} says that its base is {named}; {base_model} is assumed to be the same")
     return remarks
