@@ -22,6 +22,7 @@ from adapterswap.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.model.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
 
 _REMEDY = "Pass the base that the experts adapt as `base_model`"
+_MERGE_WITH_PEFT = "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload"
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def locate_all(
     where: str = "the base",
     resized: bool = False,
 ) -> Places:
-    """Each adapter's changes of a model's stored tensors; for `where` and `resized` see `locate`."""
+    """Each adapter's changes of a model's stored tensors; for `where` and `resized` see `_Search`."""
     tied = find_tied_head(model, adapters)
     stored = with_head(model.parameters, tied)
     located = {}
@@ -146,7 +147,7 @@ def locate_all(
         with problems.collect():
             _check_shared(name, adapter, model)
             _check_bias_of_head(name, adapter, stored, model)
-            located[name] = locate(name, adapter, stored, where, model, problems, resized=resized)
+            located[name] = _Search(name, where, adapter, stored, model, problems, resized).changes()
     return Places(stored, located, tied)
 
 
@@ -195,21 +196,12 @@ def _check_bias_of_head(
         )
 
 
-def locate(
-    expert: str,
-    adapter: Adapter,
-    parameters: Mapping[str, StoredTensor],
-    where: str,
-    model: Checkpoint,
-    problems: Problems,
-    *,
-    resized: bool = False,
-) -> dict[str, Located]:
-    """The changes that `adapter` makes, by the name of the stored tensor.
+@dataclass
+class _Search:
+    """Finds the stored tensors that an adapter changes.
 
-    Args:
-        expert: the adapter's name, for messages.
-        where: the model's name, for messages.
+    Attributes:
+        expert, where: the names of the adapter and the model in messages.
         adapter: the adapter.
         parameters: the model's stored tensors.
         model: the model.
@@ -217,175 +209,223 @@ def locate(
         resized: allow other numbers of rows in embeddings and heads that are stored in full, and more in those with
             LoRA.
     """
-    changes: dict[str, Located] = {}
-    stored_name = _stored_names(adapter, parameters, model)
-    missing: list[str] = []
-    ours: dict[str, str] = {}
-    theirs: dict[str, str] = {}
-    without_bias = [
-        part.name
-        for part in adapter.opaque.values()
-        if "lora_B.bias" in part.tensors and stored_name(part.name, "weight") and not stored_name(part.name, "bias")
-    ]
-    if without_bias:
-        problems.add(
-            f"{expert} trained biases (lora_bias) for {and_more(without_bias)}, but {where} stores none to add them to",
-            "Compose it into an adapter with `compose`",
-            kind=UnsupportedError,
-        )
-    for part in adapter.opaque.values():
-        located = _locate_opaque(
-            expert, part, adapter, parameters, where, model, stored_name, problems, resized=resized
-        )
-        if located is None:
-            missing.append(part.name)
-        else:
-            changes |= located
-    for module in (module for module in adapter.modules.values() if module.parameter):
-        with problems.collect():
-            changes |= _locate_parameter(expert, module, adapter, parameters, where, model, stored_name)
-    for module in (module for module in adapter.modules.values() if not module.parameter):
-        key = stored_name(module.name, "weight")
+
+    expert: str
+    where: str
+    adapter: Adapter
+    parameters: Mapping[str, StoredTensor]
+    model: Checkpoint
+    problems: Problems
+    resized: bool = False
+
+    def __post_init__(self) -> None:
+        self._by_name = _renaming(self.adapter, self.parameters)
+
+    def key(self, module: str, parameter: str = "weight") -> str | None:
+        """The stored tensor's name: by the names alone or, failing that, by transformers' names of the stored tensors
+        in memory. None if there is none."""
+        key = self._by_name(module, parameter)
         if key is None:
-            missing.append(module.name)
-            continue
-        shape = parameters[key].tensor.shape
-        transposed = module.embedding or model.is_transposed(key)
-        expected = _expected_shape(module, transposed=transposed)
-        grows = _is_resized(module, expected, shape)
-        if grows and not resized:
-            _report_resized(expert, "LoRA", module, where, shape[0], problems)
-            continue
-        if not grows:
-            ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (expected, shape))
-            if shape != expected:
+            with suppress(BaseModelError):  # not a transformers model
+                key = self.model.stored_key(module, parameter, self.adapter.container)
+        return key
+
+    def changes(self) -> dict[str, Located]:
+        """The changes that the adapter makes, by the name of the stored tensor."""
+        self._check_biases()
+        changes: dict[str, Located] = {}
+        missing: list[str] = []
+        for part in self.adapter.opaque.values():
+            key = self.key(part.name)
+            if key is None:
+                missing.append(part.name)
+            else:
+                changes |= self._opaque(part, key)
+        for module in self.adapter.modules.values():
+            if module.parameter:
+                with self.problems.collect():
+                    changes |= self._parameter(module)
+        changes |= self._low_rank(missing)
+        for saved in self.adapter.saved.values():
+            changes |= self._rows(saved) if saved.rows else self._in_full(saved)
+        return changes
+
+    def _check_biases(self) -> None:
+        lacking = [
+            part.name
+            for part in self.adapter.opaque.values()
+            if "lora_B.bias" in part.tensors and self.key(part.name) and not self.key(part.name, "bias")
+        ]
+        if lacking:
+            self.problems.add(
+                f"{self.expert} trained biases (lora_bias) for {and_more(lacking)}, but {self.where} stores none to "
+                "add them to",
+                "Compose it into an adapter with `compose`",
+                kind=UnsupportedError,
+            )
+
+    def _low_rank(self, missing: list[str]) -> dict[str, Located]:
+        """The weights of modules with LoRA. Reports those that are not stored, these and the `missing` ones."""
+        changes: dict[str, Located] = {}
+        ours: dict[str, str] = {}
+        theirs: dict[str, str] = {}
+        for module in (module for module in self.adapter.modules.values() if not module.parameter):
+            key = self.key(module.name)
+            if key is None:
+                missing.append(module.name)
                 continue
-        changes[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
-    if missing:
-        _report_missing(expert, missing, adapter, where, model, problems)
-    compare_shapes(
-        ours,
-        theirs,
-        one=expert,
-        other=f"{where} as stored",
-        remedy=_REMEDY,
-        problems=problems,
-        parameter="base_model",
-        kind=BaseModelError,
-    )
-    for saved in adapter.saved.values():
-        if saved.rows:
-            key, tensor = stored_name(saved.name, "weight"), next(iter(saved.tensors.values()))
-            if key is None or parameters[key].tensor.shape[1:] != saved.width:
-                stored = "no such weight" if key is None else f"it as {list(parameters[key].tensor.shape)}"
-                problems.add(
-                    f"{expert} holds rows of {saved.name} with {saved.width[0]} numbers, and {where} stores {stored}",
-                    _REMEDY,
-                    parameter="base_model",
-                    kind=BaseModelError,
+            shape = self.parameters[key].tensor.shape
+            transposed = module.embedding or self.model.is_transposed(key)
+            expected = _expected_shape(module, transposed=transposed)
+            grows = _is_resized(module, expected, shape)
+            if grows and not self.resized:
+                self._report_resized("LoRA", module, shape[0])
+                continue
+            if not grows:
+                ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (expected, shape))
+                if shape != expected:
+                    continue
+            changes[key] = Located(module.name, LowRank(module, self.adapter.file.path, transposed))
+        if missing:
+            self._report_missing(missing)
+        compare_shapes(
+            ours,
+            theirs,
+            one=self.expert,
+            other=f"{self.where} as stored",
+            remedy=_REMEDY,
+            problems=self.problems,
+            parameter="base_model",
+            kind=BaseModelError,
+        )
+        return changes
+
+    def _rows(self, saved: FullModule) -> dict[str, Located]:
+        """The weight whose rows the adapter trained."""
+        key, tensor = self.key(saved.name), next(iter(saved.tensors.values()))
+        if key is not None and self.parameters[key].tensor.shape[1:] == saved.width:
+            return {key: Located(saved.name, Whole(self.adapter.file.path, {"weight": tensor}, saved.rows))}
+        stored = "no such weight" if key is None else f"it as {list(self.parameters[key].tensor.shape)}"
+        self._report(
+            f"{self.expert} holds rows of {saved.name} with {saved.width[0]} numbers, and {self.where} stores {stored}"
+        )
+        return {}
+
+    def _in_full(self, saved: FullModule) -> dict[str, Located]:
+        """The tensors of a module that was trained in full."""
+        changes: dict[str, Located] = {}
+        of_bias = is_bias(saved.name)
+        first = 1 if self.resized and not of_bias and is_vocabulary(saved.name, saved.layer) else 0
+        for parameter, tensor in saved.tensors.items():
+            holder = saved.name.removesuffix(".bias") if of_bias else saved.name
+            key = self.key(holder, parameter)
+            if key is None and self._source_of(holder, parameter):
+                self._report_missing([holder], parameter)
+            elif key is None or self.parameters[key].tensor.shape[first:] != tensor.shape[first:]:
+                stored = "stores no such tensor"
+                if key is not None:
+                    stored = f"stores it as {list(self.parameters[key].tensor.shape)}"
+                self._report(
+                    f"{self.expert} holds {holder}.{parameter} in full, {list(tensor.shape)}, but {self.where} {stored}"
                 )
             else:
-                changes[key] = Located(saved.name, Whole(adapter.file.path, {"weight": tensor}, saved.rows))
-            continue
-        for parameter, tensor in saved.tensors.items():
-            holder = saved.name.removesuffix(".bias") if is_bias(saved.name) else saved.name
-            key = stored_name(holder, parameter)
-            if key is None and _source_of(holder, parameter, adapter, model):
-                _report_missing(expert, [holder], adapter, where, model, problems, parameter)
-                continue
-            first = 1 if resized and not is_bias(saved.name) and is_vocabulary(saved.name, saved.layer) else 0
-            if key is None or parameters[key].tensor.shape[first:] != tensor.shape[first:]:
-                stored = (
-                    "stores no such tensor" if key is None else f"stores it as {list(parameters[key].tensor.shape)}"
-                )
-                problems.add(
-                    f"{expert} holds {holder}.{parameter} in full, {list(tensor.shape)}, but {where} {stored}",
-                    _REMEDY,
-                    parameter="base_model",
-                    kind=BaseModelError,
-                )
-                continue
-            changes[key] = Located(saved.name, Whole.of(adapter.file.path, tensor))
-    return changes
+                changes[key] = Located(saved.name, Whole.of(self.adapter.file.path, tensor))
+        return changes
 
+    def _opaque(self, part: OpaqueModule, key: str) -> dict[str, Located]:
+        """The weight of a module that is not plain LoRA, and its bias if that changes too.
 
-def _report_missing(
-    expert: str,
-    modules: Sequence[str],
-    adapter: Adapter,
-    where: str,
-    model: Checkpoint,
-    problems: Problems,
-    parameter: str = "weight",
-) -> None:
-    """Report modules whose parameter the model does not store, or only as a part of other tensors."""
-    sources = {name: _source_of(name, parameter, adapter, model) for name in modules}
-    computed = [name for name, source in sources.items() if source]
-    if computed:
-        problems.add(
-            f"{expert} adapts {and_more(computed)}, which transformers computes from other tensors of {where}, such as "
-            f"{sources[computed[0]]}",
-            "Load the base with transformers, save it by save_pretrained(PATH, save_original_format=False), and pass "
-            "that folder as `base_model`",
-            parameter="base_model",
+        PEFT compares the shapes itself, except those of the factors of LoRA's variants.
+        """
+        transposed, lora = self.model.is_transposed(key), part.lora
+        if lora is not None:
+            shape = self.parameters[key].tensor.shape
+            expected = _expected_shape(lora, transposed=transposed or lora.embedding)
+            grows = _is_resized(lora, expected, shape)
+            if grows and (part.on_bias or not self.resized):
+                self._report_resized(part.method, lora, shape[0])
+                return {}
+            if shape != expected and not grows:
+                ours, theirs = ("×".join(map(str, sizes)) for sizes in (expected, shape))
+                self._report(f"{part.name} is {ours} in {self.expert}, and {theirs} in {self.where} as stored")
+                return {}
+        change = Opaque(part, self.adapter.file.path, transposed or (lora is not None and lora.embedding))
+        keys = [key, *filter(None, [self.key(part.name, "bias") if part.on_bias else None])]
+        return {key: Located(part.name, change) for key in keys}
+
+    def _parameter(self, module: LoraModule) -> dict[str, Located]:
+        """The stored tensors of a parameter: a matrix such as a router's weight, or one matrix per expert of a mixture,
+        stored together or one by one.
+        """
+        holder, _, last = module.name.rpartition(".")
+        path, parameters, where = self.adapter.file.path, self.parameters, self.where
+        alone = self.key(holder, last) if module.experts == 1 else None
+        if alone is not None and parameters[alone].tensor.shape == (module.out_features, module.in_features):
+            return {alone: Located(module.name, LowRank(module, path))}
+        fused = self.model.fused(module.name, self.adapter.container)
+        if fused is None or (module.experts == 1 and fused.transposed):  # PEFT does not transpose the only expert's ΔW
+            raise UnsupportedError(
+                f"{self.expert} has LoRA on the parameter {module.name} of {module.shape}, but {where} stores no such "
+                "parameter",
+                _MERGE_WITH_PEFT,
+            )
+        matrix = module.out_features, module.in_features
+        shape = (module.experts, *(matrix[::-1] if fused.transposed else matrix))
+        if fused.shape != shape:
+            raise BaseModelError(
+                f"{module.name} is {'×'.join(map(str, shape))} in {self.expert}, and "
+                f"{'×'.join(map(str, fused.shape))} in {where}",
+                _REMEDY,
+                parameter="base_model",
+            )
+        if fused.key is not None and parameters[fused.key].tensor.shape == fused.shape:
+            return {fused.key: Located(module.name, LowRank(module, path, fused.transposed))}
+        if not fused.parts or fused.transposed:
+            raise UnsupportedError(
+                f"{self.expert} has LoRA on the parameter {module.name}, but {where} stores its rows in tensors in an "
+                "unknown order",
+                _MERGE_WITH_PEFT,
+            )
+        return {
+            part.key: Located(module.name, LowRank(module, path, within=ExpertRows(part.expert, part.start, part.stop)))
+            for part in fused.parts
+        }
+
+    def _report(self, message: str) -> None:
+        self.problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
+
+    def _report_missing(self, modules: Sequence[str], parameter: str = "weight") -> None:
+        """Report modules whose parameter the model does not store, or only as a part of other tensors."""
+        sources = {name: self._source_of(name, parameter) for name in modules}
+        computed = [name for name, source in sources.items() if source]
+        if computed:
+            self.problems.add(
+                f"{self.expert} adapts {and_more(computed)}, which transformers computes from other tensors of "
+                f"{self.where}, such as {sources[computed[0]]}",
+                "Load the base with transformers, save it by save_pretrained(PATH, save_original_format=False), and "
+                "pass that folder as `base_model`",
+                parameter="base_model",
+                kind=UnsupportedError,
+            )
+        if absent := [name for name, source in sources.items() if not source]:
+            self._report(f"{self.expert} adapts {and_more(absent)}, but {self.where} stores no such weight")
+
+    def _report_resized(self, method: str, lora: LoraModule, rows: int) -> None:
+        """Report factors for an embedding or head with more rows than the model stores."""
+        size = lora.in_features if lora.embedding else lora.out_features
+        self.problems.add(
+            f"{self.expert} has {method} on {lora.name} of a resized vocabulary, {size} rows, and {self.where} stores "
+            f"{rows}",
+            f"Merge it with PEFT: call model.resize_token_embeddings({size}), load the adapter, and save what "
+            "merge_and_unload returns",
             kind=UnsupportedError,
         )
-    if absent := [name for name, source in sources.items() if not source]:
-        message = f"{expert} adapts {and_more(absent)}, but {where} stores no such weight"
-        problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
 
-
-def _source_of(module: str, parameter: str, adapter: Adapter, model: Checkpoint) -> str | None:
-    """See `Checkpoint.source_of`; None for a model that transformers does not know."""
-    with suppress(BaseModelError):
-        return model.source_of(module, parameter, adapter.container)
-    return None
-
-
-def _locate_parameter(
-    expert: str,
-    module: LoraModule,
-    adapter: Adapter,
-    parameters: Mapping[str, StoredTensor],
-    where: str,
-    model: Checkpoint,
-    stored_name: Callable[[str, str], str | None],
-) -> dict[str, Located]:
-    """The stored tensors of a parameter: a matrix such as a router's weight, or one matrix per expert of a mixture,
-    stored together or one by one.
-    """
-    holder, _, last = module.name.rpartition(".")
-    alone = stored_name(holder, last) if module.experts == 1 else None
-    if alone is not None and parameters[alone].tensor.shape == (module.out_features, module.in_features):
-        return {alone: Located(module.name, LowRank(module, adapter.file.path))}
-    fused = model.fused(module.name, adapter.container)
-    if fused is None or (module.experts == 1 and fused.transposed):  # PEFT does not transpose the only expert's ΔW
-        raise UnsupportedError(
-            f"{expert} has LoRA on the parameter {module.name} of {module.shape}, but {where} stores no such parameter",
-            "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
-        )
-    matrix = module.out_features, module.in_features
-    matrix = matrix[::-1] if fused.transposed else matrix
-    if fused.shape != (module.experts, *matrix):
-        raise BaseModelError(
-            f"{module.name} is {'×'.join(map(str, (module.experts, *matrix)))} in {expert}, and "
-            f"{'×'.join(map(str, fused.shape))} in {where}",
-            _REMEDY,
-            parameter="base_model",
-        )
-    path, key = adapter.file.path, fused.key
-    if key is not None and parameters[key].tensor.shape == fused.shape:
-        return {key: Located(module.name, LowRank(module, path, fused.transposed))}
-    if not fused.parts or fused.transposed:
-        raise UnsupportedError(
-            f"{expert} has LoRA on the parameter {module.name}, but {where} stores its rows in tensors "
-            "in an unknown order",
-            "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
-        )
-    return {
-        part.key: Located(module.name, LowRank(module, path, within=ExpertRows(part.expert, part.start, part.stop)))
-        for part in fused.parts
-    }
+    def _source_of(self, module: str, parameter: str) -> str | None:
+        """See `Checkpoint.source_of`; None for a model that transformers does not know."""
+        with suppress(BaseModelError):
+            return self.model.source_of(module, parameter, self.adapter.container)
+        return None
 
 
 def _expected_shape(lora: LoraModule, *, transposed: bool) -> tuple[int, int]:
@@ -398,90 +438,14 @@ def _is_resized(lora: LoraModule, expected: tuple[int, ...], stored: tuple[int, 
     return is_vocabulary(lora.name, lora.layer) and stored[1:] == expected[1:] and stored[0] < expected[0]
 
 
-def _report_resized(expert: str, method: str, lora: LoraModule, where: str, rows: int, problems: Problems) -> None:
-    """Report factors for an embedding or head with more rows than the model stores."""
-    size = lora.in_features if lora.embedding else lora.out_features
-    problems.add(
-        f"{expert} has {method} on {lora.name} of a resized vocabulary, {size} rows, and {where} stores {rows}",
-        f"Merge it with PEFT: call model.resize_token_embeddings({size}), load the adapter, and save what "
-        "merge_and_unload returns",
-        kind=UnsupportedError,
-    )
-
-
-def _locate_opaque(
-    expert: str,
-    part: OpaqueModule,
-    adapter: Adapter,
-    parameters: Mapping[str, StoredTensor],
-    where: str,
-    model: Checkpoint,
-    stored_name: Callable[[str, str], str | None],
-    problems: Problems,
-    *,
-    resized: bool,
-) -> dict[str, Located] | None:
-    """The weight of a module that is not plain LoRA, and its bias if that changes too; None if it is not stored.
-
-    PEFT compares the shapes itself, except those of the factors of LoRA's variants.
-    """
-    key = stored_name(part.name, "weight")
-    if key is None:
-        return None
-    transposed = model.is_transposed(key)
-    lora = part.lora
-    if lora is not None:
-        shape = parameters[key].tensor.shape
-        expected = _expected_shape(lora, transposed=transposed or lora.embedding)
-        grows = _is_resized(lora, expected, shape)
-        if grows and (part.on_bias or not resized):
-            _report_resized(expert, part.method, lora, where, shape[0], problems)
-            return {}
-        if shape != expected and not grows:
-            problems.add(
-                f"{part.name} is {'×'.join(map(str, expected))} in {expert}, and {'×'.join(map(str, shape))} in "
-                f"{where} as stored",
-                _REMEDY,
-                parameter="base_model",
-                kind=BaseModelError,
-            )
-            return {}
-    change = Opaque(part, adapter.file.path, transposed or (lora is not None and lora.embedding))
-    changes = {key: Located(part.name, change)}
-    if part.on_bias:
-        bias = stored_name(part.name, "bias")
-        if bias is not None:
-            changes[bias] = Located(part.name, change)
-    return changes
-
-
 def stored_tensor(adapter: Adapter, module: str, parameter: str, base: Checkpoint) -> Tensor | None:
     """The stored tensor of a module's parameter, under whatever name; for a tied head, the embedding's.
 
     Returns None if the base stores no such tensor.
     """
     parameters = with_head(base.parameters, find_tied_head(base, {"": adapter}))
-    key = _stored_names(adapter, parameters, base)(module, parameter)
+    key = _Search("", "", adapter, parameters, base, Problems(BaseModelError)).key(module, parameter)
     return None if key is None else parameters[key].tensor
-
-
-def _stored_names(
-    adapter: Adapter, parameters: Mapping[str, StoredTensor], model: Checkpoint
-) -> Callable[[str, str], str | None]:
-    """A function from the names of a module and a parameter to the stored tensor's name, or None.
-
-    It goes by the names alone or, failing that, by transformers' names of the stored tensors in memory.
-    """
-    by_name = _renaming(adapter, parameters)
-
-    def stored_name(module: str, parameter: str) -> str | None:
-        key = by_name(module, parameter)
-        if key is None:
-            with suppress(BaseModelError):  # not a transformers model
-                key = model.stored_key(module, parameter, adapter.container)
-        return key
-
-    return stored_name
 
 
 def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:
