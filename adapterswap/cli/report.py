@@ -157,7 +157,7 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
     from rich.table import Table
     from rich.text import Text
 
-    reduced = any(row.is_reduced for row in target.rows)
+    reduced = any(row.relative_error is not None for row in target.rows)
     extra = {
         head: name
         for head, name in {"other tasks": "understanding", "in language": "fidelity"}.items()
@@ -214,9 +214,7 @@ def _signed(value: float) -> str:
 def _error(row: MethodRow) -> str:
     from adapterswap.planning.describe import error_text
 
-    if row.relative_error is None:
-        return "unknown" if row.is_reduced else "–"
-    return error_text(row.relative_error)
+    return "–" if row.relative_error is None else error_text(row.relative_error)
 
 
 def _text(value: float | None) -> str:

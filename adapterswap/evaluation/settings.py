@@ -108,8 +108,6 @@ class Settings:
         """As plain data for publication, without paths and without trust, which changes no result."""
         content = asdict(self) | {"gen_kwargs": dict(self.gen_kwargs)}
         del content["include_path"], content["trust_task_code"]
-        if not self.language_fidelity:  # older runs do not have it
-            del content["language_fidelity"]
         if self.limit is not None and self.limit >= 1:
             content["limit"] = int(self.limit)
         return content

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type, reason_of
+from adapterswap.errors import ArgumentError, ExpertError, check_type, reason_of
 from adapterswap.evaluation import evaluating
 from adapterswap.evaluation.languages import check_languages
 from adapterswap.evaluation.results import EVALUATION, EvaluationResult, write_result
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from adapterswap.evaluation.evaluating import TaskPreview
 
 _MADE_OF = ("num_layers", "composition", "experts", "rules", "output")  # fields of a record
-_SECONDS = 10.0  # for the regexes of one key on all modules; ordinary ones take milliseconds
+_SECONDS = 10.0  # for the regexes of a config on all modules; ordinary ones take milliseconds
 _PLAIN_NAMES = "Use module names instead of regexes"
 _REGEXES = {  # as PEFT 0.21 builds them
     "target_modules": "%s",
@@ -62,9 +62,11 @@ _REGEXES = {  # as PEFT 0.21 builds them
 _TRY = """
 import json, re, sys
 regexes, names = json.load(sys.stdin)
-for regex in regexes:
-    for name in names:
-        re.fullmatch(regex, name)
+for key in regexes:
+    print(key, flush=True)
+    for regex in regexes[key]:
+        for name in names:
+            re.fullmatch(regex, name)
 """
 
 
@@ -195,32 +197,25 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
     PEFT uses `re`, which is slow for other patterns than `regex` and cannot be interrupted, so a process of its own
     tries them first.
     """
-    config = read_json(adapter.folder / CONFIG)
-    problems = Problems(ExpertError)
+    config, regexes = read_json(adapter.folder / CONFIG), {}
     for key, in_peft in _REGEXES.items():
         value = config.get(key) or ()
         texts = [value] if isinstance(value, str) else value if in_peft != "%s" else ()  # a list of targets has names
-        regexes = [in_peft % text for text in texts if isinstance(text, str) and not is_plain(text)]
-        if not regexes:
-            continue
-        command = [sys.executable, "-I", "-c", _TRY]
-        content = json.dumps([regexes, modules])
-        try:
-            subprocess.run(command, input=content, text=True, capture_output=True, check=True, timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            problems.add(
-                f"{key} of the adapter {adapter}: the regexes take too long to match",
-                _PLAIN_NAMES,
-                parameter="adapter",
-            )
-        except subprocess.CalledProcessError as error:
-            reason = error.stderr.strip().rpartition("\n")[2]
-            problems.add(
-                f"{key} of the adapter {adapter}: PEFT cannot match the regexes: {reason}",
-                _PLAIN_NAMES,
-                parameter="adapter",
-            )
-    problems.raise_if_any()
+        regexes[key] = [in_peft % text for text in texts if isinstance(text, str) and not is_plain(text)]
+    if not any(regexes.values()):
+        return
+    command, content = [sys.executable, "-I", "-c", _TRY], json.dumps([regexes, modules]).encode()
+    try:
+        subprocess.run(command, input=content, capture_output=True, check=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        tried, reason = error.stdout, "the regexes take too long to match"
+    except subprocess.CalledProcessError as error:
+        tried, said = error.stdout, error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = f"PEFT cannot match the regexes: {said}"
+    else:
+        return
+    key = (tried or b"a key\n").decode().splitlines()[-1]  # the last that it began
+    raise ExpertError(f"{key} of the adapter {adapter}: {reason}", _PLAIN_NAMES, parameter="adapter")
 
 
 def _made_of(record: CompositionRecord) -> dict[str, Any]:

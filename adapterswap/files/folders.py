@@ -222,7 +222,7 @@ def _locations(source: Path) -> Iterator[Path]:
 
 
 def _contains(folder: Path, path: Path) -> bool:
-    """Whether `path` is `folder` or inside it, also under another name (other case, a bind mount)."""
+    """Whether `path` is `folder` or inside it, also in other case on a disk that ignores case."""
     if path.is_relative_to(folder):
         return True
     try:

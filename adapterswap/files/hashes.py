@@ -1,4 +1,4 @@
-"""Hashes of files, and JSON that shows whether it was changed.
+"""Hashes of files.
 
 SHA-256 covers a whole file. A fingerprint covers a small file as a whole; for a large one it covers the size and blocks
 spread evenly over the file, including its header and end. That is enough, because the weights of another model or of
@@ -8,15 +8,12 @@ another training step differ everywhere. Time stamps do not count, since copying
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 _SMALL = 64 * 2**20  # bytes; smaller files are hashed as a whole
 _BLOCK = 2**20
 _BLOCKS = 64
-SEAL = "sha256"  # the key of a seal
 
 
 def sha256_of(path: Path) -> str:
@@ -44,19 +41,3 @@ def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, st
     """The fingerprints of the files in a folder that match one of the patterns, by name."""
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return {path.name: fingerprint(path) for path in sorted(files)}
-
-
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """`content` with the hash of its JSON as its last key, `sha256`."""
-    return {**content, SEAL: _digest(content)}
-
-
-def is_sealed(content: Mapping[str, Any]) -> bool:
-    """Whether `content`, as read back, is unchanged since it was sealed."""
-    unsealed = {key: value for key, value in content.items() if key != SEAL}
-    return content.get(SEAL) == _digest(unsealed)
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

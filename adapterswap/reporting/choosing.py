@@ -103,11 +103,7 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
             all_choices.append(Choice(family, "only", only, only, len(units)))
             continue
         best = _best(evaluated, task, "all")
-        # Older sweeps mark several configurations of a family as default (partitions A and B); then none is.
-        several = any(sum(cell.default for cell in cells) > 1 for cells in units.values())
-        default = {
-            unit: cell for unit, cells in evaluated.items() for cell in cells if cell.cell.default and not several
-        }
+        default = {unit: cell for unit, cells in evaluated.items() for cell in cells if cell.cell.default}
         if default:
             all_choices.append(Choice(family, "default", default, default, len(units)))
         selected = _best(evaluated, task, "select") if has_split(task) else {}

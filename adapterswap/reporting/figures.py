@@ -88,7 +88,7 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
     add("selection", [_selection(report, target) for target in report.targets], "no configuration was selected "
         "on separate documents")  # fmt: skip
     add("truncation", [_truncation(report, target) for target in report.targets], "no composition was reduced to a "
-        "lower rank, or its error was not recorded")  # fmt: skip
+        "lower rank")  # fmt: skip
     return figures, lacking
 
 

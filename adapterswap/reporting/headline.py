@@ -98,9 +98,7 @@ class MethodRow:
         understanding: their mean on other benchmarks in the target's language that score the share of right answers,
             such as Belebele; None if the run has none.
         fidelity: the mean share of answers in the target's language, over all documents; None if it was not scored.
-        is_reduced: whether cells were reduced to a lower rank before they were evaluated, which makes them inexact.
-        relative_error: the largest relative error of these cells, see `CellResult`; None if there are none or an error
-            was not recorded.
+        relative_error: the largest relative error of these cells, see `CellResult`; None if there are none.
     """
 
     family: str
@@ -115,7 +113,6 @@ class MethodRow:
     all_languages: float | None
     papers: Spread | None
     chosen: tuple[Chosen, ...]
-    is_reduced: bool
     relative_error: float | None
     understanding: float | None = None
     fidelity: float | None = None
@@ -218,8 +215,7 @@ def _row(
     draws: int, seed: int,
 ) -> MethodRow:  # fmt: skip
     cells = list(choice.cells.values())
-    bounded = [cell for cell in cells or choice.best.values() if cell.cell.is_reduced]
-    errors = [cell.relative_error for cell in bounded if cell.relative_error is not None]
+    errors = [cell.relative_error for cell in cells or choice.best.values() if cell.relative_error is not None]
     tasks = {info.name: spread for info in run.tasks.values() if (spread := _spread(cells, info)) is not None}
     english = [tasks[info.name].mean for info in languages if is_english(info) and info.name in tasks]
     language_means = [tasks[info.name].mean for info in languages if info.name in tasks]
@@ -247,8 +243,7 @@ def _row(
             Chosen(unit, result.cell.cell, result.cell.configuration, score(result, task))
             for unit, result in choice.cells.items()
         ),
-        bool(bounded),
-        max(errors) if errors and len(errors) == len(bounded) else None,
+        max(errors, default=None),
         sum(understanding) / len(understanding) if understanding else None,
         sum(fidelities) / len(fidelities) if fidelities and len(fidelities) == len(cells) else None,
     )

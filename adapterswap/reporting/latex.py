@@ -49,7 +49,7 @@ def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> l
         *((spread.min, spread.mean, spread.stderr, spread.max) if spread else [None] * 4),
         *((_harmless(difference.to), difference.mean, difference.low, difference.high) if difference else [None] * 4),
         *((papers.min, papers.mean, papers.max) if papers else [None] * 3),
-        "yes" if row.is_reduced else "no", row.relative_error,
+        "no" if row.relative_error is None else "yes", row.relative_error,
         row.fidelity if own else None,
     ]  # fmt: skip
 
@@ -375,14 +375,11 @@ def _intervals(target: Target) -> str:
 
 def _reduced(rows: Sequence[MethodRow]) -> str:
     """A sentence about methods whose compositions were reduced to a lower rank; empty if there are none."""
-    reduced: dict[str, list[float | None]] = {}
+    reduced: dict[str, list[float]] = {}
     for row in rows:
-        if row.is_reduced:
+        if row.relative_error is not None:
             reduced.setdefault(row.label, []).append(row.relative_error)
-    errors = []
-    for label, values in reduced.items():
-        recorded = [value for value in values if value is not None]
-        errors.append(f"{_tex(label)} {_error(max(recorded)) if recorded == values else 'not recorded'}")
+    errors = [f"{_tex(label)} {_error(max(values))}" for label, values in reduced.items()]
     sentence = " Reduced to a lower rank, with the largest relative error of a module's $\\Delta W$: "
     return f"{sentence}{'; '.join(errors)}." if errors else ""
 

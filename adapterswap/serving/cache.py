@@ -27,7 +27,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, OutputError, RunError
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import replacing, sync_folder, sync_one
-from adapterswap.files.hashes import is_sealed, sealed, sha256_of
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.tensorfile import open_tensors, stamp
 from adapterswap.files.text import expand, read_json
 
@@ -42,8 +42,8 @@ class Memo:
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
         with suppress(AdapterswapError):  # missing or damaged: everything can be computed again
-            content = read_json(path)
-            self._known = content["known"] if is_sealed(content) else {}
+            known = read_json(path).get("known")
+            self._known = known if isinstance(known, dict) else {}
 
     def get(self, key: str) -> Any:
         """The value stored for `key`, or None."""
@@ -57,7 +57,7 @@ class Memo:
             for oldest in list(self._known)[:-_MOST]:
                 del self._known[oldest]
             with suppress(OSError), replacing(self._path, self._path.with_name(f"{self._path.name}.tmp")) as building:
-                building.write_text(json.dumps(sealed({"known": self._known})), encoding="utf-8")
+                building.write_text(json.dumps({"known": self._known}), encoding="utf-8")
 
 
 def content_hash(adapter: Adapter, memo: Memo) -> str:

@@ -224,9 +224,6 @@ class Grid:
     spaces: tuple[Space, ...]
 
 
-_AS_BEFORE = ("layer_swap", "soup")
-
-
 def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Collection[str] = ()) -> Grid:
     """Every cell of a recipe: baselines first, then family by family, pair by pair.
 
@@ -461,11 +458,7 @@ def _make_cell(
     others: tuple[str, ...] = (),
 ) -> Cell:
     cell = Cell("", family, task, language, composition, output, short, default, tasks, others)
-    plain = cell.as_json()
-    several = max(len(task), len(language)) > 1 and "allocation" not in composition
-    if several and (composition["method"] not in _AS_BEFORE or "weights" in composition):
-        plain["sides"] = "averaged"  # older versions did not average first with these methods: the results differ
-    content = json.dumps(plain, sort_keys=True, ensure_ascii=False)
+    content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
     return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
 
 

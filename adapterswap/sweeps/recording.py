@@ -2,9 +2,8 @@
 
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell with a complete line is
 finished. An incomplete last line is removed, also in rungs.jsonl. Every step is synced to disk before the next, so
-this also holds after a power loss. Each line contains its own hash and the conditions under which its cell was
-evaluated; a line of cells.jsonl also contains the hashes of its samples and prompts. A lock keeps a second sweep out
-of the folder. Knows nothing of models or of making cells.
+this also holds after a power loss. Each line contains the conditions under which its cell was evaluated. A
+lock keeps a second sweep out of the folder. Knows nothing of models or of making cells.
 
 `freeze` writes preregistration.json into the folder that the sweep will fill: everything that `prepare` knows (experts
 with hashes, tasks, cells, documents to choose on), and the methods that a report will compare. Its hash can be
@@ -15,6 +14,7 @@ published hash proves that the file was not written afterwards.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -27,7 +27,7 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.errors import AdapterswapError, ArgumentError, DataError, OutputError, Problems, RunError, did_you_mean
 from adapterswap.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
-from adapterswap.files.hashes import SEAL, is_sealed, sealed, sha256_of
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import exists, expand, read_json
 from adapterswap.sweeps.grid import Cell, composition_of
 from adapterswap.sweeps.preparing import PreparedSweep
@@ -42,7 +42,6 @@ from adapterswap.sweeps.results import (
     Findings,
     RungResult,
     conditions_of,
-    files_of,
     prompts_file,
     read_questions,
     read_run,
@@ -69,7 +68,7 @@ def check_out_path(
     if overwrite:
         refuse_strangers(folder, _strangers(folder))
         return Findings()
-    run = read_run(folder, whole=True)
+    run = read_run(folder)
     if run.results and not exists(folder / SAMPLES):
         raise RunError(
             f"{folder} has results but no {SAMPLES}/ beside them, so the sweep cannot be resumed",
@@ -140,7 +139,6 @@ class Recording:
         self.findings = findings
         self._folder = folder
         self._checked: set[str] = set()
-        self._hashes: dict[Path, str] = {}  # of prompts
         self._described: Mapping[str, Any] = {}
 
     def begin(self, described: Mapping[str, Any]) -> None:
@@ -149,7 +147,7 @@ class Recording:
         if exists(self._folder / SWEEP):
             _compare(read_json(self._folder / SWEEP), described, self._folder)
             return
-        text = json.dumps(sealed(described), indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(described, indent=1, ensure_ascii=False, allow_nan=False)
         self._place(self._folder / SWEEP, text + "\n")
 
     def add(self, result: CellResult, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -195,14 +193,7 @@ class Recording:
         return samples_file(self._folder, result.cell)
 
     def _finish(self, result: CellResult) -> None:
-        hashes = {}
-        for name, path in files_of(self._folder, result.cell).items():
-            if path not in self._hashes:
-                self._hashes[path] = sha256_of(path)
-            hashes[name] = self._hashes[path]
-        self._append(
-            CELLS, {**result.as_json(), "files": hashes, "conditions": self._conditions(result.cell, result.cell.tasks)}
-        )
+        self._append(CELLS, {**result.as_json(), "conditions": self._conditions(result.cell, result.cell.tasks)})
         self.findings.results[result.cell.cell] = result
 
     def _conditions(self, cell: Cell, tasks: Collection[str]) -> dict[str, Any]:
@@ -210,7 +201,7 @@ class Recording:
         return conditions_of(self._described, () if composition is None else composition.expert_names, tasks)
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
-        path, line = self._folder / name, _line(sealed(content)).encode("utf-8", "backslashreplace")
+        path, line = self._folder / name, _line(content).encode("utf-8", "backslashreplace")
         with _explained(self._folder):
             is_new = not exists(path)
             with path.open("ab", buffering=0) as file:
@@ -306,7 +297,7 @@ class Preregistration:
     """A pre-registration, and how the run differs from it.
 
     Attributes:
-        sha256: the hash of the pre-registration.
+        sha256: the hash of preregistration.json.
         reference, methods: the methods that a report was to compare; `methods` is None for all.
         differences: how the run and the comparison differ from it, in words; empty if they do not.
     """
@@ -340,7 +331,7 @@ def freeze(
         dry_run: check everything and write nothing.
 
     Returns:
-        The file's content; `sha256` is its hash.
+        The file's content, and its hash as `sha256`.
     """
     families = list(dict.fromkeys(cell.family for cell in prepared.grid.cells))
     for parameter, names in (("reference", [reference] if reference is not None else []), ("methods", methods or [])):
@@ -354,15 +345,16 @@ def freeze(
             parameter="methods",
         )  # fmt: skip
     chosen = reference if reference is not None else default_reference(families)
-    content = sealed(
-        {
-            "format": PREREGISTRATION_FORMAT, "adapterswap_version": __version__,
-            "sweep": dict(prepared.described),
-            "comparison": {"reference": chosen, "methods": None if methods is None else list(methods)},
-            "selection": "for each pair by itself, the best configuration on the documents to choose on; of equals the "
-            "default, then the first; reported on the other documents",
-        }
-    )  # fmt: skip
+    content = {
+        "format": PREREGISTRATION_FORMAT, "adapterswap_version": __version__,
+        "sweep": dict(prepared.described),
+        "comparison": {"reference": chosen, "methods": None if methods is None else list(methods)},
+        "selection": "for each pair by itself, the best configuration on the documents to choose on; of equals the "
+        "default, then the first; reported on the other documents",
+    }  # fmt: skip
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    raw = text.encode("utf-8", "backslashreplace")
+    registered = {**content, "sha256": hashlib.sha256(raw).hexdigest()}
     folder = expand(out_path)
     check_place(folder, prepared.inputs)
     if any(exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
@@ -372,8 +364,8 @@ def freeze(
         )  # fmt: skip
     path = folder / PREREGISTRATION
     if exists(path):
-        if _read(path) == content:
-            return content
+        if sha256_of(path) == registered["sha256"]:
+            return registered
         raise OutputError(
             f"{path} already exists and contains another pre-registration", "Choose another path, or delete it",
             parameter="out_path",
@@ -384,13 +376,12 @@ def freeze(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(path, path.with_name(path.name + ".tmp")) as building:
-                text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-                building.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+                building.write_bytes(raw)
         except OSError as error:
             raise OutputError(
                 f"{folder} cannot be written: {error.strerror}", "Choose another path", parameter="out_path"
             ) from None
-    return content
+    return registered
 
 
 def read_frozen(
@@ -423,7 +414,7 @@ def read_frozen(
     if units is not None:
         differences.append(f"everything is computed over {', '.join(units)} only")
     return Preregistration(
-        content[SEAL],
+        sha256_of(path),
         comparison["reference"],
         None if registered_methods is None else tuple(registered_methods),
         tuple(differences),
@@ -444,7 +435,7 @@ def _differing(key: str, before: Any, after: Any) -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     content = read_json(path, _REMEDY)
-    is_valid = content.get("format") == PREREGISTRATION_FORMAT and is_sealed(content)
+    is_valid = content.get("format") == PREREGISTRATION_FORMAT
     if not is_valid or not isinstance(content.get("sweep"), dict) or not isinstance(content.get("comparison"), dict):
-        raise DataError(f"{path} is damaged, or was changed after it was written", _REMEDY, parameter="run")
+        raise DataError(f"{path} is damaged, or of another version of adapterswap", _REMEDY, parameter="run")
     return content

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from adapterswap.errors import DataError, NotFoundError, Problems
-from adapterswap.files.hashes import SEAL, is_sealed, sha256_of
 from adapterswap.files.text import exists, expand, open_regular, read_json
 from adapterswap.sweeps.grid import Assignment, Cell
 
@@ -41,7 +40,7 @@ class TaskInfo:
         num_docs: how many documents it has.
         select: the documents on which configurations are chosen.
         report: the other documents, on which the chosen ones are reported.
-        sha256: of its questions and its scoring, see `task_fingerprint`; None in sweeps of older versions.
+        sha256: of its questions and its scoring, see `task_fingerprint`; None for tasks of the lab.
     """
 
     name: str
@@ -62,7 +61,7 @@ class TaskInfo:
             "higher_is_better": self.higher_is_better,
             "num_docs": self.num_docs,
             "split": {"select": list(self.select), "report": list(self.report)},
-            **({} if self.sha256 is None else {"sha256": self.sha256}),
+            "sha256": self.sha256,
         }
 
     @classmethod
@@ -77,7 +76,7 @@ class TaskInfo:
             num_docs=content["num_docs"],
             select=tuple(content["split"]["select"]),
             report=tuple(content["split"]["report"]),
-            sha256=content.get("sha256"),
+            sha256=content["sha256"],
         )
 
 
@@ -91,8 +90,7 @@ class TaskValue:
         scores: every score, by `metric,filter`.
         docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++), and if `value`
             is None.
-        cut: how many outputs ended at the token limit; None for tasks that compare likelihoods, and in sweeps of older
-            versions, which did not record it.
+        cut: how many outputs ended at the token limit; None for tasks that compare likelihoods.
     """
 
     value: float | None
@@ -130,7 +128,7 @@ class CellResult:
         seconds: `switch`, for making this composition from the previous one, and `evaluate`.
         relative_error: for a cell with a bounded rank, the largest ‖ΔW − ΔW'‖ / ‖ΔW‖ of a module (Frobenius norm); ΔW'
             is what was evaluated, after rounding; 0 if nothing had to be reduced. None for cells without a bound, which
-            are exact, and in sweeps of older versions, which did not record it.
+            are exact.
     """
 
     cell: Cell
@@ -336,19 +334,14 @@ class Run:
         return tuple(cell for cell in self.cells if cell.cell not in finished)
 
 
-def read_run(folder: str | Path, *, whole: bool = False) -> Run:
+def read_run(folder: str | Path) -> Run:
     """Read the folder of a sweep, finished or not.
-
-    Args:
-        folder: the folder.
-        whole: refuse folders without prompts, and sweeps of older versions, which have no hashes.
 
     Raises:
         NotFoundError: it is not the folder of a sweep.
-        DataError: its format is unknown, or a file or line in it is damaged or was changed: a cell, task or document is
-            missing, repeated or does not belong to the sweep; a score is not a finite number or not the mean of its
-            documents; samples or prompts are missing; a hash does not match; or a line was evaluated under other
-            conditions than the sweep's, or does not record them although other lines do.
+        DataError: its format is unknown, or a file or line in it is damaged: a cell, task or document is missing,
+            repeated or does not belong to the sweep; a score is not a finite number or not the mean of its documents;
+            samples are missing; or a line was evaluated under other conditions than the sweep's.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
@@ -367,13 +360,9 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
         raise DataError(
             f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
         ) from None
-    if not _as_written(described, whole):
-        raise DataError(
-            f"{folder / SWEEP} is not as the sweep wrote it", "Restore it, or run the sweep again with `overwrite=True`"
-        )
     results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
     run = Run(folder, described, tasks, cells, tuple(result for _, result in results), tuple(rung for _, rung in rungs))
-    _check(run, [content for content, _ in results], [content for content, _ in rungs], whole)
+    _check(run, [content for content, _ in results], [content for content, _ in rungs])
     return run
 
 
@@ -391,16 +380,11 @@ def _check_mappings(described: Mapping[str, Any]) -> None:
             raise ValueError(f"recipe.{key} is not an object")
 
 
-def _as_written(content: Mapping[str, Any], whole: bool) -> bool:
-    return is_sealed(content) or (not whole and SEAL not in content)
-
-
-def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str, Any]], whole: bool) -> None:
-    """Refuse lines that were changed, or whose samples are missing or were changed."""
+def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str, Any]]) -> None:
+    """Refuse lines that contradict the sweep or themselves, or whose samples are missing."""
     problems = Problems(DataError)
     cells_by_id = {cell.cell: cell for cell in run.cells}
     seen: set[str] = set()
-    hashes: dict[Path, str | None] = {}
     by_document = {
         task
         for result in run.results
@@ -408,7 +392,6 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
         if value.value is not None and value.docs
     }
     conditions = conditions_of(run.described)
-    recorded = any("conditions" in content for content in (*cell_lines, *rung_lines))  # not in older sweeps
     for number, (content, result) in enumerate(zip(cell_lines, run.results, strict=True), 1):
         name = result.cell.cell
         reason = None
@@ -424,11 +407,7 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
                 for task, value in result.results.items()
             )
             reason = next(filter(None, reasons), None) or _why_no_error(result) or _why_not_sampled(run, result)
-            if reason is None and not _as_written(content, whole):
-                reason = "it has another hash"
-            reason = reason or _why_of_another_sweep(content, conditions, recorded)
-            if reason is None:
-                _check_files(run, result, content.get("files", {}), hashes, whole, problems)
+            reason = reason or _why_of_another_sweep(content, conditions)
         seen.add(name)
         if reason is not None:
             problems.add(
@@ -445,9 +424,7 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
         reason = f"{rung.cell} is not a cell of this sweep" if rung.cell not in cells_by_id else next(
             filter(None, unsound), None
         )  # fmt: skip
-        if reason is None and not _as_written(content, whole):
-            reason = "it has another hash"
-        reason = reason or _why_of_another_sweep(content, conditions, recorded)
+        reason = reason or _why_of_another_sweep(content, conditions)
         if reason is not None:
             problems.add(
                 f"{run.folder / RUNGS}: line {number} is not as the sweep wrote it: {reason}",
@@ -456,40 +433,14 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
     problems.raise_if_any()
 
 
-def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any], recorded: bool) -> str | None:
+def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """Which conditions of a line differ from those of the sweep; None if none do."""
     conditions = content.get("conditions")
-    if conditions is None:
-        return "it does not record its conditions, and other lines do" if recorded else None
     if not isinstance(conditions, dict):
         return "its conditions are not an object"
     changed = differing(conditions, expected)
     listed = "; ".join(f"{name} is {shown_value(own)} there, and {shown_value(its)} here" for name, own, its in changed)
     return f"it was evaluated in another sweep: {listed}" if changed else None
-
-
-def _check_files(
-    run: Run, result: CellResult, recorded_hashes: Mapping[str, str], hashes: dict[Path, str | None], whole: bool,
-    problems: Problems,
-) -> None:  # fmt: skip
-    """Compare a cell's samples and its tasks' prompts with the hashes in its line; each file is read once."""
-    for name, path in files_of(run.folder, result.cell).items():
-        left_out = not exists(path.parent) and (name.startswith(SAMPLES) or not whole)  # the whole folder was left out
-        if path in hashes or left_out or (name not in recorded_hashes and not whole):
-            continue
-        hashes[path] = sha256_of(path) if exists(path) else None
-        if hashes[path] != recorded_hashes.get(name):
-            state = "is missing" if hashes[path] is None else "is not as the sweep wrote it"
-            remedy = "Restore it"
-            if name.startswith(SAMPLES):
-                remedy += f", or delete the line of {result.cell.cell} in {CELLS} and run the same sweep again"
-            problems.add(f"{path} {state}", remedy)
-
-
-def files_of(folder: Path, cell: Cell) -> dict[str, Path]:
-    """The files that belong to a cell's line, by name in the folder: its samples and the prompts of its tasks."""
-    paths = (samples_file(folder, cell), *(prompts_file(folder, task) for task in cell.tasks))
-    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def _why_unsound(
@@ -520,9 +471,9 @@ def _why_unsound(
 
 
 def _why_no_error(result: CellResult) -> str | None:
-    """What is wrong with a cell's relative error; None if nothing is, or if it was not recorded."""
+    """What is wrong with a cell's relative error; None if nothing is."""
     error = result.relative_error
-    if error is None or (result.cell.is_reduced and _is_finite(error) and error >= 0):
+    if (_is_finite(error) and error >= 0) if result.cell.is_reduced else error is None:  # type: ignore[operator]
         return None
     rule = (
         "a finite number of 0 or more" if result.cell.is_reduced else "known for cells with a bound on their rank only"

@@ -22,7 +22,7 @@ from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.evaluating import preview
 from adapterswap.evaluation.tasks import load_tasks, task_files, task_fingerprint
 from adapterswap.files.folders import replacing, sync_folder
-from adapterswap.files.hashes import fingerprints, is_sealed, sealed
+from adapterswap.files.hashes import fingerprints
 from adapterswap.files.text import read_json
 from adapterswap.model.loading import Base
 from adapterswap.processes import Processes
@@ -170,9 +170,9 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _read(self, args: Any, state: Any) -> list[dict[str, Any]]:
         """The rows up to the step from which the run resumes."""
-        content = read_json(self._table_path, _REMEDY, kind=RunError) if self._table_path.is_file() else {}
-        if not is_sealed(content):
-            content = {"table": [], "best": {}}
+        content: dict[str, Any] = {"table": [], "best": {}}
+        if self._table_path.is_file():
+            content = read_json(self._table_path, _REMEDY, kind=RunError)
         rows = [row for row in content["table"] if row["step"] <= state.global_step]
         due = [step for step in range(1, state.global_step) if self._is_due_at(step, args, state)]
         if [row["step"] for row in rows if row["step"] < state.global_step] != due:
@@ -242,7 +242,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         self._weights[checkpoint.name] = fingerprints(self._best / checkpoint.name)
         kept = {f"checkpoint-{step}" for step in self._kept()}
         self._weights = {name: prints for name, prints in self._weights.items() if name in kept}
-        content = sealed({"table": [asdict(row) for row in self._table], "best": self._weights})
+        content = {"table": [asdict(row) for row in self._table], "best": self._weights}
         with replacing(self._table_path, self._table_path.with_suffix(".tmp")) as building:
             building.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for folder in self._best.iterdir():

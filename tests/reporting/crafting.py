@@ -61,7 +61,7 @@ def skill(cell: Cell, task: str) -> float:
 def craft(
     folder: Path, requested: SweepRecipe | None = None, *, documents: int = 40, skill: Skill = skill,
     finished: Callable[[Cell], bool] = lambda cell: True, split: bool = True, corpus: tuple[str, ...] = (),
-    values: Callable[[Cell, str], list[float]] | None = None, errors: Callable[[Cell], float] | None = None,
+    values: Callable[[Cell, str], list[float]] | None = None, errors: Callable[[Cell], float] = lambda cell: 0.0,
     changed: Mapping[str, Mapping[str, Any]] | None = None, text: str = "Jibu ni",
     shares: Callable[[Cell, str], float] | None = None, codes: Mapping[str, str] = TASKS,
 ) -> Path:  # fmt: skip
@@ -73,7 +73,7 @@ def craft(
         split: whether there are select documents.
         corpus: tasks with one score for the whole corpus.
         values: the documents' scores, instead of random ones.
-        errors: the relative error of cells that were reduced to a rank; not recorded by default.
+        errors: the relative error of cells that were reduced to a rank.
         text: the outputs.
         changed: changes to sweep.json: `{"settings": {"num_fewshot": 2}}`.
         codes: task → the code of its language.
@@ -92,6 +92,7 @@ def craft(
         name: TaskInfo(
             name, "target" if name in target else "retention", codes.get(name, "swh_Latn"),
             ("exact_match", "normalized") if name not in corpus else ("chrf", "none"), True, documents, select, report,
+            "cd" * 32,
         )
         for name in (*target, *requested.retention)
     }  # fmt: skip
@@ -128,7 +129,7 @@ def craft(
                  "answers": {"normalized": str(doc if score else doc + 1)}, "scores": {name: score}}
                 for doc, score in enumerate(scores)
             ]  # fmt: skip
-        error = errors(cell) if errors is not None and cell.output else None
+        error = errors(cell) if cell.is_reduced else None
         line = CellResult(cell, results, {"switch": 0.1, "evaluate": 1.0}, error).as_json()
         conditions = conditions_of(described, (*cell.task_expert, *cell.language_expert), cell.tasks)
         lines.append(json.dumps({**line, "conditions": conditions}))

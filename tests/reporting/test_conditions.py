@@ -13,7 +13,6 @@ from refusals import refused
 import adapterswap
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, DataError
-from adapterswap.files.hashes import sealed
 from adapterswap.reporting import make_report, open_source
 from adapterswap.sweeps.grid import Cell
 from adapterswap.sweeps.recording import PREREGISTRATION_FORMAT
@@ -150,13 +149,11 @@ def test_runs_that_cannot_be_joined(tmp_path: Path) -> None:
 def test_a_preregistration_of_one_run_is_shown_with_the_differences(tmp_path: Path) -> None:
     first = craft(tmp_path / "first", recipe(**SMALL), documents=6)
     second = craft(tmp_path / "second", recipe(**SMALL), documents=6)
-    content = sealed(
-        {
-            "format": PREREGISTRATION_FORMAT,
-            "sweep": json.loads((second / "sweep.json").read_text()),
-            "comparison": {"reference": "soup", "methods": None},
-        }
-    )
+    content = {
+        "format": PREREGISTRATION_FORMAT,
+        "sweep": json.loads((second / "sweep.json").read_text()),
+        "comparison": {"reference": "soup", "methods": None},
+    }
     (second / "preregistration.json").write_text(json.dumps(content))
     assert make_report(open_source(first), draws=20).preregistration is None
     alone = make_report(open_source(second), draws=20).preregistration

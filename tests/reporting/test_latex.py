@@ -82,7 +82,7 @@ def test_one_table_for_several_languages(two: Report) -> None:
 
 def test_targets_with_other_methods_and_the_same_language(two: Report) -> None:
     sw, te = two.targets
-    reduced = [replace(target.rows[0], is_reduced=True, relative_error=e) for target, e in ((sw, 0.3), (te, 0.1))]
+    reduced = [replace(target.rows[0], relative_error=e) for target, e in ((sw, 0.3), (te, 0.1))]
     rows = (reduced[1], *(row for row in te.rows[1:] if row.family != "soup"))
     targets = (replace(sw, rows=(reduced[0], *sw.rows[1:])), replace(te, language="sw", rows=rows))
     report, style = replace(two, targets=targets), TableStyle(rows=["soup", "base"])

@@ -61,13 +61,13 @@ def recipe(content: Callable[..., dict[str, Any]]) -> Callable[..., SweepRecipe]
 
 
 def plain(folder: Path) -> dict[str, Any]:
-    """Every file of a sweep's folder; cells.jsonl and rungs.jsonl without the seconds and the hash over them."""
+    """Every file of a sweep's folder; cells.jsonl and rungs.jsonl without the seconds."""
     import json
 
     files: dict[str, Any] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         files[path.relative_to(folder).as_posix()] = (
-            [{**json.loads(line), "seconds": None, "sha256": None} for line in path.read_text().splitlines()]
+            [{**json.loads(line), "seconds": None} for line in path.read_text().splitlines()]
             if path.name in ("cells.jsonl", "rungs.jsonl")
             else path.read_bytes()
         )

@@ -11,7 +11,7 @@ import yaml
 from click.testing import Result
 
 from adapterswap.errors import ArgumentError, DataError, OutputError, RunError
-from adapterswap.files.hashes import is_sealed
+from adapterswap.files.hashes import sha256_of
 from adapterswap.reporting import make_report, open_source
 from adapterswap.sweeps import SweepRecipe, prepare, sweep
 from adapterswap.sweeps.recording import freeze
@@ -23,9 +23,9 @@ FAMILIES = [{"bottom": [1, 2], "top": 1}]
 def test_a_run_follows_its_registration_or_not(recipe: Recipe, tmp_path: Path) -> None:
     requested = recipe(compositions=FAMILIES, baselines=["base", "soup"])
     content = freeze(prepare(requested), tmp_path / "run", reference="soup")
-    written = json.loads((tmp_path / "run" / "preregistration.json").read_text())
-    assert written == content
-    assert is_sealed(written)
+    file = tmp_path / "run" / "preregistration.json"
+    written = json.loads(file.read_text())
+    assert {**written, "sha256": sha256_of(file)} == content
     assert written["sweep"]["experts"]["math1"]["sha256"]
     assert freeze(prepare(requested), tmp_path / "run", reference="soup") == content  # the same again changes nothing
     sweep(requested, tmp_path / "run", device="cpu")
@@ -43,13 +43,12 @@ def test_a_run_follows_its_registration_or_not(recipe: Recipe, tmp_path: Path) -
 
     changed = recipe(compositions=[{"bottom": [1], "top": 1}], baselines=["base", "soup"])
     sweep(changed, tmp_path / "run", device="cpu", overwrite=True)
-    assert json.loads((tmp_path / "run" / "preregistration.json").read_text()) == content  # unchanged
+    assert json.loads(file.read_text()) == written  # unchanged
     later = make_report(open_source(tmp_path / "run"), draws=50).preregistration
     assert later is not None
     assert later.differences == ("registered compositions that are missing: 1",)
 
-    content["comparison"]["reference"] = "base"
-    (tmp_path / "run" / "preregistration.json").write_text(json.dumps(content))
+    file.write_text(json.dumps(written | {"format": "adapterswap-preregistration/2"}))
     with pytest.raises(DataError):
         make_report(open_source(tmp_path / "run"), draws=50)
 
