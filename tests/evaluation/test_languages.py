@@ -109,7 +109,7 @@ def test_an_evaluation_has_the_share_as_a_score(
     assert [sample.scores.get("language") is None for sample in result.samples] == [False, True]
     assert result.tasks[name].scores[:-1] == plain.tasks[name].scores
     assert result.settings["language_fidelity"] is True
-    assert "language_fidelity" not in plain.settings
+    assert plain.settings["language_fidelity"] is False
 
 
 def test_tasks_without_answers_in_a_language_are_refused(tmp_path: Path, byte_base: Path) -> None:
