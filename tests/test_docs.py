@@ -39,6 +39,23 @@ def test_the_page_of_methods_matches_the_registry() -> None:
     assert (ROOT / "docs" / "methods.md").read_text() == script.page(), "run python scripts/methods_page.py"
 
 
+def test_the_advice_on_methods_quotes_their_table() -> None:
+    """docs/choosing.md: its numbers are in the table, and the methods it calls worse are those below the layer swap."""
+    advice = (ROOT / "docs" / "choosing.md").read_text().partition("## What the table of ten seeds says")[2]
+    table = (ROOT / "docs" / "methods.md").read_text().partition("## What they are worth in the lab")[2]
+    lines = {
+        match[1]: match[0] for match in re.finditer(r"^\| \[?(\w+)(?:\]\S*)? \| \d+ \| .*", table, flags=re.MULTILINE)
+    }
+    for name, quoted in (("nuslerp", "0.425"), ("nuslerp", "[-0.019, +0.060]"), ("layer_swap", "0.413")):
+        assert quoted in lines[name]
+        assert quoted in advice
+    for name in ("task_arithmetic", "layer_swap"):
+        assert re.findall(r"\[[-+][^]]*\]", lines[name])[-1] in advice
+    below = {name for name in lines if float(re.findall(r"([-+][\d.]+)\]", lines[name] + "+1]")[0]) < 0}
+    (sentence,) = re.findall(r"The intervals of (.*) are below zero", advice)
+    assert set(re.findall(r"\w+", sentence)) - {"and"} == below - {"base"}
+
+
 def test_the_page_of_recipe_fields_matches_the_models() -> None:
     script = script_called("recipe_fields")
     assert (ROOT / "docs" / "fields.md").read_text() == script.page(), "run python scripts/recipe_fields.py"
