@@ -61,6 +61,11 @@ def test_the_page_of_recipe_fields_matches_the_models() -> None:
     assert (ROOT / "docs" / "fields.md").read_text() == script.page(), "run python scripts/recipe_fields.py"
 
 
+def test_the_table_of_engines_matches_the_limits() -> None:
+    text = (ROOT / "docs" / "engines.md").read_text()
+    assert text == script_called("targets_page").page(text), "run python scripts/targets_page.py"
+
+
 def commands_shown() -> list[tuple[str, str]]:
     """Every `adapterswap …` line of a shell block in a page, continued lines joined."""
     result = []

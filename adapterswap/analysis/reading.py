@@ -24,6 +24,7 @@ from adapterswap.files.tensorfile import FLOATS
 from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor
 from adapterswap.model.layers import within_layer
 from adapterswap.planning.base import under_one_name
+from adapterswap.planning.targets import Target, check_expert
 
 Expert = Adapter | Checkpoint
 
@@ -39,7 +40,7 @@ def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     for name, adapter in adapters.items():
         with problems.collect():
-            adapter.check_low_rank("`analyze` measures", name)
+            check_expert(adapter, name, Target.ANALYZE)
     problems.raise_if_any()
     adapters = under_one_name(adapters, None if base is None else str(base.source.folder), problems)
     problems.raise_if_any()
@@ -85,7 +86,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
     """An expert's matrices by module name: every LoRA module, or every attention and MLP weight of a checkpoint."""
     sources: dict[str, LoraModule | StoredTensor] = {}
     if isinstance(expert, Adapter):
-        expert.check_low_rank("`analyze` measures")
+        check_expert(expert, expert.name, Target.ANALYZE)
         sources.update({name: module for name, module in expert.modules.items() if not module.embedding})
     else:
         if base is None:

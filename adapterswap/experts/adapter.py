@@ -379,16 +379,6 @@ class Adapter:
         """The embeddings and heads with single trained rows (`trainable_token_indices`), by name."""
         return {name: part for name, part in self.saved.items() if part.rows}
 
-    def check_low_rank(self, purpose: str, name: str | None = None) -> None:
-        """Raise `UnsupportedError` if a module's change is not s·B·A; `purpose` is what needs it: `analyze needs`."""
-        if self.opaque:
-            first = next(iter(self.opaque.values()))
-            converted = "" if first.is_linear else "Convert it to rsLoRA with `convert`, or m"
-            raise UnsupportedError(
-                f"{name or self.name} is {first.method} ({first.name}), but {purpose} changes of the form s·B·A",
-                f"{converted or 'M'}erge it into its base with `merge`",
-            )
-
 
 _Module = TypeVar("_Module", bound=Part)
 

@@ -237,6 +237,11 @@ def is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
+def is_fused(module: str) -> bool:
+    """Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
+    return re.search(r"\.experts\.\d+\.", module) is not None
+
+
 def part_key(module: str, part: str) -> str:
     """The key under which PEFT stores a tensor (`part`) of a module."""
     return f"{_PREFIX}{module}.{part}"

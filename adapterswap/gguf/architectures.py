@@ -20,11 +20,7 @@ import numpy.typing as npt
 
 from adapterswap.errors import BaseModelError, DependencyError, UnsupportedError
 from adapterswap.model.layers import language_config
-
-MERGE_REMEDY = (
-    "Merge the composition with `adapterswap merge` and convert the result with llama.cpp's convert_hf_to_gguf.py"
-)
-"""The remedy for changes that a LoRA in GGUF cannot hold."""
+from adapterswap.planning.targets import WORDS, Target
 
 Rows = npt.NDArray[np.intp]
 Size = Literal[
@@ -279,7 +275,7 @@ def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         raise UnsupportedError(
             f"{where} has the type {outer if text is not config else model_type}, but only adapters of {types} can be "
             "exported to GGUF",
-            MERGE_REMEDY,
+            WORDS[Target.GGUF][1],
             parameter="base_model",
         )
     if architecture.name == "FALCON" and (text.get("alibi") or text.get("parallel_attn") is False):

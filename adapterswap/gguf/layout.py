@@ -24,7 +24,6 @@ from adapterswap.changes.locating import carried_copies
 from adapterswap.errors import (
     AdapterswapError,
     BaseModelError,
-    CompositionError,
     ExpertError,
     Problems,
     UnsupportedError,
@@ -34,7 +33,6 @@ from adapterswap.experts.config import scale
 from adapterswap.files.numbers import Bytes, check_finite, decode, not_finite, read_bytes, read_numbers
 from adapterswap.files.tensorfile import DTYPE_BYTES
 from adapterswap.gguf.architectures import (
-    MERGE_REMEDY,
     Architecture,
     ModelSizes,
     Projection,
@@ -48,6 +46,7 @@ from adapterswap.model.sources import base_config, public_name
 from adapterswap.planning.base import named_base
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
+from adapterswap.planning.targets import Target, check
 from adapterswap.writing.layout import lay_out, most_common, written_keys
 from adapterswap.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.writing.reduction import measurements, reduce
@@ -177,14 +176,10 @@ def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambd
         progress: called with the name of each module after it was truncated.
     """
     plan.check_adapter()
-    if not any(slot.terms for slot in plan.modules.values()) and not any(slot.of_tokens for slot in plan):
-        raise CompositionError(
-            "every module stays as in the base, so there is nothing to export", "Give some layers to an expert"
-        )
     reference = named_base(plan.base_reference)
     config = base_config(reference)[1]
     architecture = find_architecture(config, public_name(reference) or "the base")
-    places = _places(plan, architecture, language_config(config))
+    places = _places(plan, architecture, language_config(config), form)
     check_one_base(plan.adapters)
     _check_copies(plan, reference)
     resolved = resolve(plan)
@@ -202,54 +197,22 @@ class _Place:
     rows: Rows | None
 
 
-def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -> dict[str, _Place]:
+def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], form: Form) -> dict[str, _Place]:
     """The place of each module; modules that cannot be exported are reported in one error."""
     gguf = load_gguf()
     problems = Problems(UnsupportedError)
     sizes = architecture.sizes(config)
     tied = architecture.always_tied or config.get("tie_word_embeddings", architecture.tied)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.one_depth("`export`"))
-    for saved in plan.saved.values():
-        if saved.of_tokens:
-            problems.add(
-                f"tokens of {saved.name} were trained (trainable_token_indices), but a LoRA in GGUF holds only "
-                "low-rank changes",
-                MERGE_REMEDY,
-            )
-        elif saved.terms:
-            problems.add(
-                f"{saved.name} was trained in full, but a LoRA in GGUF holds only low-rank changes",
-                f"Convert it to LoRA with `adapterswap convert` and `saved_rank`. Or: {MERGE_REMEDY}",
-            )
+    check(
+        plan, Target.GGUF, max_rank=form.max_rank, max_error=form.max_error, tied=tied,
+        exports=lambda slot: _projection(slot, architecture)[1] is not None,
+    )  # fmt: skip
     places: dict[str, _Place] = {}
     orders: dict[Projection, Rows | None] = {}
     for slot in plan.modules.values():
-        if not slot.terms:
-            continue
-        if slot.factors_by_rows:
-            problems.add(
-                f"{slot.name} has other rows than the base, and its LoRA has different weights for them, but a LoRA in "
-                "GGUF has one ΔW for all rows",
-                MERGE_REMEDY,
-            )
-            continue
-        if slot.opaque:
-            problems.add(
-                f"{slot.name} is {slot.opaque[0].method} in {slot.opaque[0].expert}, but a LoRA in GGUF holds only "
-                "low-rank changes",
-                MERGE_REMEDY,
-            )
-            continue
         canonical, projection = _projection(slot, architecture)
-        if projection is None:
-            problems.add(f"{slot.name} cannot be exported for this architecture", MERGE_REMEDY)
-            continue
-        if slot.layer is None and tied:
-            problems.add(
-                f"{slot.name} is tied to another module in the base. llama.cpp keeps both as one weight, but PEFT "
-                "changes only one of them",
-                MERGE_REMEDY,
-            )
+        if not slot.terms or projection is None:
             continue
         lora = slot.terms[0].lora
         if not _fits(lora, projection, sizes):

@@ -23,6 +23,7 @@ from adapterswap.files.tensorfile import Tensor, TensorFile
 from adapterswap.model.layers import NumLayers, kind_of, layer_container, layer_of, stacked_layers_in_config
 from adapterswap.model.sources import Source
 from adapterswap.planning.rules import BASE
+from adapterswap.planning.targets import Target, check_expert
 
 if TYPE_CHECKING:
     import torch
@@ -292,24 +293,10 @@ class Inventory:
                 "Load it under another name",
                 kind=ExpertError,
             )
-        if config.trained_tokens:
-            raise UnsupportedError(
-                f"the adapter {name!r} has trained tokens (trainable_token_indices), which the live composer cannot "
-                "switch",
-                "Write the composition with `compose` and load the result",
-            )
-        if config.peft_type != LORA:
-            raise UnsupportedError(
-                f"the adapter {name!r} is {config.title}, and the live composer switches only LoRA and its variants",
-                "Write the composition with `compose` and load the result, or convert the expert with `convert`",
-            )
-        if config.bias != "none":
-            problems.add(
-                f"the adapter {name!r} trained biases of the base (bias: {config.bias}), and PEFT has overwritten the "
-                "base's own with them",
-                "Merge it into its base with `merge`",
-                kind=UnsupportedError,
-            )
+        file = TensorFile(Path(name), {}, 0, 0, b"", ())
+        bare = Adapter(Source(Path(name), name), config, file, {}, {}, None)
+        with problems.collect():
+            check_expert(bare, f"the adapter {name!r}", Target.LIVE)
         layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
         saved_modules = {
             module: wrapper.modules_to_save[name]
@@ -356,11 +343,9 @@ class Inventory:
             for module, saved_module in saved_modules.items()
         }  # fmt: skip
         problems.raise_if_any()
-        file = TensorFile(Path(name), {}, 0, 0, b"", ())
-        return Adapter(
-            Source(Path(name), name), config, file, by_layer(modules), by_layer(saved), container,
-            opaque=by_layer(opaque),
-        )  # fmt: skip
+        return replace(
+            bare, modules=by_layer(modules), saved=by_layer(saved), container=container, opaque=by_layer(opaque)
+        )
 
     def _read_config(self, name: str) -> AdapterConfig:
         """The adapter's config, checked by the rules for adapter_config.json."""

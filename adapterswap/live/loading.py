@@ -27,14 +27,13 @@ from adapterswap.errors import (
     reason_of,
 )
 from adapterswap.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
-from adapterswap.experts.keys import LORA, copies_in
+from adapterswap.experts.keys import copies_in
 from adapterswap.experts.names import under_canonical_names
 from adapterswap.files.folders import atomic_folder, scratch_folder
 from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import FLOAT_NAMES, FLOATS, TensorFile
 from adapterswap.files.text import expand, is_folder
 from adapterswap.live.inventory import factors, find_layers, find_wrappers, layers_of_base, match_dtypes
-from adapterswap.live.switching import put_over_the_base
 from adapterswap.model.base import Base, shape_of
 from adapterswap.model.layers import KeptLayers, NumLayers, format_layers, is_ahead, known_depth
 from adapterswap.model.loading import quiet_peft
@@ -45,6 +44,7 @@ from adapterswap.planning.composition import Composition, fits_peft, parse_compo
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rules import BASE
+from adapterswap.planning.targets import WORDS, Target, check_expert, clash
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -137,9 +137,6 @@ def folder_without_copies(file: TensorFile) -> Iterator[Path]:
         yield bare
 
 
-_WITHOUT_SWITCHING = "Write the composition with `compose` and load the result, or write full weights with `merge`"
-
-
 def load_expert(
     model: PreTrainedModel | PeftModel,
     expert: Adapter | str | Path,
@@ -171,7 +168,7 @@ def load_expert(
         adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
     except AdapterswapError as error:
         raise error.recast(parameter="expert") from None
-    check_loadable(adapter, name)
+    check_expert(adapter, f"the expert {name!r}", Target.LIVE)
     _check_base(adapter, name, model)
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     adapter = as_in_model(adapter, name, base)
@@ -223,41 +220,6 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
         return under_canonical_names(adapter, Base(base), name, "the model")
     except AdapterswapError:
         return adapter
-
-
-def check_loadable(adapter: Adapter, name: str) -> None:
-    """Raise `UnsupportedError` if PEFT cannot switch the adapter, or would change the base's weights by loading it."""
-    unsupported = next((part for part in adapter.opaque.values() if part.peft_type != LORA), None)
-    if unsupported is not None:
-        raise UnsupportedError(
-            f"the expert {name!r} is {unsupported.method} ({unsupported.name}), and the live composer switches only "
-            "LoRA and its variants",
-            "Write the composition with `compose` and load the result, or convert the expert to rsLoRA with `convert`",
-        )
-    if adapter.config.tied and adapter.saved:
-        raise UnsupportedError(
-            f"the expert {name!r} holds {next(iter(adapter.saved))} in full and ties it to other modules "
-            "(ensure_weight_tying), which the live composer cannot switch",
-            _WITHOUT_SWITCHING,
-        )
-    if adapter.tokens:
-        raise UnsupportedError(
-            f"the expert {name!r} has trained tokens in {next(iter(adapter.tokens))}, which the live composer cannot "
-            "switch",
-            _WITHOUT_SWITCHING,
-        )
-    if over := put_over_the_base(adapter):
-        raise UnsupportedError(
-            f"the expert {name!r} carries whole weights ({over[0]}), with which PEFT would overwrite the base's own",
-            "Load it with PEFT and save it with save_embedding_layers=False, or merge it into its base with `merge`",
-        )
-    if adapter.config.bias != "none":
-        raise UnsupportedError(
-            f"the expert {name!r} trained biases of the base (bias: {adapter.config.bias}"
-            + "".join(f", such as {module}" for module in [*adapter.saved][:1])
-            + "), with which PEFT would overwrite the base's own for every expert",
-            _WITHOUT_SWITCHING,
-        )
 
 
 def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
@@ -376,25 +338,9 @@ def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], probl
 
     saved = {module for module, instance in modules.items() if isinstance(instance, ModulesToSaveWrapper)}
     adapted = {module for module, instance in modules.items() if isinstance(instance, BaseTunerLayer)}
-    for ours, theirs, words in (
-        (adapter.saved.keys(), adapted, "holds {} in full and a loaded expert adapts {}"),
-        (adapter.factors.keys(), saved, "adapts {} and a loaded expert holds {} in full"),
-    ):
-        for module in ours:
-            clashing = next((candidate for candidate in theirs if _overlap(module, candidate)), None)
-            if clashing is not None:
-                problems.add(
-                    f"the expert {name!r} {words.format(module, clashing)}, which PEFT cannot hold side by side",
-                    _WITHOUT_SWITCHING,
-                    parameter="expert",
-                    kind=UnsupportedError,
-                )
-                return
-
-
-def _overlap(first: str, second: str) -> bool:
-    """Whether two names are of the same module, or of one inside the other."""
-    return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
+    held = {f"the expert {name!r}": (adapter.saved, adapter.parts), "a loaded expert": (saved, saved | adapted)}
+    if (reason := clash(held)) is not None:
+        problems.add(reason, WORDS[Target.LIVE][1], parameter="expert", kind=UnsupportedError)
 
 
 def _axes(shape: tuple[int, ...]) -> list[int]:
@@ -456,7 +402,7 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
                 raise UnsupportedError(
                     f"the expert {name!r} does not adapt the same parameters (target_parameters) as a loaded expert, "
                     "and PEFT cannot hold both",
-                    _WITHOUT_SWITCHING,
+                    WORDS[Target.LIVE][1],
                     parameter="expert",
                 ) from None
             raise ExpertError(

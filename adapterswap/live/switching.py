@@ -15,19 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import CompositionError, Problems, UnsupportedError
-from adapterswap.experts.adapter import Adapter
-from adapterswap.experts.keys import LORA, is_bias
 from adapterswap.live.inventory import Inventory, factors, forget_average, parameter_of, scale_of, use_in_full
 from adapterswap.model.layers import format_depth
-from adapterswap.planning.composition import fits_peft
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.slots import Slot
+from adapterswap.planning.targets import Target, report
 from adapterswap.writing.resolving import resolve
 
 if TYPE_CHECKING:
     import torch
-
-_RESIDENT = "Write it with `compose` and load the result, or write full weights with `merge`"
 
 
 @dataclass(frozen=True)
@@ -48,75 +43,17 @@ class Switch:
 
 def why_not_live(plan: Plan) -> str | None:
     """Why a plan cannot be computed by switching adapters on and off; None if it can."""
-    nonlinear = next((module for module in plan.modules.values() if module.terms and not module.is_linear), None)
-    if nonlinear is not None:
-        return f"{nonlinear.method} is not linear in the experts' ΔW, so it needs new tensors"
-    if plan.composition.row_threshold is not None:
-        return "a row threshold needs new tensors"
-    for slot in plan:
-        if (reason := _why_not_slot(slot)) is not None:
-            return reason
-    if (odd := clash(plan.adapters)) is not None:
-        return odd
-    for expert, adapter in plan.adapters.items():
-        if over := put_over_the_base(adapter):
-            return f"{expert} carries whole weights ({over[0]}), with which PEFT would overwrite the base's own"
-    if (unfit := next((name for name in plan.experts if not fits_peft(name)), None)) is not None:
-        return f"PEFT cannot hold an adapter under the name {unfit!r}"
-    return None
-
-
-def _why_not_slot(slot: Slot) -> str | None:
-    """Why one module of a plan cannot be switched."""
-    if slot.of_tokens:
-        return f"{slot.name} has trained tokens (trainable_token_indices), which the live composer cannot switch"
-    if slot.rows:
-        return f"{slot.name} has rows for tokens that the base or an expert lacks, which PEFT cannot switch"
-    if slot.in_full:
-        if is_bias(slot.name):
-            return f"{slot.name} is a trained bias, with which PEFT would overwrite the base's own for every expert"
-        return None
-    if slot.whole:
-        return f"{slot.name} would be a blend of LoRA and the full weights that {slot.whole[0].expert} holds"
-    for term in slot.opaque:
-        assert term.opaque is not None
-        part = term.opaque.part
-        if part.peft_type != LORA:
-            return f"{slot.name} is {part.method} in {term.expert}, which the live composer cannot switch"
-        if slot.owner is None and not part.is_linear:
-            return f"{slot.name} is a blend, and {term.expert} is {part.method} there, which is not linear in its scale"
-        if slot.method != "linear":
-            return f"{slot.method} works on s·B·A, and {term.expert} is {part.method} at {slot.name}"
-    return None
-
-
-def put_over_the_base(adapter: Adapter) -> list[str]:
-    """The whole weights outside `modules_to_save`, with which PEFT overwrites the base's own for every expert."""
-    ends = tuple(adapter.config.modules_to_save)
-    over = [name for name in adapter.saved if not is_bias(name) and not (ends and name.endswith(ends))]
-    return over + [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
-
-
-def clash(adapters: Mapping[str, Adapter]) -> str | None:
-    """Why PEFT cannot hold these adapters side by side: one holds a module in full that another adapts."""
-    for expert, adapter in adapters.items():
-        for name in adapter.saved:
-            for second, second_adapter in adapters.items():
-                candidates = (part for part in second_adapter.parts if part.startswith(f"{name}.") or part == name)
-                adapted = next((part for part in candidates if part != name or name not in second_adapter.saved), None)
-                if adapted is not None:
-                    return (
-                        f"{expert} holds {name} in full and {second} adapts {adapted}, which PEFT cannot hold side "
-                        "by side"
-                    )
-    return None
+    problems = Problems()
+    report(plan, Target.LIVE, problems)
+    return next((problem.message for problem in problems), None)
 
 
 def make_switch(plan: Plan, inventory: Inventory) -> Switch:
     """The settings that compute `plan` with the adapters in the model."""
-    if (reason := why_not_live(plan)) is not None:
-        raise UnsupportedError(reason, _RESIDENT, parameter="composition")
     problems = Problems(CompositionError)
+    report(plan, Target.LIVE, problems)
+    if problems:
+        raise problems.as_error().recast(parameter="composition")
     if inventory.num_layers not in (plan.num_layers, None):
         problems.add(
             f"the plan is for {format_depth(plan.num_layers)} layers, and the model has "

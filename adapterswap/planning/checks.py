@@ -1,4 +1,4 @@
-"""Checks of a plan: do the experts belong together, do the rules match anything, can the tensors be combined?
+"""Checks of a plan: do the experts belong together, do the rules match anything?
 
 Each function adds the mistakes that it finds to a `Problems`, so that all are reported at once. It does nothing else.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from adapterswap.changes.kinds import Whole
-from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
+from adapterswap.errors import CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
 from adapterswap.experts.keys import is_bias
-from adapterswap.files.tensorfile import FLOATS
 from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint
 from adapterswap.model.layers import (
     NO_LAYER,
@@ -309,74 +308,6 @@ def _moved(slot: Slot, stack: Stack | None, layer: int) -> str:
     return name if stack is None else in_stack(name, stack)
 
 
-def check_saved(
-    slots: Sequence[Slot], composition: Composition, problems: Problems, *, base_at_hand: bool = False
-) -> None:
-    """Report full weights that cannot be blended.
-
-    Averaging them with an expert that left them unchanged needs the base's own weights.
-    """
-    for slot in slots:
-        if not slot.in_full or slot.rule is None:
-            continue
-        if slot.rule.combines_sides:
-            training = (
-                "has trained tokens (trainable_token_indices)"
-                if slot.of_tokens
-                else "is trained in full (modules_to_save)"
-            )
-            problems.add(
-                f"{slot.name} {training}, so it cannot be blended by magnitude or by a method on ΔW",
-                f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
-                kind=UnsupportedError,
-            )
-        elif slot.terms and slot.needs_base and composition.base_model is None and not base_at_hand:
-            others = " and ".join(slot.absent) or "the base"
-            problems.add(
-                f"Averaging {slot.name} with {others} needs the base's own weights of this module",
-                "Pass the base's folder as `base_model`",
-                parameter="base_model",
-                kind=BaseModelError,
-            )
-
-
-def check_opaque(
-    slots: Sequence[Slot], experts: Mapping[str, Adapter], composition: Composition, problems: Problems
-) -> None:
-    """Report settings that need LoRA's factors if an expert is of another kind."""
-    opaque = {name: next(iter(adapter.opaque.values())) for name, adapter in experts.items() if adapter.opaque}
-    if not opaque:
-        return
-    expert, part = next(iter(opaque.items()))
-    if composition.row_threshold is not None:
-        problems.add(
-            f"row_threshold compares rows of s·B·A, but {expert} is {part.method}",
-            "Remove `row_threshold`",
-            parameter="row_threshold",
-            kind=UnsupportedError,
-        )
-    for slot in slots:
-        other = next((name for name in slot.requested if name in opaque), None)
-        if slot.rule is not None and slot.rule.needs_factors and other is not None:
-            problems.add(
-                f"{slot.rule.method} works on LoRA's factors, but {other} is {opaque[other].method}",
-                f"Use another method, such as ties, or convert {other} to LoRA with `adapterswap convert`",
-                parameter="method",
-                kind=UnsupportedError,
-            )
-            return
-        if slot.rule is None or not slot.rule.weights:
-            continue
-        weighted = next((name for name in slot.requested if name in opaque), None)
-        if weighted is not None:
-            problems.add(
-                f"{weighted} is {opaque[weighted].method}, whose magnitude depends on the base's weights",
-                "Use explicit weights",
-                kind=UnsupportedError,
-            )
-            return
-
-
 def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
     if any(rule.matches(m.name, m.layer, m.kind) for m in modules):
         return "Earlier rules match all of its modules: move it before them, or remove it"
@@ -513,46 +444,3 @@ def check_vocabulary(
                     kind=UnsupportedError,
                 )
                 break
-
-
-def check_factors(slots: Mapping[str, Slot], problems: Problems) -> None:
-    """Report methods that work on LoRA's factors if an expert is a full checkpoint, which has none."""
-    for slot in slots.values():
-        if slot.rule is not None and slot.rule.needs_factors and slot.whole:
-            problems.add(
-                f"{slot.rule.method} works on LoRA's factors, but {slot.whole[0].expert} holds the whole weight of "
-                f"{slot.name}",
-                "Extract an adapter from the full checkpoint with `adapterswap extract`, or use another method",
-                parameter="method",
-                kind=UnsupportedError,
-            )
-            return
-
-
-def check_matrices(slots: Mapping[str, Slot], problems: Problems) -> None:
-    """Report tensors with one matrix for each expert of a mixture, if the method is nonlinear: it needs one matrix."""
-    for slot in slots.values():
-        if slot.matrices > 1 and not slot.is_linear:
-            problems.add(
-                f"{slot.name} holds the matrices of {slot.matrices} experts, but {slot.method} needs a single matrix",
-                "Use a weighted sum: layer_swap, soup or task_arithmetic",
-                parameter="method",
-                kind=UnsupportedError,
-            )
-            return
-
-
-def check_numbers(slots: Mapping[str, Slot], problems: Problems) -> None:
-    """Report tensors that would be blended or changed but are not floating point numbers."""
-    for slot in slots.values():
-        if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
-            continue
-        entering = [t.whole.tensor.dtype for t in slot.all_terms if isinstance(t.change, Whole)]
-        entering += [slot.dtype] + ([slot.base.tensor.dtype] if slot.base else [])
-        odd = next((dtype for dtype in entering if dtype not in FLOATS), None)
-        if odd is not None:
-            problems.add(
-                f"{slot.name} is {odd}, but only {', '.join(FLOATS)} can be blended or changed",
-                "Give it to one expert of the same dtype in its own rule, or save the checkpoint in another dtype",
-                kind=UnsupportedError,
-            )

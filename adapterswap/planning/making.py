@@ -48,14 +48,9 @@ from adapterswap.planning.checks import (
     check_architecture,
     check_depth,
     check_experts,
-    check_factors,
     check_matches,
-    check_matrices,
     check_names,
-    check_numbers,
-    check_opaque,
     check_rules,
-    check_saved,
     check_shapes,
     check_used,
     check_vocabulary,
@@ -65,6 +60,7 @@ from adapterswap.planning.plan import Plan
 from adapterswap.planning.rows import check_sizes, settle_vocabulary, with_lent_rows, with_rows_of_base
 from adapterswap.planning.rules import Rule
 from adapterswap.planning.slots import Rows, Slot, Term
+from adapterswap.planning.targets import Target, report
 
 Expert = Adapter | Checkpoint
 
@@ -192,12 +188,12 @@ def _plan_of_modules(
     vocabularies = settle_vocabulary(filled, ends, adapters, composition, problems)
     filled = sorted(vocabularies.slots, key=lambda slot: slot.in_full)
     check_matches(rules, filled, adapters, depth.num_layers, composition, problems)
-    check_saved(filled, composition, problems, base_at_hand=base_at_hand)
-    check_opaque(filled, adapters, composition, problems)
-    return Plan(
+    plan = Plan(
         composition, rules, adapters, depth.num_layers, {slot.name: slot for slot in filled},
         base_source=depth.base, notes=(*depth.notes, *vocabularies.notes),
     )  # fmt: skip
+    report(plan, Target.PLAN, problems, base_at_hand=base_at_hand or composition.base_model is not None)
+    return plan
 
 
 def _change(part: Part, adapter: Adapter) -> Change:
@@ -212,21 +208,7 @@ def _change(part: Part, adapter: Adapter) -> Change:
 def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], problems: Problems) -> Plan:
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     full = {name: expert for name, expert in experts.items() if isinstance(expert, Checkpoint)}
-    if composition.row_threshold:
-        problems.add(
-            "row_threshold applies to rows of adapters' ΔW, but an expert is a full checkpoint",
-            "Remove it",
-            parameter="row_threshold",
-            kind=CompositionError,
-        )
-    for name, adapter in adapters.items():
-        for module in adapter.tokens:
-            problems.add(
-                f"{name} trained single tokens of {module} (trainable_token_indices), but another expert is a full "
-                "checkpoint",
-                f"Merge {name} into its base first with `merge`, and compose the two checkpoints",
-                kind=UnsupportedError,
-            )
+    report(Plan(composition, (), experts, 0, {}, is_model=True), Target.WEIGHTS, problems)
     problems.raise_if_any()
     base = _open_base(composition, adapters)
     skeleton_name, skeleton = ("the base", base) if base else next(iter(full.items()))
@@ -260,18 +242,17 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     filled, untied = _settle_head(filled, tied, adapters, skeleton)
     _check_ends(filled, stored, skeleton, problems)
     check_matches(rules, list(filled.values()), experts, num_layers, composition, problems)
-    check_factors(filled, problems)
-    check_matrices(filled, problems)
-    check_numbers(filled, problems)
-    check_opaque(list(filled.values()), adapters, composition, problems)
+    plan = Plan(
+        composition, rules, experts, num_layers, filled,
+        is_model=True, base=base, untied=untied, notes=vocabularies.notes,
+    )  # fmt: skip
+    report(plan, Target.WEIGHTS, problems)
+    report(plan, Target.PLAN, problems)
     if base is None and (needing := [slot.name for slot in filled.values() if slot.needs_base or not slot.terms]):
         more = f", and so do {len(needing) - 1} more" * (len(needing) > 1)
         message = f"{needing[0]} needs the base's own weights{more}"
         problems.add(message, _PASS_BASE, parameter="base_model", kind=BaseModelError)
-    return Plan(
-        composition, rules, experts, num_layers, filled,
-        is_model=True, base=base, untied=untied, notes=vocabularies.notes,
-    )  # fmt: skip
+    return plan
 
 
 def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, problems: Problems) -> NumLayers:
@@ -390,10 +371,10 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     filled = with_lent_rows(filled, stored, tied, plan.adapters, problems)
     filled, untied = _settle_head(filled, tied, plan.adapters, base)
     _check_ends(filled, stored, base, problems)
-    check_matrices(filled, problems)
-    check_numbers(filled, problems)
+    merged = replace(plan, slots=filled, is_model=True, base=base, untied=untied)
+    report(merged, Target.WEIGHTS, problems)
     problems.raise_if_any()
-    return replace(plan, slots=filled, is_model=True, base=base, untied=untied)
+    return merged
 
 
 def _check_ends(

@@ -197,13 +197,10 @@ class Plan:
 
     def check_adapter(self) -> None:
         """Raise an `UnsupportedError` if the result is full weights, which cannot be written as an adapter."""
-        if not self.is_model:
-            return
-        raise UnsupportedError(
-            f"{next(iter(self.checkpoints))} is a full checkpoint, but only compositions of adapters can be written as "
-            "an adapter, loaded or served",
-            "Write full weights with `merge`, or extract an adapter from it first with `extract`",
-        )
+        from adapterswap.planning.targets import Facts, Target, full_checkpoint
+
+        for message, remedy in full_checkpoint.find(self, Facts(Target.ADAPTER, self)):
+            raise UnsupportedError(message, remedy)
 
     @property
     def base_model(self) -> str | None:

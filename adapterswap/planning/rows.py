@@ -60,7 +60,7 @@ def settle_tokens(
         )
         return slot, None
     if slot.rule is not None and slot.rule.combines_sides:
-        return slot, None  # `check_saved` refuses it
+        return slot, None  # `targets.in_full_by_a_method` refuses it
     terms: dict[str, Term] = {}
     for term in trained:  # an expert may enter on two sides
         earlier = terms.get(term.expert)

@@ -178,6 +178,13 @@ class Slot:
         return any(term.whole.rows for term in self.whole)
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The trained tokens whose rows it holds, in the order of its tensor."""
+        if self.owner is not None:
+            return self.terms[0].whole.rows
+        return tuple(row for part in self.rows for row in range(part.start, part.stop))
+
+    @property
     def all_terms(self) -> tuple[Term, ...]:
         """The terms, and those of the rows: an expert may own only rows."""
         return (*self.terms, *(term for part in self.rows for term in (*part.terms, *part.lent)))

@@ -32,7 +32,6 @@ from adapterswap.errors import (
     Problem,
     Problems,
     RunError,
-    UnsupportedError,
 )
 from adapterswap.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.experts.keys import copies_in
@@ -45,6 +44,7 @@ from adapterswap.planning.base import check_base_weights
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.targets import WORDS, Target, check_expert, report
 from adapterswap.serving.cache import Cache, Memo, content_hash
 from adapterswap.serving.names import Manifest, UnknownNameError, composition_of
 from adapterswap.writing.adapter import Prepared, prepare, write_prepared
@@ -74,24 +74,13 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
     return shapes
 
 
-def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: str = "vLLM") -> None:
-    """Raise if a server with this base cannot load the adapter, or would answer wrongly with it.
-
-    Messages call the adapter `name` and the server `engine`.
-    """
+def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, target: Target = Target.VLLM) -> None:
+    """Raise if a server with this base cannot load the adapter `name`, or would answer wrongly with it."""
     problems = Problems(ExpertError)
     with problems.collect():
-        adapter.check_low_rank(f"{engine} serves", name)
+        check_expert(adapter, name, target, "experts")
     remedy = "Serve experts of this base model"
     fused = [module.name for module in adapter.modules.values() if module.parameter]
-    if fused:
-        problems.add(
-            f"{name} has LoRA on the experts of a mixture ({and_more(fused, _SHOWN)}, target_parameters), which "
-            f"{engine} cannot serve by name",
-            "Merge the composition into full weights with `merge`, or, for llama.cpp, write it with `export`",
-            parameter="experts",
-            kind=UnsupportedError,
-        )
     missing = [module for module in adapter.modules if module not in shapes and module not in fused]
     if missing:
         problems.add(
@@ -101,30 +90,10 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
     compare_shapes(
         adapter_shapes, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts"
     )
-    if adapter.saved:
-        tokens = bool(adapter.tokens)
-        saved = ", ".join(adapter.saved)
-        problems.add(
-            f"{name} holds {f'trained tokens of {saved}' if tokens else f'{saved} trained in full (modules_to_save)'}, "
-            f"which {engine} does not serve",
-            "Merge it into its base with `merge`, and serve that"
-            if tokens
-            else "Convert them to LoRA with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
-            parameter="experts",
-            kind=UnsupportedError,
-        )
-    if adapter.config.tied and any(module.embedding for module in adapter.modules.values()):
-        problems.add(
-            f"{name} adapts an embedding together with the head tied to it (ensure_weight_tying), which {engine} does "
-            "not support",
-            "Merge it into full weights, or train it without ensure_weight_tying",
-            parameter="experts",
-            kind=UnsupportedError,
-        )
     problems.raise_if_any()
 
 
-def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engine: str = "vLLM") -> None:
+def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engine: str) -> None:
     """Compare every copy with the base's weight, up to the rounding of the narrower of their dtypes.
 
     Args:
@@ -166,7 +135,7 @@ class NamedComposer:
         BaseModelError: the config does not determine the base's layers or modules.
     """
 
-    engine = "vLLM"  # its name in messages
+    target = Target.VLLM
 
     def __init__(self, manifest: Manifest, base_model: str, cache: Cache, max_lora_rank: int | None) -> None:
         self.manifest = manifest
@@ -237,25 +206,12 @@ class NamedComposer:
             )
         experts = {expert: self.open(expert) for expert in composition.expert_names}
         plan = make_plan(self._of_this_base(composition), experts, num_layers=self.num_layers)
-        if any(not slot.is_linear for slot in plan):
-            low_rank = all(slot.has_low_rank for slot in plan)
-            reason = (
-                "is not a weighted sum, and is too slow to compute"
-                if low_rank
-                else "is not low-rank, and is too slow to reduce"
-            )
-            raise UnsupportedError(
-                f"{shown(name)}: {composition.method} {reason} while a client waits",
-                "Write it first with `adapterswap compose` and a `max_rank`, and serve the result as an expert",
-                parameter="name",
-            )
-        rank = largest_rank(plan)
-        if self.max_lora_rank is not None and rank > self.max_lora_rank:
-            raise UnsupportedError(
-                f"{shown(name)} has rank {rank}, and this server takes up to {self.max_lora_rank}",
-                "Request one without transition zones, or start the server with a higher `max_lora_rank`",
-                parameter="max_lora_rank",
-            )
+        problems = Problems()
+        report(
+            plan, self.target, problems,
+            parameter="name", name=shown(name), rank=largest_rank(plan), most=self.max_lora_rank,
+        )  # fmt: skip
+        problems.raise_if_any()
         return plan
 
     def open(self, name: str) -> Adapter:
@@ -271,8 +227,8 @@ class NamedComposer:
             return self._from_hub[name]
         adapter = open_adapter(self.manifest.experts[name])
         check_base_weights({name: adapter.base_fingerprints}, self._base)
-        check_fits(adapter, self._shapes, name, self.engine)
-        check_copies(adapter, self.base_model, self.cache.memo, name, self.engine)
+        check_fits(adapter, self._shapes, name, self.target)
+        check_copies(adapter, self.base_model, self.cache.memo, name, WORDS[self.target][0])
         if adapter.source.revision:
             self._from_hub[name] = adapter
         return adapter

@@ -25,6 +25,7 @@ from adapterswap.model.layers import Kind, format_layers
 from adapterswap.model.sources import FORMAT, base_config
 from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.targets import Target
 from adapterswap.serving.cache import Cache, content_hash
 from adapterswap.serving.composer import NamedComposer
 from adapterswap.serving.names import Manifest
@@ -63,7 +64,7 @@ class PieceComposer(NamedComposer):
         pieces: all pieces in the order in which the engine loads them. A piece's position is its id.
     """
 
-    engine = "llama.cpp"
+    target = Target.LLAMA
 
     def __init__(self, manifest: Manifest, base_model: str, cache: Cache, outtype: str = "f32") -> None:
         super().__init__(manifest, base_model, cache, None)
@@ -105,12 +106,6 @@ class PieceComposer(NamedComposer):
 
     def _compute_scales(self, name: str) -> dict[int, float]:
         plan = self.plan(name)
-        if plan.composition.row_threshold is not None:
-            raise UnsupportedError(
-                f"{shown(name)} sets rows of ΔW to zero, but llama.cpp can only scale whole modules",
-                "Write it with `adapterswap export` and serve that file",
-                parameter="name",
-            )
         coefficients = _coefficients(resolve(plan).plan)
         scales: dict[int, float] = {}
         split: set[int | None] = set()

@@ -31,6 +31,7 @@ from adapterswap.model.loading import Base, open_base
 from adapterswap.model.sources import WEIGHTS
 from adapterswap.planning.making import make_plan, merge_plan
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.targets import Target, check_expert, clash
 from adapterswap.sweeps.grid import Cell, Grid, composition_of, make_cells
 from adapterswap.sweeps.recipe import DocumentSplit, SweepRecipe, SweepTasks, extra_experts, target_groups
 from adapterswap.sweeps.results import FORMAT, TaskInfo
@@ -245,13 +246,11 @@ def _field(name: str, recipe: SweepRecipe) -> str:
 
 
 def _open(place: str, field: str) -> Expert:
-    from adapterswap.live.loading import check_loadable
-
     expert = open_expert(place)
     if isinstance(expert, Checkpoint):
         return expert
     try:
-        check_loadable(expert, place)
+        check_expert(expert, place, Target.LIVE)
     except UnsupportedError as error:
         raise error.recast(parameter=field) from None
     return expert
@@ -259,10 +258,8 @@ def _open(place: str, field: str) -> Expert:
 
 def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
     """Check that PEFT can hold all adapters in one model."""
-    from adapterswap.live.switching import clash
-
     adapters = {name: expert for name, expert in experts.items() if not isinstance(expert, Checkpoint)}
-    if (reason := clash(adapters)) is not None:
+    if (reason := clash({name: (adapter.saved, adapter.parts) for name, adapter in adapters.items()})) is not None:
         problems.add(
             reason,
             "Train both the same way, or sweep them separately; `compose` and `evaluate` take compositions of both",
@@ -276,7 +273,7 @@ def _plan(
 ) -> Plan | None:
     """The plan of a cell; None for the base. `stored` are the base's weights if a cell is merged into them."""
     from adapterswap.live import why_not_live
-    from adapterswap.writing.loadable import check_kinds
+    from adapterswap.writing.loadable import check_form
 
     composition = composition_of(cell)
     if composition is None:
@@ -296,7 +293,7 @@ def _plan(
             if stored is not None:
                 _check_vocabulary(merge_plan(plan, stored))  # reports mistakes before anything is evaluated
         elif cell.output or why_not_live(plan) is not None:  # reduced to an adapter
-            check_kinds(plan, Form(**cell.output))
+            check_form(plan, Form(**cell.output))
         return plan
     except AdapterswapError as error:
         raise error.within(cell.short) from None

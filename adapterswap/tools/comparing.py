@@ -22,6 +22,7 @@ from adapterswap.files.numbers import open_files, read_elements, row_ranges
 from adapterswap.files.tensorfile import Tensor
 from adapterswap.model.layers import STACKS, Kind, stack_of
 from adapterswap.planning.base import under_one_name
+from adapterswap.planning.targets import Target, check_expert
 from adapterswap.writing.outputs import map_in_threads
 
 _PLACES = ("no", *STACKS)  # the order of the first words of layers' names
@@ -194,7 +195,7 @@ def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
     except AdapterswapError as error:
         raise error.recast(parameter=parameter) from None
     if isinstance(opened, Adapter):
-        opened.check_low_rank("`diff` compares")
+        check_expert(opened, opened.name, Target.DIFF)
         return opened
     raise UnsupportedError(
         f"{reference} is a full checkpoint, but `diff` compares adapters",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.changes.copies import check_one_base, check_tied_rows
-from adapterswap.errors import CompositionError, check_type
+from adapterswap.errors import check_type
 from adapterswap.experts.config import check_written
 from adapterswap.experts.keys import LORA
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
@@ -26,7 +26,7 @@ from adapterswap.model.tokenizers import BASE_FOLDER, United, unite, write_unite
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.cards import adapter_card
 from adapterswap.writing.layout import lay_out
-from adapterswap.writing.loadable import check_heads, check_kinds, check_renaming, loadable_form, with_written_names
+from adapterswap.writing.loadable import check_form, check_renaming, loadable_form, with_written_names
 from adapterswap.writing.outputs import Form, Layout, Names, Reduced
 from adapterswap.writing.records import CompositionRecord, adapter_source, base_source, composition_record
 from adapterswap.writing.reduction import measurements, reduce
@@ -138,12 +138,7 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     Raises:
         AdapterswapError: see `write_adapter`.
     """
-    if not any(slot.terms for slot in plan.modules.values()) and not any(slot.of_tokens for slot in plan):
-        raise CompositionError(
-            "every module stays as in the base, so there is nothing to write", "Give some layers to an expert"
-        )
-    check_heads(plan)
-    check_kinds(plan, form)
+    check_form(plan, form)
     check_one_base(plan.adapters)
     check_tied_rows(plan.adapters)
     form = loadable_form(plan, form)

@@ -42,6 +42,7 @@ from adapterswap.experts.keys import (
     TRAINED_ROWS,
     base_copy_key,
     is_bias,
+    is_fused,
     parameter_key,
     parameter_name,
     part_key,
@@ -54,8 +55,6 @@ from adapterswap.planning.rules import BASE
 from adapterswap.planning.slots import Slot
 from adapterswap.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.writing.resolving import Resolved
-
-_PER_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,6 @@ def adapter_config(
     }
 
 
-def is_fused(module: str) -> bool:
-    """Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
-    return _PER_EXPERT.search(module) is not None
-
-
 def _as_whole_number(alpha: float) -> float:
     return int(alpha) if float(alpha).is_integer() else alpha
 
@@ -195,17 +189,10 @@ def tied_names(module: Slot, plan: Plan) -> list[str]:
     return sorted(names)
 
 
-def trained_tokens(module: Slot) -> tuple[int, ...]:
-    """The tokens whose rows a module of trained tokens holds, in the order of its tensor."""
-    if module.owner is not None:
-        return module.terms[0].whole.rows
-    return tuple(row for part in module.rows for row in range(part.start, part.stop))
-
-
 def _tokens_trained(module: Slot) -> OutputTensor:
     """The rows of trained tokens: their owner's tensor as it is, or the experts' rows sorted by token."""
     first = module.terms[0].whole.tensor
-    tokens = trained_tokens(module)
+    tokens = module.tokens
     pieces: list[Piece] = []
     if module.owner is not None:
         pieces.append(Piece(module.terms[0].expert, module.terms[0].whole.path, first))
@@ -295,7 +282,7 @@ def lay_out_tokens(plan: Plan) -> Layout:
     targets = sorted(slot.name for slot in slots)
     config = {
         **_named(plan, TRAINABLE_TOKENS),
-        "token_indices": list(trained_tokens(slots[0])),
+        "token_indices": list(slots[0].tokens),
         "target_modules": targets[0] if len(targets) == 1 else targets,  # PEFT writes a single name as a regex, too
         "init_weights": True,
         "inference_mode": True,
@@ -495,7 +482,7 @@ def _parameters(plan: Plan) -> dict[str, Any]:
 
 def _tokens(plan: Plan) -> dict[str, Any]:
     """The setting for trained tokens, by the full names of their modules."""
-    tokens = {name: list(trained_tokens(module)) for name, module in plan.saved.items() if module.of_tokens}
+    tokens = {name: list(module.tokens) for name, module in plan.saved.items() if module.of_tokens}
     return {"trainable_token_indices": tokens} if tokens else {}
 
 
@@ -626,7 +613,7 @@ def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[Out
 def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
     """The tensors of a variant of LoRA other than A and B.
 
-    DoRA's magnitudes are copied: `check_kinds` has checked that every module has them. PEFT multiplies a bias of B by
+    DoRA's magnitudes are copied: `check_form` has checked that every module has them. PEFT multiplies a bias of B by
     the module's scale, as it does B, so a blend's bias is Σ c_i s_i bias_i / s'. Plain LoRA's missing bias counts as 0.
     """
     first = _like(module, plan)

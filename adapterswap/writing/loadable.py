@@ -1,10 +1,8 @@
-"""What one adapter can hold, the names that it is written with, and whether PEFT loads it.
-
-Knows plans and PEFT's kinds. The only tensors that it reads are projections that several experts must share.
+"""The names that an adapter is written with, and whether PEFT loads it.
 
 transformers 5 renamed the modules of multimodal models and fused the experts of most mixtures of experts into one
 parameter per layer. PEFT converts adapters of transformers 4 when it loads them, but not the full names and the
-per-module patterns that a composed config needs. Knows plans and names, and asks PEFT; reads no tensor.
+per-module patterns that a composed config needs.
 """
 
 from __future__ import annotations
@@ -14,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from adapterswap.changes.copies import is_one_weight, stored_weight
+from adapterswap.changes.copies import Comparable, is_one_weight, stored_weight
 from adapterswap.changes.kinds import LowRank, Opaque
-from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.adapter import Adapter, LoraModule, OpaqueModule, and_more
-from adapterswap.experts.keys import KINDS, TASK_HEADS, factor_key
+from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
+from adapterswap.experts.adapter import Adapter, LoraModule, and_more
+from adapterswap.experts.keys import KINDS, factor_key, is_fused
 from adapterswap.experts.names import check_distinct
 from adapterswap.experts.trial import try_in_peft
 from adapterswap.files.numbers import open_files
+from adapterswap.files.tensorfile import Tensor
 from adapterswap.model.base import Base, base_at, empty_model
 from adapterswap.model.checkpoints import MODEL_CONFIG
 from adapterswap.model.layers import HEADS, is_ahead, language_config, layer_container
@@ -29,246 +28,47 @@ from adapterswap.model.sources import base_config, cached_base_config, find_sour
 from adapterswap.planning.base import named_base
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot, Term
-from adapterswap.writing.layout import is_fused, trained_tokens
+from adapterswap.planning.targets import WORDS, Target, check
 from adapterswap.writing.outputs import Form, Layout, Names
 
-_MERGE = "merge the composition into full weights with `merge`"
+
+def check_form(plan: Plan, form: Form) -> None:
+    """Check that one adapter can hold a plan's result in this form."""
+    target = Target.PORTABLE if form.layout == "portable" else Target.ADAPTER
+    check(plan, target, max_rank=form.max_rank, max_error=form.max_error)
+    _check_shared(plan)
 
 
-def check_kinds(plan: Plan, form: Form) -> None:
-    """Check that a plan's changes fit into one adapter, whose config holds one kind for all modules."""
-    problems = Problems(UnsupportedError)
-    entering = [(slot, term) for slot in plan for term in slot.terms]
-    for slot in plan:
-        if slot.rows and slot.factors_by_rows:
-            problems.add(
-                f"{slot.name} has other rows than the base, and its LoRA has different weights for them, but an "
-                "adapter holds one ΔW for all rows",
-                f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {slot.factors_by_rows}}}, "
-                f"or {_MERGE}",
-            )
-        elif slot.opaque and slot.owner is None and any(not _part(term).is_linear for term in slot.opaque):
-            expert, part = next((t.expert, _part(t)) for t in slot.opaque if not _part(t).is_linear)
-            problems.add(
-                f"{slot.name} is a blend, but {expert} is {part.method} there, which cannot be averaged without the "
-                "base's weight",
-                f"Give it to one expert, {_MERGE}, or convert {expert} to rsLoRA first with `convert`",
-            )
-        elif slot.opaque and slot.method != "linear":
-            expert, part = slot.opaque[0].expert, _part(slot.opaque[0])
-            problems.add(
-                f"{slot.method} works on s·B·A, but {expert} is {part.method} at {slot.name}",
-                f"Use a linear method such as `soup` or `task_arithmetic`, or {_MERGE}",
-                parameter="method",
-            )
-        elif slot.whole and slot.low_rank:
-            full, lora = slot.whole[0].expert, slot.low_rank[0].expert
-            problems.add(
-                f"{slot.name} is a blend of {full}, which holds it in full (modules_to_save), and {lora}, which has "
-                "LoRA on it",
-                f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {full}}}, or {_MERGE}",
-            )
-        if problems:  # one module is enough
-            break
-    problems.raise_if_any()
-    _check_tokens(plan, form, problems)
-    opaque = [(term.expert, _part(term)) for _, term in entering if term.opaque]
-    if not opaque:
+def _check_shared(plan: Plan) -> None:
+    """Check that experts whose modules share projections, such as VeRA's, have the same ones."""
+    parts = {term.expert: term.opaque.part for slot in plan for term in slot.opaque if term.opaque is not None}
+    sharing = {name: part for name, part in parts.items() if part.peft_type in KINDS and KINDS[part.peft_type].shared}
+    if len(sharing) < 2:
         return
-    expert, first = opaque[0]
-    remedy = f"Give all modules to experts of one kind, or {_MERGE}"
-    plain = next(((slot, term.expert) for slot, term in entering if isinstance(term.change, LowRank)), None)
-    if plain is not None and (first.lora is None or first.settings.get("use_dora")):
-        problems.add(
-            f"{expert} is {first.method} and {plain[1]} is LoRA ({plain[0].name}), but an adapter holds only one kind"
-            + (". Writing LoRA as DoRA would need the norms of the base's weights" if first.lora is not None else ""),
-            remedy,
-        )
-    without = next(
-        ((s.name, t.expert) for s, t in entering if isinstance(t.change, LowRank) and _without_bias(t)), None
-    )
-    if first.settings.get("lora_bias") and without is not None:
-        problems.add(
-            f"{expert} has biases (lora_bias) and {without[1]} has LoRA on {without[0]}, an embedding or a parameter, "
-            "for which PEFT supports no such biases",
-            f"Give {without[0]} to an expert without LoRA on it, or {_MERGE}",
-        )
-    for other, part in opaque:
-        if part.method != first.method:
-            problems.add(
-                f"{expert} is {first.method} and {other} is {part.method}, but an adapter holds only one kind", remedy
-            )
-            break
-        if part.settings != first.settings and (differing := _differing(first, part)):
-            listed = "; ".join(f"{key} is {ours!r} and {theirs!r}" for key, (ours, theirs) in differing.items())
-            problems.add(
-                f"{expert} and {other} are {part.method} with settings that one adapter cannot hold: {listed}",
-                remedy,
-            )
-            break
-    problems.raise_if_any()
-    _check_form(opaque, form, problems)
-    _check_shared(plan, opaque, problems)
-    _check_suffixes(first, plan, problems)
-    problems.raise_if_any()
+    (first, ours), *others = sharing.items()
+    with open_files(plan.adapters[expert].file for expert in sharing) as files:
 
+        def stored(expert: str, tensor: Tensor | None) -> Comparable | None:
+            return None if tensor is None else stored_weight(tensor, files[plan.adapters[expert].file.path])
 
-def _check_tokens(plan: Plan, form: Form, problems: Problems) -> None:
-    """Check that PEFT loads trained tokens together with the other changes: beside LoRA, or in a file of their own."""
-    tokens = [slot for slot in plan if slot.of_tokens]
-    if not tokens:
-        return
-    first = tokens[0]
-    expert = first.terms[0].expert
-    other = next((t for slot in plan for t in slot.opaque if _part(t).lora is None), None)
-    if other is not None:
-        problems.add(
-            f"{expert} trained tokens of {first.name} and {other.expert} is {_part(other).method}, but PEFT loads "
-            "trained tokens only beside LoRA",
-            f"Give {first.name} to the base, or {_MERGE}",
-        )
-    elif not any(slot.terms for slot in plan.modules.values()):
-        full = next((slot for slot in plan.saved.values() if slot.terms and not slot.of_tokens), None)
-        differing = next((slot for slot in tokens if trained_tokens(slot) != trained_tokens(first)), None)
-        if full is not None:
-            problems.add(
-                f"the result has trained tokens of {first.name} and {full.name} in full, and PEFT loads the two "
-                "together only beside LoRA",
-                f"Give some modules with LoRA to an expert, or {_MERGE}",
-            )
-        elif differing is not None:
-            problems.add(
-                f"the result has tokens of {first.name} and other ones of {differing.name}, but PEFT has one list of "
-                "tokens for both unless there is LoRA beside them",
-                f"Give both modules to the same experts, or {_MERGE}",
-            )
-        elif form.layout == "portable":
-            problems.add(
-                "the portable layout is plain LoRA, but the result has only trained tokens",
-                "Pass `layout=exact`",
-                parameter="layout",
-            )
-    problems.raise_if_any()
-
-
-def _differing(first: OpaqueModule, second: OpaqueModule) -> dict[str, tuple[Any, Any]]:
-    """The settings in which two modules differ, as PEFT reads them: absent keys have PEFT's defaults."""
-    from peft import PeftConfig
-
-    settings = [
-        PeftConfig.from_peft_type(peft_type=part.peft_type, **part.settings).to_dict() for part in (first, second)
-    ]
-    keys = sorted({*first.settings, *second.settings} & settings[0].keys())
-    return {key: (settings[0][key], settings[1][key]) for key in keys if settings[0][key] != settings[1][key]}
-
-
-def _check_shared(plan: Plan, parts: Sequence[tuple[str, OpaqueModule]], problems: Problems) -> None:
-    """Check that the experts share the same projections, and that the result would have the same width.
-
-    PEFT makes the projections as wide as the adapter's widest module.
-    """
-    sharing = {expert: part for expert, part in parts if KINDS.get(part.peft_type) and KINDS[part.peft_type].shared}
-    if not sharing:
-        return
-    first = next(iter(sharing))
-    names = sorted({name for part in sharing.values() for name in part.shared})
-    adapters = plan.adapters
-    with open_files(adapters[expert].file for expert in sharing) as files:
-        for expert, part in sharing.items():
-            for name in names:
-                ours, theirs = sharing[first].shared.get(name), part.shared.get(name)
-                if ours is None or theirs is None:
-                    same = ours is theirs
-                else:
-                    same = is_one_weight(
-                        stored_weight(ours, files[adapters[first].file.path]),
-                        stored_weight(theirs, files[adapters[expert].file.path]),
+        for expert, theirs in others:
+            for name in sorted({*ours.shared, *theirs.shared}):
+                pair = stored(first, ours.shared.get(name)), stored(expert, theirs.shared.get(name))
+                if pair[0] is None or pair[1] is None or not is_one_weight(pair[0], pair[1]):
+                    raise UnsupportedError(
+                        f"{first} and {expert} are {theirs.method} with different projections ({name}), but all "
+                        "modules of an adapter share one",
+                        f"Train both with the same projection_prng_key and targets. Or: {WORDS[Target.ADAPTER][1]}",
                     )
-                if not same:
-                    problems.add(
-                        f"{first} and {expert} are {part.method} with different projections ({name}), but all modules "
-                        "of an adapter share one",
-                        f"Train both with the same projection_prng_key and targets, or {_MERGE}",
-                    )
-                    return
-    result = {_leaf(slot) for slot in plan if slot.opaque}
-    for expert in sharing:
-        lost = sorted({_leaf(part) for part in adapters[expert].opaque.values()} - result)
-        if lost:
-            problems.add(
-                f"the result has no module like {lost[0]} of {expert}, but the widest module decides the width of the "
-                f"projections that {sharing[expert].method} shares",
-                f"Keep one such module, or {_MERGE}",
-            )
-            return
-
-
-def _leaf(module: Slot | OpaqueModule) -> str:
-    """A module's name without its layer's number; modules that share it have the same shape in nearly all models."""
-    return module.name if module.layer is None else module.name.replace(f".{module.layer}.", ".", 1)
-
-
-def _check_suffixes(first: OpaqueModule, plan: Plan, problems: Problems) -> None:
-    """Check that PEFT can tell (IA)³'s feedforward modules, which it finds by the ends of names, from the others."""
-    if first.peft_type != "IA3":
-        return
-    forward = {
-        slot.name: [term.opaque.part.tensors["ia3_l"].shape[0] == 1 for term in slot.terms if term.opaque]
-        for slot in plan
-        if slot.opaque
-    }
-    ends = tuple(name for name, flags in forward.items() if any(flags))
-    odd = next((name for name, flags in forward.items() if not any(flags) and name.endswith(ends or ("\0",))), None)
-    if odd is not None:
-        problems.add(
-            f"(IA)³ scales the outputs of {odd} but the inputs of a module whose name ends in the same way, and PEFT "
-            "cannot distinguish them",
-            _MERGE.capitalize(),
-        )
-
-
-def _without_bias(term: Term) -> bool:
-    """Whether PEFT refuses `lora_bias` for a module of plain LoRA."""
-    return term.lora.embedding or term.lora.parameter
-
-
-def _part(term: Term) -> OpaqueModule:
-    """The module of an opaque term."""
-    assert isinstance(term.change, Opaque)
-    return term.change.part
-
-
-def _check_form(parts: Sequence[tuple[str, OpaqueModule]], form: Form, problems: Problems) -> None:
-    """Report a layout or a maximum rank that only plain LoRA can have, if a copied module is of another kind."""
-    expert, first = parts[0]
-    if form.layout == "portable":
-        problems.add(
-            f"the portable layout is plain LoRA, but {expert} is {first.method} at {first.name}",
-            "Pass `layout=exact`"
-            + ("" if first.is_linear else f", or convert {expert} to rsLoRA first with `convert`"),
-            parameter="layout",
-        )
-    for expert, part in parts:
-        if part.lora is not None and not part.is_linear and (form.max_rank or part.lora.rank) < part.lora.rank:
-            problems.add(
-                f"{part.name} has rank {part.lora.rank}, but {expert} is {part.method}, which cannot be truncated",
-                f"Pass `max_rank={part.lora.rank}` or more, or leave it out",
-                parameter="max_rank",
-            )
-            break
 
 
 _OLD_PREFIX = "language_model."  # multimodal models of transformers 4; a few audio models still have it
 
 _PARTS = re.compile(r"(^|\.)(language_model|text_model|model\.visual)\.")
 
-# Names that PEFT takes for parts of fused experts, wherever they are in the model.
-_FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Types of models whose experts PEFT fuses for certain → the config key with the width of an expert.
 _KNOWN_TO_FUSE = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
 _KNOWN_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
-_PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
-
 
 # Types of models whose modules PEFT 0.21 loses in part: it renames LoRA's keys, which have their final names, by
 # transformers' rules for the keys of checkpoints, and these rules change such names again.
@@ -293,21 +93,8 @@ def check_renaming(plan: Plan, layout: Layout) -> None:
         lost = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in trial.missing}
         raise UnsupportedError(
             f"PEFT would lose LoRA on {and_more(sorted(lost))}: for {config['model_type']} it renames these keys",
-            f"Give these modules to the base in a rule of their own, or {_MERGE}",
+            f"Give these modules to the base in a rule of their own. Or: {WORDS[Target.ADAPTER][1]}",
         )
-
-
-def check_heads(plan: Plan) -> None:
-    """Check that the adapter holds the modules that PEFT loads in full for its task type."""
-    problems = Problems(UnsupportedError)
-    for name, module in plan.saved.items():
-        if not module.terms and name.rpartition(".")[2] in TASK_HEADS.get(plan.task_type or "", ()):
-            problems.add(
-                f"The rule `{module.rule}` gives {name} to the base, but PEFT cannot load an adapter for "
-                f"{plan.task_type} without it",
-                f"Give it to an expert in its own rule: {{modules: [{name}], expert: NAME}}",
-            )
-    problems.raise_if_any()
 
 
 def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
@@ -487,37 +274,7 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     fused = [name for name in modules if is_fused(name)]
     if not any(modules[name].terms for name in fused):
         return form
-    remedy = "Merge the composition into the base with `merge`, which does not depend on PEFT"
-    if other := next((s.name for s in modules.values() if s.low_rank and s.low_rank[0].lora.parameter), None):
-        raise UnsupportedError(
-            f"{fused[0]} has LoRA on one expert, but {other} on all experts of a layer as one parameter", remedy
-        )
-    if opaque := next((name for name in fused if modules[name].opaque), None):
-        raise UnsupportedError(
-            f"{opaque} is not plain LoRA, but PEFT on transformers 5 fuses only plain LoRA on experts", remedy
-        )
-    for module in modules.values():
-        if module.terms and module.name.rpartition(".")[2] in _FUSED and not is_fused(module.name):
-            raise UnsupportedError(
-                f"{module.name} and experts ({fused[0]}) both have LoRA, but PEFT on transformers 5 would take the "
-                "former for one of the fused experts",
-                remedy,
-            )
-    names_within: dict[str, set[str]] = {}  # list of experts → names within it
-    for name in fused:
-        start, _, within = name.rpartition(".experts.")
-        names_within.setdefault(start, set()).add(within)
-    required = set().union(*names_within.values())
-    for pairs in (_PAIRS, [(second, first) for first, second in _PAIRS]):
-        required |= {f"{name.removesuffix(a)}{b}" for name in required for a, b in pairs if name.endswith(a)}
-    for start, names in names_within.items():
-        if missing := sorted(required - names):
-            raise UnsupportedError(
-                f"No expert has LoRA on {start}.experts.{missing[0]}, but PEFT on transformers 5 fuses the experts of "
-                "a layer into one parameter, and loads all of them or none",
-                remedy,
-            )
-    _check_fusing(plan, next(name for name in fused if modules[name].terms), remedy)
+    _check_fusing(plan, next(name for name in fused if modules[name].terms))
     return form if _is_uniform(plan, form) else replace(form, layout="portable")
 
 
@@ -547,7 +304,7 @@ def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) ->
     )
 
 
-def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
+def _check_fusing(plan: Plan, module: str) -> None:
     """Check that PEFT fuses LoRA on the experts of this base: for some types of models it drops them instead.
 
     The check loads factors of rank 1 for the layer of `module` into an empty model with PEFT.
@@ -571,5 +328,5 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
         raise UnsupportedError(
             f"PEFT cannot load LoRA on {module} into {reference}: transformers 5 fuses the experts of a layer, and "
             "PEFT does not convert adapters for this type of model",
-            remedy,
+            "Merge the composition into the base with `merge`, which does not depend on PEFT",
         )

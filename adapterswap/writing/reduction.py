@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from adapterswap.changes.joint import Joint, Truncated, blocks_of, concatenate, cut, mixed
 from adapterswap.changes.reading import FactorReader, Factors, factor_reader
-from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapter import LoraModule
 from adapterswap.files.numbers import decode, finite_bytes, too_large
 from adapterswap.files.tensorfile import DTYPE_BYTES
@@ -108,26 +107,6 @@ def must_reduce(module: Slot, form: Form) -> bool:
     return not module.is_linear or too_high or (form.max_error is not None and not module.owner)
 
 
-def check_form(plan: Plan, form: Form) -> None:
-    """Raise an `UnsupportedError` if a plan is nonlinear without a bound on rank or error, or acts on whole weights."""
-    nonlinear = next((slot for slot in plan.modules.values() if slot.terms and not slot.has_low_rank), None)
-    on_weights = next(
-        (slot for slot in plan.modules.values() if slot.terms and slot.rule and slot.rule.acts_on_weights), None
-    )
-    if on_weights is not None:
-        raise UnsupportedError(
-            f"{on_weights.method} combines whole weights, including the base's, but an adapter holds only ΔW",
-            "Write full weights with `adapterswap merge`, or use a method on ΔW (`adapterswap methods` lists them)",
-            parameter="method",
-        )
-    if nonlinear is not None and form.max_rank is None and form.max_error is None:
-        raise UnsupportedError(
-            f"{nonlinear.method} gives {nonlinear.name} a ΔW of full rank, and an adapter has a low one",
-            "Pass `max_rank` or `max_error`",
-            parameter="max_rank",
-        )
-
-
 def measurements(resolved: Resolved, reduced: Mapping[str, Reduced]) -> dict[str, Any]:
     """Values measured on the tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
     cut = {name: {"rank": result.rank, "relative_error": result.written_error} for name, result in reduced.items()}
@@ -140,7 +119,6 @@ def reduce(
 ) -> Mapping[str, Reduced]:
     """Reduce every module that needs it, and call `progress` with its name afterwards."""
     plan = resolved.plan
-    check_form(plan, form)
     to_reduce = [module for module in plan.modules.values() if must_reduce(module, form)]
     if not to_reduce:
         return {}

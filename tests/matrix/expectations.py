@@ -1,6 +1,7 @@
 """Which cells of the matrix are refused, and why; every other cell must be exact.
 
-A refusal counts only if its message gives the reason listed here for the cell. No cell may be wrong.
+A refusal counts only if its message gives the reason listed here for the cell. No cell may be wrong. The reason, the
+class and the operations come from the table of limits, the kinds of adapters and the words from here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from adapterswap.errors import AdapterswapError, CompositionError, UnsupportedError
+from adapterswap.planning import targets
+from adapterswap.planning.targets import Limit, Target
 from matrix.adapters import KINDS, OPAQUE
 from matrix.architectures import ARCHITECTURES
 from matrix.methods import METHODS
@@ -44,6 +47,18 @@ class Refusal:
         return cell.architecture in self.architectures and cell.kind in self.kinds and cell.operation in self.operations
 
 
+_TARGETS = {
+    **dict.fromkeys(OPERATIONS, Target.ADAPTER), **dict.fromkeys(("merge", *METHODS), Target.WEIGHTS),
+    "portable": Target.PORTABLE, "live": Target.LIVE, "live_copied": Target.LIVE,
+}  # fmt: skip
+
+
+def _by(limit: Limit, words: str, kinds: Collection[str], operations: Collection[str] = tuple(OPERATIONS)) -> Refusal:
+    """The refusal that follows from a limit, for the operations whose target has it."""
+    limited = [one for one in operations if (_TARGETS[one] | Target.PLAN) & limit.targets]
+    return Refusal(limit.what, limit.kind, words, kinds=kinds, operations=limited)
+
+
 _V4 = ("v4", "v4_beside_v5")
 _MOE = [name for name, architecture in ARCHITECTURES.items() if architecture.v4_experts is not None]
 _HYBRID = [name for name, architecture in ARCHITECTURES.items() if architecture.family == "hybrid"]
@@ -62,20 +77,15 @@ REFUSALS = [
     Refusal("a side or a zone has no module", CompositionError, "matches no module", _HYBRID),
     # In memory the experts of a layer are one module.
     Refusal("the running model lacks the names", AdapterswapError, "does not have", _MOE, _V4, ["live"]),
-    Refusal("a blend without the base", UnsupportedError, "is a blend", kinds=NONLINEAR,
-            operations=["swap", "soup", "partition_a"]),
-    Refusal("the portable layout is plain LoRA", UnsupportedError, "portable layout|is a blend", kinds=OPAQUE,
-            operations=["portable"]),
-    Refusal("the live composer switches LoRA", UnsupportedError, "the live composer",
-            kinds=NONLINEAR - {"dora"}, operations=["live", "live_copied"]),
-    Refusal("DoRA is copied live", UnsupportedError, "is a blend", kinds=["dora"], operations=["live"]),
-    Refusal("trained biases are the base's own", UnsupportedError, "trained .*bias", kinds=["biases"],
-            operations=["live", "live_copied"]),
+    _by(targets.averaged, "is a blend", NONLINEAR, ["swap", "soup", "partition_a", "portable"]),
+    _by(targets.averaged, "is a blend", ["dora"], ["live"]),
+    _by(targets.not_plain, "portable layout", OPAQUE),
+    _by(targets.no_variant_of_lora, "the live composer", NONLINEAR - {"dora"}),
+    _by(targets.over_the_base, "trained biases", ["biases"]),
     Refusal("no bias to add to", UnsupportedError, "stores none to add", kinds=["lora_bias"],
             operations=["merge", *METHODS]),
     Refusal("PEFT fuses no experts of this model", UnsupportedError, "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
-    Refusal("methods on ΔW combine no weights held in full", UnsupportedError, "is trained in full",
-            kinds=["modules_to_save", "biases", "composite"], operations=METHODS),
+    _by(targets.in_full_by_a_method, "is trained in full", ["modules_to_save", "biases", "composite"], METHODS),
     Refusal("a bias beside the head's LoRA", UnsupportedError, r"base_layer\.bias", ["phi", "gptj"],
             ["embeddings", "composite"]),
 ]  # fmt: skip

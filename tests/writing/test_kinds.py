@@ -47,6 +47,7 @@ from adapterswap import Composition
 from adapterswap.errors import ExpertError, UnsupportedError
 from adapterswap.experts.config import read_adapter_config
 from adapterswap.experts.keys import KINDS, REFUSED_KINDS
+from adapterswap.planning.targets import WORDS, Target
 from adapterswap.serving.cache import Memo
 from adapterswap.serving.composer import base_shapes, check_fits
 
@@ -479,13 +480,15 @@ def fused(folder: Path, name: str, seed: int, **options: Any) -> Path:
     return make(base, folder / name, LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", **targets, **options}), seed)
 
 
-@pytest.mark.parametrize("engine", ["vLLM", "llama.cpp"])
-def test_fused_experts_are_not_served_by_name(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", [Target.VLLM, Target.LLAMA])
+def test_fused_experts_are_not_served_by_name(target: Target, tmp_path: Path) -> None:
     """The base has them: the message is not of modules that it lacks."""
     adapter = adapterswap.open_adapter(fused(tmp_path, "math", 1))
     shapes = base_shapes(str(tmp_path / "base"), Memo(tmp_path / "memo"))
-    with refused(UnsupportedError, "experts", match=f"experts of a mixture .* {engine} cannot serve") as error:
-        check_fits(adapter, shapes, "math", engine)
+    with refused(
+        UnsupportedError, "experts", match=f"experts of a mixture .* {WORDS[target][0]} cannot serve"
+    ) as error:
+        check_fits(adapter, shapes, "math", target)
     assert "does not have" not in str(error.value)
 
 
