@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from click.testing import CliRunner
 
-from adapterswap.cli import COMMANDS, main
+from adapterswap.cli import COMMANDS, EXIT_CODES, main
 
 PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
 COMPOSING = ("compose", "merge", "export", "evaluate")
@@ -27,6 +27,7 @@ def reference() -> str:
     composing = _shared(helps[name] for name in COMPOSING) - everywhere
     parts = [
         "# Commands\n\nWritten by `python scripts/command_reference.py` from each command's `--help`.\n",
+        _exit_codes(),
         _section("adapterswap", helps[""]),
         _section("Options of every command", _only(helps[COMPOSING[0]], everywhere)),
         "## Options of a composition\n\nOf "
@@ -67,6 +68,24 @@ def _only(text: str, options: frozenset[str]) -> str:
 def _without(text: str, options: frozenset[str]) -> str:
     rest = _OPTION.sub(lambda match: "" if _words(match[0]) in options else match[0], text)
     return _EMPTY_GROUP.sub("", rest).rstrip() + "\n"
+
+
+def _exit_codes() -> str:
+    """The section on exit codes."""
+    classes = {code: [kind.__name__ for kind, own in EXIT_CODES.items() if own == code] for code in (2, 3)}
+    two, three = (", ".join(f"`{name}`" for name in classes[code]) for code in (2, 3))
+    return f"""## Exit codes
+
+| code | meaning | in Python |
+|---:|---|---|
+| 0 | done | |
+| 1 | the answer is no: `verify` or `diff` found a difference, `recipes check` a mistake | |
+| 2 | the request is wrong: arguments, fields of a recipe, a composition | {two} |
+| 3 | it could not be done | {three} |
+| 130 | interrupted (Ctrl-C); 143 after SIGTERM | `KeyboardInterrupt` |
+
+Of several problems in one error the largest code counts.
+"""
 
 
 def _names() -> Iterator[str]:

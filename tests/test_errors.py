@@ -11,6 +11,7 @@ import pytest
 from click.testing import Result
 
 import adapterswap
+from adapterswap.cli import EXIT_CODES
 from adapterswap.cli.printing import with_flags
 from adapterswap.errors import (
     AdapterswapError,
@@ -118,3 +119,41 @@ def test_a_caller_can_name_another_parameter() -> None:
     assert {problem.kind for problem in error.found} == {BaseModelError}
     assert str(error) == str(problems.as_error())
     assert type(problems.as_error().recast(parameter="task")) is ExpertError
+
+
+def test_every_class_of_errors_has_its_exit_code() -> None:
+    assert set(EXIT_CODES) == set(AdapterswapError.__subclasses__())
+    assert set(EXIT_CODES.values()) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "code"),
+    [([kind], code) for kind, code in EXIT_CODES.items()]
+    + [([ArgumentError, FieldError], 2), ([ArgumentError, OutputError], 3)],
+)
+def test_a_command_ends_with_the_code_of_its_errors(
+    kinds: list[type[AdapterswapError]], code: int, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = Problems()
+    for kind in kinds:
+        problems.add("x is wrong", "Correct it", kind=kind)
+
+    def fail(*_: object, **__: object) -> None:
+        problems.raise_if_any()
+
+    monkeypatch.setattr("adapterswap.tools.inspecting.inspect", fail)
+    assert run("inspect", "anything").exit_code == code
+
+
+@pytest.mark.parametrize("option", [["--bottom", "-1"], ["--max-rank", "0"]])
+def test_the_same_kind_of_mistake_has_the_same_code(option: list[str], run: Callable[..., Result], math: Path) -> None:
+    assert run("compose", "-t", math, "-l", math, "-o", "out", *option).exit_code == 2
+
+
+def test_an_interrupted_command_ends_with_130(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("adapterswap.tools.inspecting.inspect", interrupt)
+    result = run("inspect", "anything")
+    assert (result.exit_code, result.stdout) == (130, "")

@@ -64,7 +64,7 @@ def test_experts_of_another_width(run: Run, math: Path, wide: Path, tmp_path: Pa
     assert "hidden size is 32" in message
     assert str(WIDE) in message
     result = run("compose", "-t", math, "-l", wide, "--num-layers", 6, "-o", tmp_path / "out")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert result.stderr.count("Error: ") == 1
 
 
@@ -120,7 +120,7 @@ def test_a_pointer_of_git_lfs_in_an_adapter(run: Run, math: Path, tmp_path: Path
     folder = shutil.copytree(math, tmp_path / "math")
     (folder / name).write_text(POINTER)
     result = run("inspect", folder)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert str(folder / name) in result.stderr
     assert "git lfs pull" in result.stderr
 

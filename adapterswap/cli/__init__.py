@@ -21,13 +21,46 @@ import click
 
 from adapterswap import __version__
 from adapterswap.cli.printing import with_flags
-from adapterswap.errors import AdapterswapError, Problem, printable
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    CompositionError,
+    DataError,
+    DependencyError,
+    ExpertError,
+    FieldError,
+    NotFoundError,
+    OutputError,
+    Problem,
+    RunError,
+    UnsupportedError,
+    printable,
+)
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "EXIT_CODES", "main"]
+
+WRONG_REQUEST, NOT_DONE, INTERRUPTED = 2, 3, 130  # 1 is the answer no, of `verify`, `diff` and `recipes check`
+
+# The exit code of each class of errors. Of several problems the largest counts: no correction of the request alone
+# would help. click's own errors of usage are wrong requests too.
+EXIT_CODES: dict[type[AdapterswapError], int] = {
+    ArgumentError: WRONG_REQUEST,
+    FieldError: WRONG_REQUEST,
+    CompositionError: WRONG_REQUEST,
+    ExpertError: NOT_DONE,
+    BaseModelError: NOT_DONE,
+    DataError: NOT_DONE,
+    NotFoundError: NOT_DONE,
+    OutputError: NOT_DONE,
+    UnsupportedError: NOT_DONE,
+    DependencyError: NOT_DONE,
+    RunError: NOT_DONE,
+}
 
 # name -> one line of help, in the order in which people need them. tests/test_cli.py checks the lines.
 COMMANDS = {
@@ -133,10 +166,15 @@ class _Commands(click.Group):
         atexit.register(gc.freeze)  # spares the search for cycles at exit, 0.1 s of a command's 0.5 s
         if not (sys.stderr.isatty() and is_first()):  # progress bars of libraries are for terminals only
             os.environ.update(dict.fromkeys(_BARS, "1"))
+        exit_code = NOT_DONE
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\nAborted!", err=True)  # the empty line ends the terminal's ^C
+            sys.exit(INTERRUPTED)
         except AdapterswapError as error:
             problems = error.problems
+            exit_code = max(EXIT_CODES.get(problem.kind, NOT_DONE) for problem in error.found)
             if ctx.meta.get(_VERBOSE):
                 import traceback
 
@@ -154,7 +192,7 @@ class _Commands(click.Group):
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
         for problem in problems:
             click.echo(f"Error: {with_flags(str(problem), command) if command else problem}", err=True)
-        sys.exit(1)
+        sys.exit(exit_code)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -396,7 +396,7 @@ def test_tables_of_many_experts_fit_80_columns(
 def test_an_expert_outside_the_layers_is_refused(run: Callable[..., Result], expert: Callable[..., Path]) -> None:
     head = expert(seed=1, target_modules=["lm_head"])
     result = run("analyze", f"head={head}", expert(seed=2))
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "head changes no matrix in the layers" in result.stderr
 
 
@@ -407,11 +407,11 @@ def test_a_layer_beyond_any_model_is_refused(run: Callable[..., Result], math: P
     save_file({k.replace(".5.", ".99999."): t for k, t in tensors.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text((math / "adapter_config.json").read_text())
     result = run("analyze", folder, "-o", tmp_path / "out")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "99999" in result.stderr
     table = tmp_path / "table.csv"
     table.write_text("expert,layer,module,fraction_of_rows_above_threshold\na,99999,q_proj,0.5\n")
-    assert run("analyze", "--from-csv", table).exit_code == 1
+    assert run("analyze", "--from-csv", table).exit_code == 3
     table.write_text("expert,layer,module,fraction_of_rows_above_threshold\na,9998,q_proj,0.5\n")
     assert run("analyze", "--from-csv", table, "-o", tmp_path / "pictures").exit_code == 0
 

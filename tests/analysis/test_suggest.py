@@ -213,7 +213,7 @@ def test_the_command_writes_a_recipe_that_composes(
     assert output["reasons"][0] in recipe.read_text()
     composed = run("compose", recipe, "--out-path", tmp_path / "out", "--json")
     assert composed.exit_code == 0, composed.stderr
-    assert run("suggest", *experts, "--form", form, "-o", recipe).exit_code == 1
+    assert run("suggest", *experts, "--form", form, "-o", recipe).exit_code == 3
     assert run("suggest", *experts, "--form", form, "-o", recipe, "--overwrite").exit_code == 0
 
 
@@ -222,7 +222,7 @@ def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: P
     for arguments, code, message in (
         (("--task-texts", "a"), 2, "Pass both --task-texts and --language-texts"),
         (("--task-texts", "a", "--language-texts", "b"), 2, "require --base-model"),
-        (("-o", tmp_path), 1, "is a folder"),
+        (("-o", tmp_path), 3, "is a folder"),
     ):
         result = run("suggest", *experts, *arguments)
         assert result.exit_code == code, result.output
@@ -231,5 +231,5 @@ def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: P
     assert json.loads(dry.stdout)["dry_run"] is True
     assert not (tmp_path / "absent.yaml").exists()
     astray = run("suggest", *experts, "--dry-run", "-o", tmp_path / "absent" / "recipe.yaml")
-    assert astray.exit_code == 1
+    assert astray.exit_code == 3
     assert f"the folder {tmp_path / 'absent'} does not exist" in astray.stderr

@@ -359,7 +359,7 @@ def test_convert_on_the_command_line(math: Path, run: Callable[..., Result], tmp
     assert result.stdout.startswith("LORA: 42 modules, rank 8")
     assert "relative error of ΔW: 0.00" in result.stderr
     again = run("convert", math, "-o", out)
-    assert again.exit_code == 1
+    assert again.exit_code == 3
     with refused(OutputError, "out_path"):
         adapterswap.convert(math, out)
     assert isinstance(adapterswap.convert(math, out, overwrite=True), Conversion)

@@ -246,7 +246,7 @@ def test_evaluate_on_the_command_line(run: Call, byte_base: Path, tasks: Tasks, 
     command = ["evaluate", "--base-model", byte_base, "--tasks", "own_function", "--include-path", tasks.folder]
     command += ["--dry-run"] if dry else ["--device", "cpu"]
     stopped = run(*command)
-    assert stopped.exit_code == 1
+    assert stopped.exit_code == 2
     assert "--trust-task-code" in stopped.stderr
     assert not tasks.ran
     allowed = run(*command, "--trust-task-code")

@@ -102,7 +102,7 @@ def test_settings_that_are_not_text_are_refused(
         "evaluate", "--base-model", byte_base, "--tasks", "half_fine", "--include-path", halves, option, value,
         "-o", tmp_path / "out",
     )  # fmt: skip
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith(f"reading the tasks\nError: {option} ")
     assert not (tmp_path / "out").exists()
 
@@ -120,7 +120,7 @@ def test_a_chat_template_that_writes_one(run: Call, byte_base: Path, halves: Pat
     command = ("evaluate", "--base-model", base, "--tasks", "half_fine", "--include-path", halves)
     for options in (("--dry-run",), ("-o", tmp_path / "out", "--device", "cpu")):
         result = run(*command, "--apply-chat-template", *options)
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "half_fine: the prompt of document 0" in result.stderr
     assert not (tmp_path / "out").exists()
 

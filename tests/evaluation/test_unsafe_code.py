@@ -134,7 +134,7 @@ def test_the_command_line_refuses_and_runs(run: Callable[..., Result], byte_base
     command = ("evaluate", "--base-model", byte_base, "--tasks", "pico_code", "--include-path", code_tasks)
     command = (*command, "--trust-task-code", "--dry-run")
     refused = run(*command)
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "would run code written by the model on this machine" in refused.stderr
     allowed = run(*command, "--confirm-run-unsafe-code")
     assert allowed.exit_code == 0, allowed.output

@@ -66,7 +66,7 @@ def test_a_depth_other_than_the_bases_is_refused(
     name: str, run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
     result = run(*commands(math, swahili, tmp_path / "out")[name])
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     assert "32" in result.stderr
     assert "--num-layers" in result.stderr
     assert not (tmp_path / "out").exists()
@@ -127,7 +127,7 @@ def test_a_depth_that_cannot_be_checked_is_noted(
         assert "could not be checked" not in (tmp_path / command[0] / "README.md").read_text()
     result = run("compose", *pair, "--num-layers", 8, "-o", tmp_path / "again", "--json")
     assert "org/base" in json.loads(result.stdout)["notes"][0]
-    assert run("compose", *pair, "--num-layers", 5, "-o", tmp_path / "shallow").exit_code == 1  # layer 5 is adapted
+    assert run("compose", *pair, "--num-layers", 5, "-o", tmp_path / "shallow").exit_code == 3  # layer 5 is adapted
 
 
 def test_two_revisions_of_the_base_are_an_error(math: Path, swahili: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_experts_of_two_bases_are_recorded_with_a_warning(
         "swahili": deep(swahili, tmp_path / "swahili", "org/base-instruct", revision="a1"),
     }
     pair = ["-t", experts["math"], "-l", experts["swahili"]]
-    assert run("compose", *pair, "--num-layers", 6, "-o", tmp_path / "refused").exit_code == 1
+    assert run("compose", *pair, "--num-layers", 6, "-o", tmp_path / "refused").exit_code == 3
     result = run("compose", *pair, "--base-model", base("llama"), "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     for name in ("math: org/base@a1", "swahili: org/base-instruct@a1"):

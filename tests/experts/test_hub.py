@@ -152,7 +152,7 @@ def test_every_command_that_writes_an_expert_uploads_it(
 def test_nothing_private_goes_to_a_public_repository(hub: Hub, online: Online, math: Path, tmp_path: Path) -> None:
     hub.is_private = False
     result = online("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private")
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "org/composed is public" in result.stderr
     assert not hub.files
     assert (tmp_path / "out" / "README.md").exists()
@@ -162,7 +162,7 @@ def test_an_upload_is_checked_before_composing(run: Callable[..., Result], math:
     without = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private")
     assert without.exit_code == 2
     odd = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--push-to-hub", "a/b/c")
-    assert odd.exit_code == 1
+    assert odd.exit_code == 2
     assert "--push-to-hub" in odd.stderr
     assert not (tmp_path / "out").exists()
     with pytest.raises(ArgumentError) as caught:
@@ -175,14 +175,14 @@ def test_offline_errors_do_not_suggest_logging_in(run: Callable[..., Result], ma
     pushed = run("compose", "-t", math, "-l", "base", "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
     opened = run("inspect", "org/absent")
     for result in (pushed, opened):
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "HF_HUB_OFFLINE" in result.stderr
         assert "log in" not in result.stderr.lower()
 
 
 def test_without_a_hub_the_folder_stays(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
     result = run("compose", "-t", math, "-l", swahili, "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "was written, but could not be uploaded to org/x" in result.stderr
     assert (tmp_path / "out" / "README.md").exists()
 

@@ -218,7 +218,7 @@ def test_links_out_of_the_cache_are_not_followed(
     (math / file).unlink()
     (math / file).symlink_to(secret)
     result = run("inspect", "org/math")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert (
         f"links to {secret}, outside the Hub's cache. Delete it from the cache and download it again." in result.stderr
     )
@@ -291,7 +291,7 @@ def test_only_the_config_of_a_named_base_is_read(tmp_path: Path, run: Callable[.
     (secret / "config.json").write_text("password: hunter2")
     folder = adapter(tmp_path / "math", None, config(base_model_name_or_path=str(secret)))
     result = run("compose", "-t", folder, "-l", folder, "-o", tmp_path / "out")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert f"{secret}/config.json is not JSON" in result.stderr
     assert "hunter2" not in result.stderr
     with refused(BaseModelError, match=r"config\.json cannot be read"):

@@ -362,7 +362,7 @@ def test_the_command(run: Callable[..., Result], math: Path, base: Path, tmp_pat
     assert output["modelfile"] == f"FROM ./base.gguf\nADAPTER {out}\n"
     assert output["bytes"] == sum(tensor.nbytes for tensor in read(out)[1].values())
     again = run("export", math, *options)
-    assert again.exit_code == 1
+    assert again.exit_code == 3
     assert "--overwrite" in again.stderr
     shown = run("export", math, *options, "--overwrite")
     assert f"ADAPTER {out}" in shown.stdout

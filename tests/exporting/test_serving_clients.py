@@ -308,7 +308,7 @@ def test_a_taken_port_is_found_before_anything_is_written(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         result = run(*command(base, gguf, folder, tmp_path), "--", "--port", port)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert str(port) in result.stderr
     assert not list(tmp_path.rglob("*.gguf"))
 

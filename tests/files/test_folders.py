@@ -194,7 +194,7 @@ def test_invalid_output_paths_are_refused(
         result = run(*arguments(experts, out, *options))
         if "--dry-run" in options and result.exit_code == 0:
             continue  # what only writing can show
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert message in result.stderr
         assert result.stdout == ""
         assert len(result.stderr.splitlines()) == 1
@@ -210,7 +210,7 @@ def test_an_output_that_exists(experts: tuple[Path, Path], run: Callable[..., Re
         before = snapshot(tmp_path)
         for options in ([], ["--dry-run"]):
             result = run(*arguments(experts, tmp_path / "out", *options))
-            assert result.exit_code == 1
+            assert result.exit_code == 3
             message = f"Error: {tmp_path / 'out'} already exists. Choose another path or pass --overwrite."
             assert result.stderr == f"{message}\n"
             assert snapshot(tmp_path) == before
@@ -245,7 +245,7 @@ def test_a_folder_without_permission(another_user: Path, run: Callable[..., Resu
     pair = another_user / "math", another_user / "swahili"
     for out in ("out", "a/b/out"):
         result = run(*arguments(pair, another_user / out))
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "cannot be written: permission denied" in result.stderr
         assert "Choose a path where you have permission to write." in result.stderr
     assert names(another_user) == before
@@ -278,7 +278,7 @@ def test_files_larger_than_allowed(experts: tuple[Path, Path], tmp_path: Path) -
             capture_output=True, text=True,
             preexec_fn=lambda size=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
         )  # fmt: skip
-        assert process.returncode == 1
+        assert process.returncode == 3
         assert process.stdout == ""
         assert "cannot be written: file too large. Free some space" in process.stderr
         assert len(process.stderr.splitlines()) == 1

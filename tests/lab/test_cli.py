@@ -47,7 +47,7 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "out" / "thesis.txt").touch()
     for arguments in ([], ["--dry-run"]):
         result = CliRunner().invoke(main, ["lab", "--out-path", str(tmp_path / "out"), *arguments])
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "exists" in result.stderr
     assert CliRunner().invoke(main, ["lab", "--scene", "moon"]).exit_code == 2
     assert CliRunner().invoke(main, ["lab", "--seeds", "0"]).exit_code == 2

@@ -252,7 +252,7 @@ def test_any_allocation_is_exact_or_refused(architecture: str, run: Run, tmp_pat
             mistake = str(found).partition(" covers")[0]
         if expected is None:
             event(str(mistake))
-            assert result.exit_code == 1, f"{mistake}, and the library composes it"
+            assert result.exit_code in (2, 3), f"{mistake}, and the library composes it"
             return
         assert result.exit_code == 0, result.stderr
         exact.append(True)

@@ -42,7 +42,7 @@ def stderr_of(run: Run, pair: tuple[Path, Path], tmp_path: Path, *more: object) 
     """What the command prints; no folder is left behind."""
     before = snapshot(tmp_path)
     result = run("merge", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", "--bottom", 2, "--top", 1, *more)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 3, result.output
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert snapshot(tmp_path) == before
@@ -180,7 +180,8 @@ def test_unsupported_options(
 ) -> None:
     before = snapshot(tmp_path)
     result = run("merge", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", *options)
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.exit_code in (2, 3)
+    assert result.stdout == ""
     assert message in result.stderr
     assert snapshot(tmp_path) == before
 
@@ -216,7 +217,7 @@ def test_an_adapter_of_another_base(
     run: Run, expert: Callable[..., Path], model: Callable[..., Path], tmp_path: Path
 ) -> None:
     result = run("merge", expert(seed=1), "--base-model", model("gpt2"), "-o", tmp_path / "out")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "the base stores no such weight" in result.stderr
     assert not (tmp_path / "out").exists()
     with refused(BaseModelError, "base_model"):
@@ -288,7 +289,7 @@ def test_a_config_of_other_weights(
         ["extract", odd, "--base-model", model(architecture), "--rank", 2],
     ):
         result = run(*command, "-o", tmp_path / "out")
-        assert (result.exit_code, result.stdout) == (1, "")
+        assert (result.exit_code, result.stdout) == (3, "")
         # An adapter deeper than its base is refused before the base's weights are read.
         assert message in result.stderr or "the base has 5 layers" in result.stderr
         assert not (tmp_path / "out").exists()

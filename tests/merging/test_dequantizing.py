@@ -85,7 +85,7 @@ def test_without_it_a_quantised_base_is_refused(
     quantised: Path, math: Path, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     result = run("merge", math, "--base-model", quantised, "-o", tmp_path / "out")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "--dequantize" in result.stderr
     assert not (tmp_path / "out").exists()
     result = run("merge", math, "--base-model", quantised, "-o", tmp_path / "out", "--dequantize")

@@ -164,7 +164,7 @@ def test_a_full_disk(model: Callable[..., Path], tmp_path: Path) -> None:
         text=True,
         preexec_fn=limit,
     )
-    assert process.returncode == 1
+    assert process.returncode == 3
     assert "Free some space" in process.stderr
     assert "Traceback" not in process.stderr
     assert list(outputs.iterdir()) == []

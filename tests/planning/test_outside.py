@@ -109,7 +109,7 @@ def test_outside_is_for_layer_swaps(
         adapterswap.parse_composition("math+swahili@method=soup,outside=task")
     assert adapterswap.parse_composition("math+swahili@outside=task").outside == "task"
     experts = ("-t", make("task", 1), "-l", make("language", 2), "-o", tmp_path / "out")
-    assert run("compose", *experts, "--method", "soup", "--outside", "task").exit_code == 1
+    assert run("compose", *experts, "--method", "soup", "--outside", "task").exit_code == 2
     result = run("compose", *experts, "--bottom", 1, "--top", 1, "--outside", "language")
     assert result.exit_code == 0, result.stderr
     assert "lm_head: language" in result.stdout

@@ -31,7 +31,7 @@ def test_every_shipped_recipe_is_listed_with_its_purpose(run: Run) -> None:
     assert only
     assert all(line.startswith("models/") for line in only)
     wrong = run("recipes", "ls", "--kind", "model")
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
     assert "Kinds are: compose, data, models, regimes" in wrong.stderr
 
 
@@ -129,7 +129,7 @@ def test_recipes_that_commands_refuse_are_invalid(
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     result = run("recipes", "validate", path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert named in result.stderr
     assert str(path) in result.stderr
 
@@ -159,10 +159,10 @@ def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     assert output == dry | {"written": True}
     assert sorted(output["files"]) == sorted(str(path.relative_to(target)) for path in target.rglob("*.yaml"))
     astray = run("recipes", "cp", *names, tmp_path / "mine.yaml")
-    assert astray.exit_code == 1
+    assert astray.exit_code == 3
     assert "recipes cat" in astray.stderr
     again = run("recipes", "cp", *names, target)
-    assert again.exit_code == 1
+    assert again.exit_code == 3
     assert "--overwrite" in again.stderr
     monkeypatch.setattr("adapterswap.files.yaml._folder", lambda: tmp_path / "nothing")
     assert [read_content(target / name)[0] for name in output["recipes"]] == whole
@@ -171,7 +171,7 @@ def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_only_what_is_shipped_can_be_copied(run: Run, tmp_path: Path) -> None:
     result = run("recipes", "cp", "train/qwen3-1.7b/swahilli", "train/none", tmp_path / "mine")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert [line.split("'")[1] for line in result.stderr.splitlines()] == ["train/qwen3-1.7b/swahilli", "train/none"]
     assert "such as train/qwen3-1.7b/swahili" in result.stderr
     assert not (tmp_path / "mine").exists()
@@ -206,7 +206,7 @@ def test_validate_reports_every_mistake_in_every_file(run: Run, tmp_path: Path) 
         "models/qwen3-1.7b",
     ]
     result = run("recipes", "validate", *files)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stdout.replace(f"{tmp_path}/", "").splitlines() == [
         "bad.yaml: invalid",
         "both.yaml: invalid",

@@ -181,12 +181,12 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     ]
     assert {"layer_swap", "ties"} <= set(families)
     assert CliRunner().invoke(main, ["report", *runs, "--dry-run", "--json"]).exit_code == 0
-    assert CliRunner().invoke(main, ["report", *runs]).exit_code == 1  # no folder to write
+    assert CliRunner().invoke(main, ["report", *runs]).exit_code == 2  # no folder to write
     inside = CliRunner().invoke(main, ["report", *runs, "-o", str(second / "report")])
-    assert inside.exit_code == 1
+    assert inside.exit_code == 3
     other = craft(tmp_path / "second", recipe(**ties), documents=6, changed={"settings": {"num_fewshot": 2}})
     refusal = CliRunner().invoke(main, ["report", str(first), str(other), "-o", str(tmp_path / "mixed")])
-    assert refusal.exit_code == 1
+    assert refusal.exit_code == 3
     assert "settings.num_fewshot" in refusal.stderr
     assert not (tmp_path / "mixed").exists()
 

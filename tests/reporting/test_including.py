@@ -134,7 +134,7 @@ def test_the_command(written: Written, tmp_path: Path) -> None:
     assert again.exit_code == 0, again.output
     (figures / "mine.txt").touch()
     refused = CliRunner().invoke(main, [*arguments, "--overwrite"])
-    assert refused.exit_code == 1
+    assert refused.exit_code == 3
     assert (figures / "mine.txt").exists()
 
 
@@ -143,5 +143,5 @@ def test_folders_that_overlap(written: Written, tmp_path: Path) -> None:
         result = CliRunner().invoke(
             main, ["report", str(written.run), "-o", str(tmp_path / "out"), "--figures", str(figures), "--dry-run"]
         )
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert "overlap" in result.stderr

@@ -142,7 +142,7 @@ def test_only_shares_have_percent(written: Written) -> None:
 def test_the_command_takes_a_style(written: Written, tmp_path: Path) -> None:
     arguments = ["report", str(written.run), "-o", str(tmp_path / "out")]
     wrong = CliRunner().invoke(main, [*arguments, "--columns", "men", "--dry-run"])
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
     assert "Did you mean 'mean'" in wrong.stderr
     options = ["--rows", "soup", "--rows", "layer_swap, selected", "--percent", "--wide"]
     result = CliRunner().invoke(main, [*arguments, *options, "--columns", "mean,max", "--label", "tab:x"])

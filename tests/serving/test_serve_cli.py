@@ -151,7 +151,7 @@ def test_arguments_that_would_undo_the_setup_are_refused(
     serve: Serve, arguments: list[str], named: str, served_base: Callable[[str], Path], experts: Path, tmp_path: Path
 ) -> None:
     result = serve("--", *arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert named in result.stderr
     composer = NamedComposer(read_manifest(experts), str(served_base("llama")), Cache(tmp_path / "cache"), None)
     with refused(ArgumentError, "vllm_args"):
@@ -166,7 +166,7 @@ def test_all_broken_experts_are_reported_before_anything_starts(
     weights.write_bytes(weights.read_bytes()[:100])
     make_expert(served_base("llama"), experts / "telugu", seed=1, use_dora=True)
     result = serve()
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert str(experts / "math") in result.stderr  # the operator sees the path
     assert "DoRA" in result.stderr
 
@@ -181,7 +181,7 @@ def test_ranks_beyond_vllms_are_refused(
     assert output_of(serve("--json", experts_path=path))["max_lora_rank"] == 320
     path.write_text("experts: {e0: experts/e0, e1: experts/e1}\n")
     result = serve(experts_path=path)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "520" in result.stderr
     assert "512" in result.stderr
 
@@ -199,7 +199,7 @@ def test_without_vllm_the_error_says_how_to_install_it(
     run: Callable[..., Result], served_base: Callable[[str], Path]
 ) -> None:
     result = run("serve", "--base-model", served_base("llama"), "--experts", "nowhere")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "pip install 'adapterswap[vllm]'" in result.stderr
 
 

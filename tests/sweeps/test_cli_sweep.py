@@ -91,7 +91,7 @@ def test_a_sweep_prints_a_table_and_resumes(run: Call, file: Path, tmp_path: Pat
     assert [row["relative_error"] is None for row in output["families"]] == [True, True, True, True, False]
     assert len(output["remarks"]) == 2
     refused = run("sweep", file, "-o", tmp_path / "run", "--batch-size", 2)
-    assert refused.exit_code == 1
+    assert refused.exit_code == 3
     assert "begun with other settings.batch_size" in refused.stderr
 
 

@@ -45,7 +45,7 @@ def test_a_sweep_asks_for_trust_each_time(
     command = ("sweep", file, "-o", out, "--device", "cpu")
     for options in ([], ["--dry-run"]):
         stopped = run(*command, *options)
-        assert stopped.exit_code == 1
+        assert stopped.exit_code == 2
         assert "--trust-task-code" in stopped.stderr
         assert not tasks.ran
         assert not out.exists()
@@ -58,7 +58,7 @@ def test_a_sweep_asks_for_trust_each_time(
     lines = (out / "cells.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (out / "cells.jsonl").write_text("".join(lines[:-1]), encoding="utf-8")
     resumed = run(*command)
-    assert resumed.exit_code == 1
+    assert resumed.exit_code == 2
     assert "--trust-task-code" in resumed.stderr
     assert not tasks.ran
     assert run(*command, "--trust-task-code").exit_code == 0

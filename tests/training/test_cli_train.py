@@ -40,7 +40,7 @@ def test_train_and_train_again(run: Run, recipe: Path, tmp_path: Path) -> None:
     assert "steps       3" in result.stdout
     assert f"written to {tmp_path / 'expert'}" in result.stderr
     again = run("train", recipe)
-    assert again.exit_code == 1
+    assert again.exit_code == 3
     assert "exists" in again.stderr
     assert "--overwrite" in again.stderr
     other = run(
@@ -65,7 +65,7 @@ def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "expert").mkdir()
     (tmp_path / "expert" / "thesis.txt").touch()
     refused = run("train", recipe, "--dry-run")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 3
     assert "exists" in refused.stderr
 
 
@@ -82,7 +82,7 @@ def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
 )
 def test_errors_are_one_line_with_a_remedy(run: Run, recipe: Path, setting: str, message: str) -> None:
     result = run("train", recipe, "--set", setting)
-    assert result.exit_code == 1
+    assert result.exit_code in (2, 3)
     assert message in result.stderr
     assert result.stderr.startswith("Error: ")
     assert len(result.stderr.splitlines()) == 1
@@ -91,7 +91,7 @@ def test_errors_are_one_line_with_a_remedy(run: Run, recipe: Path, setting: str,
 
 def test_an_unknown_recipe_names_the_known_ones(run: Run) -> None:
     result = run("train", "train/llama-3.1-8b/maths")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "train/llama-3.1-8b/math" in result.stderr
 
 

@@ -424,7 +424,7 @@ def test_code_of_a_task_needs_trust(
         assert all("trust_task_code" in problem.remedy for problem in result.value.problems)
     for options in (["--dry-run"], []):
         refused = run("train", file, *command, *options)
-        assert refused.exit_code == 1
+        assert refused.exit_code == 2
         assert "--trust-task-code" in refused.stderr
     assert not marker.exists()
     for options in (["--dry-run"], []):

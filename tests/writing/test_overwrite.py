@@ -76,7 +76,7 @@ def test_an_output_is_replaced_by_the_same_command(command: str, here: Path, run
     if record is not None:
         listed = json.loads((here / "out" / record).read_text())["files"]
         assert listed == sorted(name for name, what in first.items() if what != "folder")
-    assert run(*arguments(command)).exit_code == 1
+    assert run(*arguments(command)).exit_code == 3
     assert run(*arguments(command), "--overwrite").exit_code == 0
     assert snapshot(here / "out") == first
     edited = next(path for path in sorted((here / "out").rglob("*")) if path.is_file() and path.name != record)
@@ -110,7 +110,7 @@ def test_other_files_are_named_and_kept(command: str, here: Path, run: Run) -> N
         before = snapshot(here)
         for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
             result = run(*arguments(command), *options)
-            assert result.exit_code == 1
+            assert result.exit_code == 3
             assert f"did not write: {named}." in result.stderr
             assert "--overwrite" in result.stderr
             assert snapshot(here) == before
@@ -135,7 +135,7 @@ def test_folders_that_no_command_wrote(command: str, here: Path, run: Run) -> No
     before = snapshot(here)
     for folder in ("repository", "trained", "base-model", "evaluation", "foreign"):
         result = run(*arguments(command, folder), "--overwrite")
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "did not write" in result.stderr
         assert snapshot(here) == before
 
@@ -215,10 +215,10 @@ def test_links_in_an_input_lead_to_inputs(here: Path, run: Run) -> None:
     before = snapshot(here)
     for expert in ("linked", "alias"):
         result = run("slice", expert, "--layers", "0", "--num-layers", "4", "-o", "composed", "--overwrite")
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "overlaps the input" in result.stderr
         result = run("slice", "composed", "--layers", "0", "--num-layers", "4", "-o", "alias", "--overwrite")
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "overlaps the input" in result.stderr
     assert snapshot(here) == before
 
@@ -264,19 +264,19 @@ def test_a_suggested_recipe_replaces_a_file_when_asked_and_never_an_input(here: 
     (here / "texts.txt").write_text("one two\n")
     words = ["suggest", "-t", "math", "-l", "swahili", "--num-layers", "4"]
     for options in ([], ["--overwrite"], ["--overwrite", "--dry-run"]):
-        assert run(*words, "-o", "recipe.yaml", *options).exit_code == 1
+        assert run(*words, "-o", "recipe.yaml", *options).exit_code == 3
         assert (here / "recipe.yaml").read_text() == "mine"
     (here / "recipe.yaml").unlink()
     assert run(*words, "-o", "recipe.yaml").exit_code == 0
     before = snapshot(here)
     for out in ("math/adapter_config.json", "swahili/recipe.yaml", "math"):
         outcome = run(*words, "-o", out, "--overwrite")
-        assert outcome.exit_code == 1
+        assert outcome.exit_code == 3
         assert "overlaps the input" in outcome.stderr or "is a folder" in outcome.stderr
     texts = ["--task-texts", "texts.txt", "--language-texts", "texts.txt", "--base-model", "full-math"]
     for out in ("texts.txt", "full-math/config.json"):
         outcome = run(*words, *texts, "-o", out, "--overwrite", "--dry-run")
-        assert (outcome.exit_code, "overlaps the input" in outcome.stderr) == (1, True), outcome.stderr
+        assert (outcome.exit_code, "overlaps the input" in outcome.stderr) == (3, True), outcome.stderr
     assert snapshot(here) == before
     result = run(*words, "-o", "recipe.yaml", "--overwrite")
     assert result.exit_code == 0, result.stderr
@@ -305,9 +305,9 @@ def test_an_export_replaces_only_what_export_wrote(here: Path, run: Run) -> None
         Path(f"to-{name}.gguf").symlink_to(f"{name}.gguf")
     before = snapshot(here)
     for name in ("base.gguf", "thesis.gguf", "empty.gguf", "to-base.gguf", "to-thesis.gguf"):
-        assert run(*words, name).exit_code == 1
-        assert run(*words, name, "--dry-run").exit_code == 1
-    assert run(*words, "pieces", "--pieces").exit_code == 1
+        assert run(*words, name).exit_code == 3
+        assert run(*words, name, "--dry-run").exit_code == 3
+    assert run(*words, "pieces", "--pieces").exit_code == 3
     assert snapshot(here) == before
     assert run(*words, "out.gguf").exit_code == 0
     Path("to-out.gguf").symlink_to("out.gguf")
