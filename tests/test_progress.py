@@ -119,7 +119,7 @@ def test_quiet_prints_results_and_warnings_only(run: Run, math: Path, tmp_path: 
 
 def test_verbose_shows_the_traceback_of_an_error(run: Run, tmp_path: Path) -> None:
     plain, verbose = run("inspect", tmp_path / "none"), run("inspect", tmp_path / "none", "-v")
-    assert (plain.exit_code, verbose.exit_code) == (1, 1)
+    assert (plain.exit_code, verbose.exit_code) == (3, 3)
     assert "Traceback" not in plain.stderr
     assert verbose.stderr.startswith("Traceback (most recent call last):")
     assert verbose.stderr.endswith(plain.stderr)

@@ -71,7 +71,7 @@ def test_experts_of_two_bases_are_refused(options: list[Any], run: Run, tmp_path
     command = ["-t", tmp_path / "math", "-l", tmp_path / "swahili", "--num-layers", 4, "-o", tmp_path / "out", *options]
     for more in (["--dry-run"], ["--json"], []):
         refused = run("compose", *command, *more)
-        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert (refused.exit_code, refused.stdout) == (3, "")
         assert "the experts 'math' and 'swahili' were trained on different bases" in refused.stderr
         assert HEAD in refused.stderr
         assert EMBEDDING not in refused.stderr

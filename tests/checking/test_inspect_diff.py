@@ -96,11 +96,11 @@ def test_diff_refuses_other_shapes_and_nan(heads: tuple[Path, Path], run: Run) -
     whole = tensors[key]
     save_file(tensors | {key: whole[:-1].clone()}, heads[1] / WEIGHTS, {"format": "pt"})
     refused = run("diff", *heads)
-    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert (refused.exit_code, refused.stdout) == (3, "")
     assert all(part in refused.stderr for part in ("lm_head", "95")), refused.stderr
     save_file(tensors | {key: whole * np.nan}, heads[1] / WEIGHTS, {"format": "pt"})
     refused = run("diff", *heads)
-    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert (refused.exit_code, refused.stdout) == (3, "")
     assert "holds NaN" in refused.stderr
 
 
@@ -118,7 +118,7 @@ def test_diff_sees_embeddings(expert: Experts, run: Run) -> None:
 def test_diff_refuses_full_weights(base: Callable[[str], Path], math: Path, run: Run) -> None:
     for pair in ((base("llama"), math), (math, base("llama"))):
         refused = run("diff", *pair)
-        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert (refused.exit_code, refused.stdout) == (3, "")
         assert "is a full checkpoint" in refused.stderr
         assert "adapterswap extract" in refused.stderr
 

@@ -103,7 +103,7 @@ def test_the_command_line(run: Callable[..., Result], checkpoint: Checkpoint, tm
     assert {module["rank"] for module in told["modules"]} == {4}
     assert told["lost_share"] > 0
     again = run(*options)
-    assert (again.exit_code, again.stdout) == (1, "")
+    assert (again.exit_code, again.stdout) == (3, "")
     shown = run(*options, "--overwrite")
     assert shown.exit_code == 0
     assert shown.stdout.splitlines()[1].split()[:3] == ["mlp.down_proj", "0-5", "4"]
@@ -142,6 +142,6 @@ def test_a_full_disk(checkpoint: Checkpoint, tmp_path: Path) -> None:
             command, capture_output=True, text=True,
             preexec_fn=lambda size=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
         )  # fmt: skip
-        assert (process.returncode, process.stdout) == (1, "")
+        assert (process.returncode, process.stdout) == (3, "")
         assert "cannot be written: file too large. Free some space" in process.stderr
         assert list(tmp_path.iterdir()) == []

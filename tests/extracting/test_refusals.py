@@ -199,7 +199,7 @@ def test_the_command_line_prints_errors_in_one_line(
     run: Callable[..., Result], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     same = run("extract", checkpoint("llama"), "--base-model", checkpoint("llama"), "-o", tmp_path / "out", "--rank", 2)
-    assert (same.exit_code, same.stdout) == (1, "")
+    assert (same.exit_code, same.stdout) == (3, "")
     assert len(same.stderr.splitlines()) == 1
     usage = run("extract", checkpoint("llama", 1), "--base-model", checkpoint("llama"), "-o", tmp_path / "out")
     assert (usage.exit_code, usage.stdout) == (2, "")

@@ -218,7 +218,7 @@ def test_records_that_are_not_understood(
     out = cut[0]
     (out / RECORD).write_text(json.dumps(change(json.loads((out / RECORD).read_text()), *keys, to=to)))
     result = run("verify", out)
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (3, "")
     with refused(ExpertError, "path", match="adapterswap.json"):
         verify(out)
 

@@ -70,7 +70,7 @@ def test_an_adapter_over_a_merged_one_needs_the_merged_weights(
     close(logits(loaded(merged)), expected, depth=LAYERS)
     for options in ([], ["--dry-run"]):
         refused = run("merge", second, "--base-model", model(), "-o", tmp_path / "wrong", *options)
-        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert (refused.exit_code, refused.stdout) == (3, "")
         assert "another lm_head.weight than" in refused.stderr
         assert "another model.embed_tokens.weight than" in refused.stderr
         assert "Pass the base that it was trained on as --base-model" in refused.stderr

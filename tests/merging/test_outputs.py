@@ -119,7 +119,7 @@ def test_an_adapter_by_its_path(
     equal({name: merged[name] for name in rest}, rest)
     loaded(tmp_path / "out")
     again = run("merge", expert(seed=1), "-o", tmp_path / "out")
-    assert (again.exit_code, "already exists" in again.stderr) == (1, True)
+    assert (again.exit_code, "already exists" in again.stderr) == (3, True)
     assert run("merge", expert(seed=1), "-t", expert(seed=2), "-o", tmp_path / "x").exit_code == 2
 
 
@@ -177,5 +177,5 @@ def test_a_missing_device(run: Run, model: Callable[..., Path], tmp_path: Path) 
         pytest.skip("there is one")
     options = ["-t", model(seed=1), "-l", model(seed=2), "-o", tmp_path / "out", "--bottom", 2, "--top", 1]
     result = run("merge", *options, "--device", "cuda")
-    assert (result.exit_code, "cuda:N" in result.stderr) == (1, True)
+    assert (result.exit_code, "cuda:N" in result.stderr) == (3, True)
     assert not (tmp_path / "out").exists()

@@ -158,4 +158,4 @@ def test_a_record_of_another_format_is_refused(
     ):
         with pytest.raises(ExpertError, match="has the format"):
             refuses()
-    assert run("inspect", part).exit_code == 1
+    assert run("inspect", part).exit_code == 3

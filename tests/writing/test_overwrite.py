@@ -94,7 +94,7 @@ def test_a_folder_whose_record_lists_no_files_is_kept(here: Path, run: Run) -> N
             (here / command / record).write_text(json.dumps(content))
             before = snapshot(here)
             result = run(*arguments(command, command), "--overwrite")
-            assert (result.exit_code, "did not write: " in result.stderr) == (1, True), command
+            assert (result.exit_code, "did not write: " in result.stderr) == (3, True), command
             assert snapshot(here) == before
 
 
@@ -202,7 +202,7 @@ def test_no_output_over_an_input(here: Path, run: Run) -> None:
     ):
         for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
             result = run(*words, "-o", out, *options)
-            assert (result.exit_code, "overlaps the input" in result.stderr) == (1, True), (words, out, result.stderr)
+            assert (result.exit_code, "overlaps the input" in result.stderr) == (3, True), (words, out, result.stderr)
             assert snapshot(here) == before
 
 
@@ -235,7 +235,7 @@ def test_no_output_over_the_recipe_or_what_it_extends(here: Path, run: Run) -> N
     for recipe in ("recipe.yaml", "out/recipe.yaml"):
         for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
             result = run("compose", recipe, "-o", "out", *options)
-            assert (result.exit_code, "overlaps the input" in result.stderr) == (1, True), result.stderr
+            assert (result.exit_code, "overlaps the input" in result.stderr) == (3, True), result.stderr
             assert snapshot(here) == before
 
 
@@ -244,7 +244,7 @@ def test_no_analysis_over_the_table_that_it_draws(here: Path, run: Run) -> None:
     assert run(*arguments("analyze")).exit_code == 0
     before = snapshot(here)
     result = run("analyze", "--from-csv", "out/changes.csv", "-o", "out", "--overwrite")
-    assert (result.exit_code, "overlaps the input" in result.stderr) == (1, True)
+    assert (result.exit_code, "overlaps the input" in result.stderr) == (3, True)
     assert snapshot(here) == before
 
 
@@ -255,7 +255,7 @@ def test_no_copies_over_the_shipped_recipes(run: Run, tmp_path: Path, monkeypatc
     monkeypatch.setattr(shipped, "_folder", lambda: tmp_path / "recipes")
     before = snapshot(tmp_path)
     result = run("recipes", "cp", "compose/llama-3.1-8b/swahili", tmp_path / "recipes", "--overwrite")
-    assert (result.exit_code, "overlaps the input" in result.stderr) == (1, True)
+    assert (result.exit_code, "overlaps the input" in result.stderr) == (3, True)
     assert snapshot(tmp_path) == before
 
 
@@ -339,7 +339,7 @@ def test_base_is_the_base_and_dot_slash_base_a_folder(here: Path, run: Run) -> N
     for path in (Path("base"), "./base"):
         assert set(adapterswap.layer_swap("math", path, num_layers=4).experts) == {"math", "language"}
     refused = run("suggest", "-t", "math", "-l", "base", "--num-layers", "4")
-    assert (refused.exit_code, "two experts" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "two experts" in refused.stderr) == (3, True)
     (here / "recipe.yaml").write_text("experts: {task: math, x: base}\nlanguage: x\nnum_layers: 4\n")
     named = run("compose", "recipe.yaml", "--dry-run", "--json", "-o", "out")
     assert json.loads(named.stdout)["experts"] == {"task": "math", "x": "base"}
