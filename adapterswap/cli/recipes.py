@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from adapterswap.cli.options import FOLDER, RecipePath
-from adapterswap.cli.printing import echo, note_output, print_json
+from adapterswap.cli.printing import echo, note, note_output, print_json
 
 
 @click.group("recipes", context_settings={"max_content_width": 110})
@@ -128,7 +128,10 @@ def validate(files: tuple[str, ...], as_json: bool) -> None:
                 raise
     if as_json:
         print_json(checked)
-        sys.exit(1 if problems else 0)
-    for recipe in checked:
-        echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
-    problems.raise_if_any()
+    else:
+        for recipe in checked:
+            echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
+        for problem in problems.as_error().problems if problems else ():
+            note(f"Error: {problem}")
+    if problems:
+        sys.exit(1)

@@ -129,7 +129,7 @@ def test_recipes_that_commands_refuse_are_invalid(
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     result = run("recipes", "validate", path)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert named in result.stderr
     assert str(path) in result.stderr
 
@@ -206,7 +206,7 @@ def test_validate_reports_every_mistake_in_every_file(run: Run, tmp_path: Path) 
         "models/qwen3-1.7b",
     ]
     result = run("recipes", "validate", *files)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert result.stdout.replace(f"{tmp_path}/", "").splitlines() == [
         "bad.yaml: invalid",
         "both.yaml: invalid",
