@@ -100,7 +100,7 @@ def test_a_slice_is_refused_only_if_its_missing_layers_are_needed(
     assert "shell is a slice, but magnitude weights need the magnitude of the whole expert" in weighed.stderr
     assert run("slice", tmp_path / "shell", "--layers", "1", "-o", tmp_path / "smaller").exit_code == 0
     gone = run("slice", tmp_path / "shell", "--layers", "2-3", "-o", tmp_path / "none")
-    assert gone.exit_code == 3
+    assert gone.exit_code == 2
     assert gone.stderr == "Error: shell adapts none of the layers 2-3. Choose from those that it adapts: 0-1.\n"
 
 
