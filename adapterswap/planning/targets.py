@@ -177,6 +177,7 @@ def _look(of: str, subject: Adapter | Slot | Plan, f: Facts, problems: Problems)
     for limit in _limits(of, f.target):
         for message, remedy, *own in limit.find(subject, f):
             if of != "slot" or limit not in f.reported or f.target & _EVERY:
+                message = f"{f.name}: {message}" if f.name else message
                 problems.add(message, remedy, parameter=own[0] if own else f.parameter, kind=limit.kind)
             f.reported.add(limit)
             if of == "slot":
@@ -647,7 +648,7 @@ def _unfit_names(plan: Plan, f: Facts) -> Found:
 def _above_the_server(plan: Plan, f: Facts) -> Found:
     if f.most is not None and f.rank > f.most:
         yield (
-            f"{f.name} has rank {f.rank}, and this server takes up to {f.most}",
+            f"it has rank {f.rank}, and this server takes up to {f.most}",
             "Request one without transition zones, or start the server with a higher `max_lora_rank`",
             "max_lora_rank",
         )
