@@ -222,20 +222,9 @@ def evaluate(
         DataError: a task cannot make a prompt of a document, or cannot score it.
         RunError: the device runs out of memory.
     """
-    require_lm_eval()
-    settings = settings or Settings()
-    settings.check(tokenizer)
-    loaded = load_tasks(tasks, settings)
-    if settings.language_fidelity:
-        require_lingua()
-
     import torch
-    from lm_eval import evaluator
 
-    from adapterswap.evaluation.harness import EvaluatedModel
-
-    # The harness numbers the documents in the given order, and takes an empty list for all.
-    requested_documents = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
+    loaded = tasks_to_evaluate(tokenizer, tasks, settings := settings or Settings())
     processes = processes or Processes()
     done = 0
 
@@ -251,17 +240,12 @@ def evaluate(
         assert on_progress is not None
         on_progress(done, total)
 
-    with ExitStack() as stack:
-        stack.enter_context(restored_modes(model))
-        stack.enter_context(silenced())
-        stack.enter_context(rendering(sandboxed=settings.sandboxed))
-        stack.enter_context(compiled_once())
-        stack.enter_context(seeded(settings.seed))
-        stack.enter_context(code_allowed(settings.confirm_run_unsafe_code))
-        stack.enter_context(explained_task_errors(loaded["tasks"]))
+    from adapterswap.evaluation.harness import EvaluatedModel
+
+    with restored_modes(model), harness(loaded["tasks"], settings):
         harness_model = EvaluatedModel(
             model,
-            tokenizer if tokenizer.pad_token_id is not None else copy.deepcopy(tokenizer),  # the harness sets one
+            padded(tokenizer),
             batch_size=settings.batch_size,
             max_gen_toks=settings.max_gen_toks,
             truncate=settings.truncate,
@@ -271,31 +255,85 @@ def evaluate(
             on_begin=begin if on_progress else None,
             on_progress=step if on_progress else None,
         )
-        for task in loaded["tasks"].values():
-            task.set_fewshot_seed(settings.seed)
         try:
-            harness_results = evaluator.evaluate(
-                harness_model,
-                loaded,
-                limit=settings.limit if requested_documents is None else None,
-                samples=requested_documents,
-                apply_chat_template=settings.apply_chat_template,
-                fewshot_as_multiturn=settings.apply_chat_template,
-                system_instruction=settings.system_instruction,
-                confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
-            )
+            harness_results = run_harness(harness_model, loaded, settings, documents)
         except torch.OutOfMemoryError:
             raise RunError(
                 f"the device ran out of memory at batch_size {settings.batch_size}",
                 "Lower `batch_size`, or load the base in a smaller dtype",
                 parameter="batch_size",
             ) from None
+    # All processes have the same results, unless a task runs generated code: the main process decides.
+    return processes.from_main(
+        as_result(harness_results, harness_model, loaded["tasks"], settings, surroundings(model))
+    )
+
+
+def padded(tokenizer: Any) -> Any:
+    """A tokenizer that the harness may change: it sets a token for padding if there is none."""
+    return tokenizer if tokenizer.pad_token_id is not None else copy.deepcopy(tokenizer)
+
+
+def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str], settings: Settings) -> Any:
+    """The harness's tasks, when everything that needs no model has been checked."""
+    require_lm_eval()
+    settings.check(tokenizer)
+    loaded = load_tasks(tasks, settings)
+    if settings.language_fidelity:
+        require_lingua()
+    return loaded
+
+
+@contextmanager
+def harness(tasks: Mapping[str, Any], settings: Settings) -> Iterator[None]:
+    """The harness as it runs here: silent, seeded, and with explained errors."""
+    with ExitStack() as stack:
+        stack.enter_context(silenced())
+        stack.enter_context(rendering(sandboxed=settings.sandboxed))
+        stack.enter_context(compiled_once())
+        stack.enter_context(seeded(settings.seed))
+        stack.enter_context(code_allowed(settings.confirm_run_unsafe_code))
+        stack.enter_context(explained_task_errors(tasks))
+        yield
+
+
+def run_harness(
+    model: EvaluatedModel, loaded: Any, settings: Settings, documents: Mapping[str, Collection[int]] | None
+) -> Mapping[str, Any]:
+    """The harness's results; for `documents` see `evaluate`."""
+    from lm_eval import evaluator
+
+    # The harness numbers the documents in the given order, and takes an empty list for all.
+    requested_documents = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(settings.seed)
+    try:
+        results: Mapping[str, Any] = evaluator.evaluate(
+            model,
+            loaded,
+            limit=settings.limit if requested_documents is None else None,
+            samples=requested_documents,
+            apply_chat_template=settings.apply_chat_template,
+            fewshot_as_multiturn=settings.apply_chat_template,
+            system_instruction=settings.system_instruction,
+            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+        )
+    finally:
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be
-    described = {"tasks": list(loaded["tasks"]), **settings.described(), **surroundings(model)}
-    # All processes have the same results, unless a task runs generated code: the main process decides.
-    result = _collect(harness_results, harness_model, described)
-    return processes.from_main(_with_languages(result, loaded["tasks"]) if settings.language_fidelity else result)
+    return results
+
+
+def as_result(
+    harness_results: Mapping[str, Any],
+    model: EvaluatedModel,
+    tasks: Mapping[str, Any],
+    settings: Settings,
+    around: Mapping[str, Any],
+) -> EvaluationResult:
+    """The harness's results as ours; `around` is what outputs depend on besides the settings."""
+    result = _collect(harness_results, model, {"tasks": list(tasks), **settings.described(), **around})
+    return _with_languages(result, tasks) if settings.language_fidelity else result
 
 
 def _with_languages(result: EvaluationResult, tasks: Mapping[str, Any]) -> EvaluationResult:

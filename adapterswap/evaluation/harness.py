@@ -314,8 +314,12 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         # Rolling likelihoods would show a bar despite the settings.
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
+    def _tokens(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        """The context and what follows it."""
+        return super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
+
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
-        tokens = super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
+        tokens = self._tokens(context, max_length, stop, **kwargs)
         output = tokens[:, context.shape[1] :]
         ends = self.model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())

@@ -105,6 +105,15 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
     return model
 
 
+def generation_config(base: Base) -> Any:
+    """The model's own generation settings, as `load_weights` would find them."""
+    from transformers import GenerationConfig
+
+    if (base.source.folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(base.source.folder)
+    return GenerationConfig.from_model_config(base.config)
+
+
 def _shape(sizes: Sequence[int]) -> str:
     return "×".join(map(str, sizes))
 

@@ -253,7 +253,7 @@ class NamedComposer:
 
     def _write(self, plan: Plan, path: Path) -> None:
         # Hashing and copying both check the files' stamps, so the hashes are of the files that are copied.
-        write_prepared(_for_any_engine(plan), path, hashes=self._hashes(plan), tokenizer=False)
+        write_prepared(for_any_engine(plan, Form()), path, hashes=self._hashes(plan), tokenizer=False)
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
         return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.adapters.items()}
@@ -313,17 +313,18 @@ def _fingerprint(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _for_any_engine(plan: Plan) -> Prepared:
+def for_any_engine(plan: Plan, form: Form) -> Prepared:
     """The plan in a layout without patterns, which some engines ignore.
 
     If all modules have one rank and scale, as in a swap of experts that were trained alike, this is the exact layout,
     whose tensors are copied byte for byte. Otherwise it is the portable layout, which must be computed.
     """
+    reduced = form.max_rank is not None or form.max_error is not None  # which takes long, and leaves nothing to copy
     with suppress(AdapterswapError):  # an alpha out of bounds, which "portable" avoids; other errors occur again
-        exact = prepare(plan, Form("exact"))
+        exact = prepare(plan, replace(form, layout="portable" if reduced else "exact"))
         if not exact.layout.config["rank_pattern"] and not exact.layout.config["alpha_pattern"]:
             return exact
-    return prepare(plan, Form("portable"))
+    return prepare(plan, replace(form, layout="portable"))
 
 
 def largest_rank(plan: Plan) -> int:

@@ -1,0 +1,144 @@
+"""Compositions as an engine of evaluations takes them: what an adapter can hold, how large, and written for a while.
+
+Knows plans and what vLLM loads; knows nothing of tasks or answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import OutputError, UnsupportedError
+from adapterswap.evaluation.asking import FullWeights, Likelihood, Request, Subject
+from adapterswap.evaluation.vllm_engine import Needs, longest_of
+from adapterswap.files.folders import scratch_folder
+from adapterswap.planning.plan import Plan
+from adapterswap.serving.composer import check_fits, for_any_engine, largest_rank
+from adapterswap.serving.vllm import RANKS
+from adapterswap.writing.adapter import write_prepared
+from adapterswap.writing.outputs import Form
+
+Output = Mapping[str, Any]
+"""How a composition is reduced: `max_rank`, `max_error`, or `full_rank` for full weights; empty if it is not."""
+
+
+def held(plan: Plan, output: Output, shapes: Mapping[str, str]) -> bool:
+    """Whether vLLM can hold a composition as an adapter; otherwise it is full weights.
+
+    Args:
+        plan: the composition.
+        output: how it is reduced.
+        shapes: of the base's modules, from `base_shapes`.
+
+    Raises:
+        ExpertError: an expert belongs to another base.
+    """
+    if plan.is_model or output.get("full_rank"):
+        return False
+    try:
+        for name, adapter in plan.adapters.items():
+            check_fits(adapter, shapes, name)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def rank_of(plan: Plan, output: Output) -> int:
+    """The highest rank that the adapter of a composition may have."""
+    return min(largest_rank(plan), output.get("max_rank") or largest_rank(plan))
+
+
+def needs_of(
+    adapters: Mapping[str, tuple[Plan, Output]], requests: Iterable[Request], in_flight: int, shapes: Mapping[str, str]
+) -> Needs:
+    """What vLLM must hold for compositions as adapters.
+
+    Args:
+        adapters: the compositions that it holds as adapters, by their names in messages.
+        requests: all that is asked of any.
+        in_flight: compositions at once.
+        shapes: see `held`.
+
+    Raises:
+        UnsupportedError: a composition has a higher rank than vLLM takes.
+    """
+    ranks = {name: rank_of(plan, output) for name, (plan, output) in adapters.items()}
+    highest = max(ranks, key=lambda name: ranks[name], default=None)
+    if highest is not None and ranks[highest] > RANKS[-1]:
+        raise UnsupportedError(
+            f"{highest} has rank {ranks[highest]}, and vLLM supports at most {RANKS[-1]}",
+            "Reduce it with `max_rank`, or use `engine=transformers`",
+            parameter="engine",
+        )
+    names = {module.name for plan, _ in adapters.values() for module in plan.modules.values() if module.terms}
+    modules = tuple(sorted({name.rpartition(".")[2] for name in names}))
+    requests = tuple(requests)
+    widths = (shapes[name].split()[0].split("×") for name in shapes if name.rpartition(".")[2] in modules)
+    requests = tuple(requests)
+    return Needs(
+        rank=max(ranks.values(), default=0),
+        modules=modules,
+        zeros=_zeros(plan for plan, _ in adapters.values()),
+        width=sum(sum(map(int, pair)) for pair in widths),
+        longest=longest_of(requests),
+        likelihoods=any(isinstance(one, Likelihood) for one in requests),
+        in_flight=in_flight,
+    )
+
+
+def _zeros(plans: Iterable[Plan]) -> dict[str, tuple[int, int]]:
+    """The keys of one adapted module's factors, with their shapes at rank 1."""
+    modules = (module for plan in plans for adapter in plan.adapters.values() for module in adapter.modules.values())
+    module = next((module for module in modules if not module.parameter), None)
+    return {} if module is None else {module.a.name: (1, module.in_features), module.b.name: (module.out_features, 1)}
+
+
+@contextmanager
+def written(
+    plan: Plan | None,
+    output: Output,
+    *,
+    full: bool,
+    base_model: str,
+    hashes: Mapping[str, str] | None = None,
+    tell: Callable[[float], None] = lambda error: None,
+) -> Iterator[Subject]:
+    """Write a composition to a temporary folder, which exists inside the block.
+
+    Args:
+        plan: the composition; None for the base, which needs no folder.
+        output: how it is reduced.
+        full: write full weights.
+        base_model: the base.
+        hashes: see `write_prepared`.
+        tell: called with the largest relative error of a module if the composition is reduced.
+    """
+    if plan is None:
+        yield None
+        return
+    with scratch_folder("composition") as place:
+        try:
+            if full:
+                subject: Subject = FullWeights(_merged(plan, place / "merged", base_model))
+            else:
+                prepared = for_any_engine(plan, Form("portable", **output))
+                if output:
+                    tell(max((reduced.written_error for reduced in prepared.reduced.values()), default=0.0))
+                subject = write_prepared(prepared, place / "composed", hashes=hashes, tokenizer=False)
+        except OutputError as error:
+            raise OutputError(
+                error.problems[0].message,
+                "Set TMPDIR to a folder on a disk with enough free space for the base model"
+                if full
+                else "Set TMPDIR to a folder on a disk with enough free space",
+            ) from error
+        yield subject
+
+
+def _merged(plan: Plan, folder: Path, base_model: str | Path) -> Path:
+    from adapterswap.writing.streaming import ModelForm
+    from adapterswap.writing.weights import prepare_model, write_model
+
+    return write_model(prepare_model(plan, ModelForm(), None if plan.is_model else base_model), folder)
