@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
-from adapterswap.cli.options import EXPERT, FOLDER, RecipePath, device_option, dtype_option, one_voice, together
+from adapterswap.cli.options import (
+    EXPERT,
+    FOLDER,
+    RecipePath,
+    device_option,
+    dtype_option,
+    engine_options,
+    one_voice,
+    together,
+)
 from adapterswap.cli.printing import count_bar, echo, note, note_dry_run, note_output, print_json, print_table, working
 from adapterswap.processes import is_first
 
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
 # Options that `evaluate` has under the same names; the rest of **options says what to compose.
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs", "apply_chat_template",
              "system_instruction", "truncate", "include_path", "trust_task_code",
-             "confirm_run_unsafe_code", "language_fidelity")  # fmt: skip
+             "confirm_run_unsafe_code", "language_fidelity", "engine", "engine_args")  # fmt: skip
 
 
 class _TaskList(click.ParamType[str]):
@@ -82,6 +91,7 @@ class _TaskList(click.ParamType[str]):
 @click.option("--include-path", type=FOLDER, metavar="DIR", help="A folder with your own lm-eval task files.")
 @click.option("--trust-task-code", is_flag=True, help="Let the files in --include-path run their own Python code.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
+@engine_options
 @device_option()
 @dtype_option("Dtype of the base; auto: as stored.", auto=True)
 @click.option(
@@ -94,6 +104,9 @@ class _TaskList(click.ParamType[str]):
 )
 @click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write: results.json and samples.jsonl.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
+@click.option(
+    "--compare-engines", is_flag=True, help="Evaluate in transformers and in vLLM, and print how they differ."
+)
 @click.option("--dry-run", is_flag=True, help="Check everything and print the first prompt, without loading weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
@@ -108,6 +121,7 @@ def command(
     dtype: str,
     out_path: str | None,
     overwrite: bool,
+    compare_engines: bool,
     dry_run: bool,
     as_json: bool,
     **options: Any,
@@ -126,7 +140,9 @@ def command(
     plan = _plan(base_model, adapter, recipe, options)
     if plan is None and (max_rank is not None or max_error is not None):
         raise click.UsageError("--max-rank and --max-error can only be used with a composition.")
-    settings = _settings(options)
+    settings = _settings({**options, "engine": "vllm"} if compare_engines else options)
+    if compare_engines and out_path is not None:
+        raise click.UsageError("--compare-engines writes no folder: leave out --out-path.")
     _phase("reading the tasks")
     with working("reading the tasks", shown=is_first()):
         prepared = prepare_evaluation(
@@ -140,6 +156,9 @@ def command(
         choose_device(device)
         if is_first():
             _dry_run(prepared, as_json)
+        return
+    if compare_engines:
+        _compare(prepared, device, dtype, as_json)
         return
     _phase(f"loading {base_model}")
     with (
@@ -174,8 +193,10 @@ def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dic
 def _settings(options: dict[str, Any]) -> Settings:
     """The options that are settings, under the same names."""
     from adapterswap.evaluation import Settings
+    from adapterswap.evaluation.settings import parsed_arguments
 
     values = {name: options[name] for name in _SETTINGS} | {"seed": options["sampling_seed"], "gen_kwargs": {}}
+    values |= {"engine": options["engine"] or "transformers", "engine_args": parsed_arguments(options["engine_args"])}
     if text := options["gen_kwargs"]:
         from lm_eval.utils import simple_parse_args_string
 
@@ -213,6 +234,25 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
         if task.room is not None and task.max_gen_toks is not None and task.room < task.max_gen_toks:
             note(f"{task.name}: the longest prompt leaves room for {task.room} of {task.max_gen_toks} output tokens")
     note_dry_run("evaluated")
+
+
+def _compare(prepared: Evaluation, device: str, dtype: str, as_json: bool) -> None:
+    """Evaluate in both engines, and print a row for each score."""
+    from adapterswap.evaluation.comparing import compare_engines
+
+    def tell(engine: str) -> None:
+        _phase(f"evaluating with {engine}")
+
+    rows = compare_engines(prepared, device=device, dtype=dtype, tell=tell)
+    if as_json:
+        print_json([row.as_json() for row in rows])
+        return
+    table = _table("score", "n", "equal answers", "transformers", "vllm", "difference")
+    for row in rows:
+        difference = f"{row.difference:+.3f}" + ("" if row.stderr is None else f" ± {row.stderr:.3f}")
+        means = f"{row.transformers:.3f}", f"{row.vllm:.3f}", difference
+        table.add_row(f"{row.task} {row.metric},{row.filter}", str(row.documents), str(row.equal), *means)
+    print_table(table)
 
 
 def _table(*columns: str) -> Any:

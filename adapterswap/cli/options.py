@@ -155,6 +155,26 @@ def device_option(default: str = "auto", *, more: str = "") -> Callable[[_Functi
     return click.option("--device", default=default, show_default=True, metavar="NAME", help=help_text)
 
 
+def engine_options(function: _Function) -> _Function:
+    """Options for what computes the answers; their default is None, so that recipes can have their own."""
+    for option in (
+        click.option(
+            "--engine-args",
+            "engine_args",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="With --engine vllm: its own settings, such as gpu_memory_utilization=0.8. Repeatable.",
+        ),
+        click.option(
+            "--engine",
+            type=click.Choice(["transformers", "vllm"]),
+            help="What computes the answers.  [default: transformers]",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 def dtype_option(help_text: str, *, auto: bool = False) -> Callable[[_Function], _Function]:
     """Add `--dtype`; the command receives the name.
 

@@ -5,6 +5,7 @@ With torchrun or `accelerate launch`, every process runs this, and one of them w
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.composition_options import named_experts, parsed_rules
-from adapterswap.cli.options import EXPERT, FOLDER, RecipePath, device_option, dtype_option, one_voice, together
+from adapterswap.cli.options import (
+    EXPERT,
+    FOLDER,
+    RecipePath,
+    device_option,
+    dtype_option,
+    engine_options,
+    one_voice,
+    together,
+)
 from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table, working
 from adapterswap.processes import is_first
 from adapterswap.progress import Progress, ProgressRow, duration
@@ -50,6 +60,8 @@ if TYPE_CHECKING:
 )
 @click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")
 @click.option("--batch-size", type=int, metavar="N", help="Short for --set settings.batch_size=N.")
+@engine_options
+@click.option("--in-flight", type=click.IntRange(1), metavar="N", help="Short for --set settings.in_flight=N.")
 @device_option()
 @dtype_option("Dtype of the base; auto: as stored.", auto=True)
 @click.option("--ray", metavar="ADDRESS", help="Evaluate on a Ray cluster; `local` starts one on this machine.")
@@ -81,6 +93,9 @@ def command(
     rules: tuple[str, ...],
     limit: float | None,
     batch_size: int | None,
+    engine: str | None,
+    engine_args: tuple[str, ...],
+    in_flight: int | None,
     device: str,
     dtype: str,
     ray: str | None,
@@ -101,6 +116,7 @@ def command(
     every result is saved at once: if a sweep is stopped or killed, run the same command again to resume it. On several
     devices: accelerate launch --multi_gpu -m adapterswap sweep …
     """
+    from adapterswap.evaluation.settings import parsed_arguments
     from adapterswap.files.yaml import find_recipe
     from adapterswap.model.loading import choose_device
     from adapterswap.planning.describe import strip
@@ -117,8 +133,17 @@ def command(
         )
     if freeze and overwrite:
         raise click.UsageError("--freeze cannot be combined with --overwrite: register before you run the sweep.")
-    short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
+    short = {
+        "base_model": base_model,
+        "settings.limit": limit,
+        "settings.batch_size": batch_size,
+        "settings.engine": engine,
+        "settings.in_flight": in_flight,
+    }
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    settings += [
+        f"settings.engine_args.{key}={json.dumps(value)}" for key, value in parsed_arguments(engine_args).items()
+    ]
     sweep_recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
     if experts or rules:
         sweep_recipe = with_rules(sweep_recipe, named_experts(experts), parsed_rules(rules))
@@ -222,12 +247,29 @@ def _print_estimate(expected: Estimate) -> None:
         + f"; {expected.merged:,} merged into full weights first" * bool(expected.merged),
         "time": _time_text(expected.seconds),
     }
+    if expected.engine is not None:
+        lines["switches"] = f"{expected.reduced:,} written as adapters" + (
+            f"; {expected.merged:,} merged into full weights, last" * bool(expected.merged)
+        )
+        lines["vllm"] = _engine_text(expected.engine)
     if expected.copied:
         lines["equal"] = f"{expected.copied:,} shared with another row, evaluated once"
     if expected.repeated:
         lines["repeated"] = f"{expected.repeated:,} compositions that occur twice in a family, evaluated once"
     for label, text in lines.items():
         echo(f"{label:<12}{text}")
+
+
+def _engine_text(engine: dict[str, Any]) -> str:
+    """What vLLM reserves for adapters."""
+    if not engine["highest_rank"]:
+        return "no adapters"
+    ((cell, rank),) = engine["highest_rank"].items()
+    numbers = engine["slots"]
+    return (
+        f"max_lora_rank {engine['max_lora_rank']} (rank {rank} in {cell}), max_loras {engine['max_loras']}: slots of "
+        f"{numbers * 2 / 2**20:,.0f} MB in 16 bits; max_model_len {engine['max_model_len']}"
+    )
 
 
 def _time_text(seconds: float | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from adapterswap.errors import OutputError, UnsupportedError
 from adapterswap.evaluation.asking import FullWeights, Likelihood, Request, Subject
 from adapterswap.evaluation.vllm_engine import Needs, longest_of
+from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import scratch_folder
 from adapterswap.planning.plan import Plan
 from adapterswap.serving.composer import check_fits, for_any_engine, largest_rank
@@ -24,22 +25,19 @@ Output = Mapping[str, Any]
 """How a composition is reduced: `max_rank`, `max_error`, or `full_rank` for full weights; empty if it is not."""
 
 
-def held(plan: Plan, output: Output, shapes: Mapping[str, str]) -> bool:
-    """Whether vLLM can hold a composition as an adapter; otherwise it is full weights.
+def fits_vllm(adapter: Adapter, name: str, shapes: Mapping[str, str]) -> bool:
+    """Whether vLLM can hold an expert's changes as LoRA; otherwise its compositions are full weights.
 
     Args:
-        plan: the composition.
-        output: how it is reduced.
-        shapes: of the base's modules, from `base_shapes`.
+        adapter: the expert.
+        name: its name in messages.
+        shapes: of the base's modules, from `module_shapes`.
 
     Raises:
-        ExpertError: an expert belongs to another base.
+        ExpertError: it belongs to another base.
     """
-    if plan.is_model or output.get("full_rank"):
-        return False
     try:
-        for name, adapter in plan.adapters.items():
-            check_fits(adapter, shapes, name)
+        check_fits(adapter, shapes, name)
     except UnsupportedError:
         return False
     return True
@@ -59,7 +57,7 @@ def needs_of(
         adapters: the compositions that it holds as adapters, by their names in messages.
         requests: all that is asked of any.
         in_flight: compositions at once.
-        shapes: see `held`.
+        shapes: see `fits_vllm`.
 
     Raises:
         UnsupportedError: a composition has a higher rank than vLLM takes.
@@ -137,7 +135,7 @@ def written(
         yield subject
 
 
-def _merged(plan: Plan, folder: Path, base_model: str | Path) -> Path:
+def _merged(plan: Plan, folder: Path, base_model: str) -> Path:
     from adapterswap.writing.streaming import ModelForm
     from adapterswap.writing.weights import prepare_model, write_model
 

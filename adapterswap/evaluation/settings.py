@@ -5,8 +5,9 @@ Knows nothing of models and tasks.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,23 @@ from adapterswap.evaluation.results import broken_texts
 from adapterswap.files.text import expand
 from adapterswap.files.yaml import FiniteModel
 
+
+def parsed_arguments(texts: Iterable[str]) -> dict[str, Any]:
+    """`key=value` texts as settings of an engine: JSON, such as numbers and true, or text."""
+    arguments: dict[str, Any] = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise ArgumentError(f"{text!r} is not key=value", "Pass such as max_num_seqs=64", parameter="engine_args")
+        try:
+            arguments[key.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            arguments[key.replace("-", "_")] = value
+    return arguments
+
+
 SEED = 1234  # lm-evaluation-harness's
+ENGINES = ("transformers", "vllm")
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,8 @@ class Settings:
         trust_task_code: let task files in `include_path` run their Python code; without it such files are refused, and
             templates are rendered in a sandbox.
         confirm_run_unsafe_code: let tasks run the code that the model writes; without it they are refused.
+        engine: what computes the answers: transformers or vllm.
+        engine_args: vLLM's own settings by their names in Python, such as `gpu_memory_utilization`.
         language_fidelity: also score the share of each answer that is written in its task's language
             (`language_share`), for tasks that generate and whose names end in a language: mgsm_native_cot_sw.
         seed: for the harness's choice of shots (MGSM's are fixed) and for sampling.
@@ -56,6 +75,8 @@ class Settings:
     confirm_run_unsafe_code: bool = False
     seed: int = SEED
     language_fidelity: bool = False
+    engine: str = "transformers"
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sandboxed(self) -> bool:
@@ -89,6 +110,14 @@ class Settings:
                     "Pass text that can be encoded as UTF-8",
                     parameter=name,
                 )
+        if self.engine not in ENGINES:
+            problems.add(f"`engine` is {self.engine!r}", f"Choose from {', '.join(ENGINES)}", parameter="engine")
+        if self.engine_args and self.engine == ENGINES[0]:
+            problems.add(
+                "`engine_args` are settings of vLLM, but the engine is transformers",
+                "Pass `engine=vllm` too, or leave them out",
+                parameter="engine_args",
+            )
         if tokenizer.eos_token_id is None:
             problems.add(
                 "the tokenizer has no end-of-sequence token",
@@ -107,7 +136,9 @@ class Settings:
     def described(self) -> dict[str, Any]:
         """As plain data for publication, without paths and without trust, which changes no result."""
         content = asdict(self) | {"gen_kwargs": dict(self.gen_kwargs)}
-        del content["include_path"], content["trust_task_code"]
+        del content["include_path"], content["trust_task_code"], content["engine"], content["engine_args"]
+        if self.engine != ENGINES[0]:  # whose results stay as they were before there was a choice
+            content["engine"] = {"name": self.engine, "arguments": dict(self.engine_args)}
         if self.limit is not None and self.limit >= 1:
             content["limit"] = int(self.limit)
         return content

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from adapterswap.evaluation.languages import check_languages
 from adapterswap.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.evaluation.settings import SEED, Settings
 from adapterswap.evaluation.tasks import check_task_names, load_tasks
-from adapterswap.experts.adapter import Adapter
+from adapterswap.experts.adapter import Adapter, read_adapter
 from adapterswap.experts.config import is_plain
 from adapterswap.files.folders import check_target, scratch_folder
 from adapterswap.files.hashes import sha256_of
@@ -41,6 +42,8 @@ from adapterswap.model.sources import (
     recorded_base,
 )
 from adapterswap.planning.base import check_base_weights
+from adapterswap.planning.composition import Composition
+from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
 from adapterswap.writing.records import CompositionRecord, adapter_source, composition_record, read_record
@@ -109,7 +112,7 @@ def load_subject(
     from adapterswap.writing.adapter import write_adapter
 
     target = choose_device(device)
-    depth = num_layers_in_config(base.config.to_dict())
+    depth = _depth(base)
     if plan is not None:
         check_depth_of(base.reference, depth, plan.num_layers, "Leave out `num_layers`")
     with ExitStack() as stack:
@@ -126,6 +129,10 @@ def load_subject(
             model = load_experts(model, plan)
             stack.enter_context(LiveComposer(model).use(plan))
         yield model.eval()
+
+
+def _depth(base: Base) -> int | None:
+    return num_layers_in_config(base.config.to_dict())
 
 
 def describe_subject(
@@ -272,17 +279,60 @@ class Evaluation:
             device, dtype, out_path, overwrite, processes, on_progress: see `adapterswap.evaluate`.
             on_loaded: called when the weights are loaded.
         """
-        with load_subject(
-            self.base, adapter=self.adapter, plan=self.plan, max_rank=self.max_rank, max_error=self.max_error,
-            device=device, dtype=dtype,
-        ) as model:  # fmt: skip
-            on_loaded()
-            result = evaluating.evaluate(
-                model, self.base.tokenizer, self.tasks, self.settings, processes=processes, on_progress=on_progress
-            )
+        if self.settings.engine == "vllm":
+            if processes is not None and processes.count > 1:
+                raise one_engine(processes.count)
+            result = self._in_vllm(device, dtype, on_loaded, on_progress)
+        else:
+            with load_subject(
+                self.base, adapter=self.adapter, plan=self.plan, max_rank=self.max_rank, max_error=self.max_error,
+                device=device, dtype=dtype,
+            ) as model:  # fmt: skip
+                on_loaded()
+                result = evaluating.evaluate(
+                    model, self.base.tokenizer, self.tasks, self.settings, processes=processes, on_progress=on_progress
+                )
         if out_path is not None and (processes is None or processes.main):
             write_result(result, out_path, subject=self.subject, overwrite=overwrite, inputs=self.inputs)
         return result
+
+    def _in_vllm(
+        self, device: str, dtype: str, on_loaded: Callable[[], None], on_progress: Callable[[int, int], None] | None
+    ) -> EvaluationResult:
+        """The result by vLLM; an adapter is composed with nothing, so that vLLM gets a layout that it reads."""
+        from adapterswap.evaluation.asking import Job, Questions, evaluated
+        from adapterswap.evaluation.compositions import fits_vllm, needs_of, written
+        from adapterswap.evaluation.vllm_engine import VLLMEngine
+        from adapterswap.serving.composer import module_shapes
+        from adapterswap.serving.vllm import require_vllm
+
+        require_vllm()
+        plan, base = self.plan, self.base
+        if self.adapter is not None:
+            check_base_weights({str(self.adapter): recorded_base(self.adapter.folder)}, base.source)
+            alone = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
+            plan = make_plan(alone, {"adapter": read_adapter(self.adapter)}, num_layers=_depth(base))
+        output = {name: value for name in ("max_rank", "max_error") if (value := getattr(self, name)) is not None}
+        shapes = module_shapes(base.source.folder, base.reference)
+        full = plan is not None and not all(fits_vllm(one, name, shapes) for name, one in plan.adapters.items())
+        questions = Questions(base, self.tasks, self.settings)
+        requests = questions.requests()
+        needs = needs_of({} if plan is None or full else {"it": (plan, output)}, requests, 1, shapes)
+        arguments, seed = self.settings.engine_args, self.settings.seed
+        with VLLMEngine(base, needs, arguments, device=device, dtype=dtype, seed=seed) as engine:
+            on_loaded()
+            place = partial(written, plan, output, full=full, base_model=base.reference)
+            ((result, _),) = evaluated(engine, [Job("it", place, questions, requests)], on_progress=on_progress)
+        return result
+
+
+def one_engine(processes: int) -> ArgumentError:
+    """The refusal of several processes that would each start an engine."""
+    return ArgumentError(
+        f"{processes} processes were started, and each would start an engine",
+        "Start one process; vLLM uses several devices with `engine_args.tensor_parallel_size`",
+        parameter="engine",
+    )
 
 
 def evaluate(
@@ -305,6 +355,8 @@ def evaluate(
     trust_task_code: bool = False,
     confirm_run_unsafe_code: bool = False,
     language_fidelity: bool = False,
+    engine: str = "transformers",
+    engine_args: Mapping[str, Any] | None = None,
     sampling_seed: int = SEED,
     device: str = "auto",
     dtype: str = "auto",
@@ -324,8 +376,8 @@ def evaluate(
         plan: a composition of adapters, instead of `adapter`. With neither, the base alone is evaluated.
         max_rank, max_error: truncate the composition; see `write_adapter`.
         num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction, truncate,
-            include_path, trust_task_code, confirm_run_unsafe_code, language_fidelity: see `Settings` in
-            `adapterswap.evaluation`.
+            include_path, trust_task_code, confirm_run_unsafe_code, language_fidelity, engine, engine_args: see
+            `Settings` in `adapterswap.evaluation`.
         sampling_seed: for shots and for sampling.
         device: where torch computes: auto, cpu, cuda, cuda:N or mps.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
@@ -343,7 +395,8 @@ def evaluate(
             other.
         OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
             written.
-        DependencyError: the `eval` extra is not installed.
+        DependencyError: the `eval` extra is not installed, or vLLM for `engine="vllm"`.
+        RunError: vLLM does not start, or fails.
         AdapterswapError: a plan of full weights; see also `load_subject` and `evaluation.evaluate`.
     """
     settings = Settings(
@@ -351,6 +404,7 @@ def evaluate(
         gen_kwargs=gen_kwargs or {}, apply_chat_template=apply_chat_template, system_instruction=system_instruction,
         truncate=truncate, include_path=include_path, trust_task_code=trust_task_code,
         confirm_run_unsafe_code=confirm_run_unsafe_code, seed=sampling_seed, language_fidelity=language_fidelity,
+        engine=engine, engine_args=engine_args or {},
     )  # fmt: skip
     prepared = prepare_evaluation(
         base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,

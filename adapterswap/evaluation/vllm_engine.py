@@ -85,17 +85,6 @@ def longest_of(requests: Sequence[Request]) -> int:
     return max(len(one.tokens) + (one.limit if isinstance(one, Generation) else 1) for one in requests)
 
 
-def parsed(text: str) -> tuple[str, Any]:
-    """`key=value` as one of vLLM's settings: a number, true, false, null, or text."""
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise ArgumentError(f"{text!r} is not key=value", "Pass such as max_num_seqs=64", parameter="engine_args")
-    try:
-        return key.replace("-", "_"), json.loads(value)
-    except ValueError:
-        return key.replace("-", "_"), value
-
-
 class VLLMEngine:
     """See `Engine`. Use it as a context manager.
 

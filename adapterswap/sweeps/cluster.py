@@ -19,8 +19,9 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, ArgumentError, DependencyError, RunError
 from adapterswap.files.text import exists
+from adapterswap.sweeps.engines import opened_judge
 from adapterswap.sweeps.grid import Assignment
-from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, agreed
+from adapterswap.sweeps.judging import Judge, Judged, OnProgress, agreed
 from adapterswap.sweeps.preparing import PreparedSweep, prepare
 from adapterswap.sweeps.recipe import SweepRecipe, with_places
 
@@ -112,7 +113,8 @@ class _Worker:
     ) -> Mapping[str, Any] | AdapterswapError:
         """Load everything; returns what the results depend on."""
         try:
-            self._judge = LocalJudge(prepare(recipe, **consent), device, dtype)
+            self._place = opened_judge(prepare(recipe, **consent), device, dtype)  # until this process ends
+            self._judge = self._place.__enter__()
         except AdapterswapError as error:
             return error
         return self._judge.described

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from adapterswap.errors import OutputError, RunError
+from adapterswap.errors import RunError
 from adapterswap.files.folders import scratch_folder
 from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
@@ -74,7 +74,10 @@ class Judge(Protocol):
 
 
 def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
-    """Whether a cell is evaluated by switching alone, is first reduced to an adapter, or merged into full weights."""
+    """Whether a cell is evaluated by switching alone, is first reduced to an adapter, or merged into full weights.
+
+    vLLM switches between adapters that are written first.
+    """
     from adapterswap.live import why_not_live
 
     plan = prepared.plans[cell.cell]
@@ -82,6 +85,8 @@ def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
         return "switched"
     if plan.is_model or cell.output.get("full_rank"):
         return "merged"
+    if prepared.settings.engine == "vllm":
+        return "merged" if prepared.beyond_vllm & set(plan.experts) else "reduced"
     return "switched" if not cell.output and why_not_live(plan) is None else "reduced"
 
 
@@ -145,13 +150,7 @@ class LocalJudge:
                 documents=documents, processes=self._processes, on_progress=on_progress,
             )  # fmt: skip
             seconds = {"switch": switched - started, "evaluate": time.perf_counter() - switched}
-        rounded = {name: round(value, 6) for name, value in seconds.items()}
-        questions: dict[str, list[dict[str, Any]]] = {task: [] for task in tasks}
-        for sample in evaluation.samples:
-            target = sample.as_json()["target"]
-            questions[sample.task].append({"doc_id": sample.doc_id, "prompt": sample.prompt, "target": target})
-        result = CellResult(cell, _values(evaluation, prepared), rounded, relative_error)
-        return Judged(result, list(_samples(evaluation)), questions)
+        return as_judged(cell, evaluation, prepared, seconds, relative_error)
 
     def _load(self) -> None:
         """Load the base with all adapters, unless it is in memory: a merged model may have replaced it."""
@@ -188,7 +187,7 @@ class LocalJudge:
             return
         adapter = prepare(plan, Form(**cell.output))
         errors = (reduced.written_error for reduced in adapter.reduced.values())
-        relative_error = float(f"{max(errors, default=0.0):.6g}") if cell.output else None
+        relative_error = max(errors, default=0.0) if cell.output else None
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
             place = stack.enter_context(scratch_folder("sweep"))
@@ -202,27 +201,40 @@ class LocalJudge:
     @contextmanager
     def _merged(self, plan: Plan) -> Iterator[None]:
         """Replace the model in memory by the one that `merge` writes for a plan, until the cell is evaluated."""
+        from adapterswap.evaluation.asking import FullWeights
+        from adapterswap.evaluation.compositions import written
         from adapterswap.model.loading import load_weights
-        from adapterswap.writing.streaming import ModelForm
-        from adapterswap.writing.weights import prepare_model, write_model
 
         self._model = self._composer = None
         gc.collect()  # the composer's hooks are a reference cycle, and the device has room for only one model
-        base_model = None if plan.is_model else self._prepared.recipe.base_model
-        with scratch_folder("sweep") as place:
-            try:
-                folder = write_model(prepare_model(plan, ModelForm(), base_model), place / "merged")
-            except OutputError as error:
-                raise OutputError(
-                    error.problems[0].message,
-                    "Set TMPDIR to a folder on a disk with enough free space for the base model",
-                ) from error
-            merged = replace(self._prepared.base, reference=str(folder))
+        with written(plan, {}, full=True, base_model=self._prepared.recipe.base_model) as subject:
+            assert isinstance(subject, FullWeights)
+            merged = replace(self._prepared.base, reference=str(subject.folder))
             self._model = load_weights(merged, dtype=self._dtype).to(self._device).eval()
             try:
                 yield
             finally:
                 self._model = None
+
+
+def as_judged(
+    cell: Cell,
+    evaluation: EvaluationResult,
+    prepared: PreparedSweep,
+    seconds: Mapping[str, float],
+    relative_error: float | None,
+) -> Judged:
+    """An evaluation as it is recorded."""
+    questions: dict[str, list[dict[str, Any]]] = {}
+    for sample in evaluation.samples:
+        target = sample.as_json()["target"]
+        questions.setdefault(sample.task, []).append(
+            {"doc_id": sample.doc_id, "prompt": sample.prompt, "target": target}
+        )
+    rounded = {name: round(value, 6) for name, value in seconds.items()}
+    error = None if relative_error is None else float(f"{relative_error:.6g}")
+    result = CellResult(cell, _values(evaluation, prepared), rounded, error)
+    return Judged(result, list(_samples(evaluation)), questions)
 
 
 def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,21 @@ class PreparedSweep:
     def adapters(self) -> dict[str, Adapter]:
         """The experts that are adapters; all of them are loaded together."""
         return {name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)}
+
+    @cached_property
+    def shapes(self) -> Mapping[str, str]:
+        """Each module of the base that LoRA can adapt, with its shape."""
+        from adapterswap.serving.composer import module_shapes
+
+        return module_shapes(self.base.source.folder, self.base.reference)
+
+    @cached_property
+    def beyond_vllm(self) -> frozenset[str]:
+        """The experts whose changes vLLM cannot hold as LoRA."""
+        from adapterswap.evaluation.compositions import fits_vllm
+
+        unfit = {name for name, adapter in self.adapters.items() if not fits_vllm(adapter, name, self.shapes)}
+        return frozenset(unfit | (self.experts.keys() - self.adapters.keys()))
 
     @property
     def inputs(self) -> list[str | Path | None]:

@@ -45,6 +45,13 @@ class SweepSettings(EvaluationOptions):
 
     gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings that override the tasks' own.")
     seed: int = Field(default=SEED, ge=0, description="The seed of shots and sampling.")
+    engine: Literal["transformers", "vllm"] = Field(
+        default="transformers", description="What computes the answers. vllm has several compositions in flight."
+    )
+    engine_args: dict[str, Any] = Field(
+        default={}, description="With vllm: its own settings, such as gpu_memory_utilization."
+    )
+    in_flight: int = Field(default=4, ge=1, description="With vllm: compositions that are evaluated at once.")
 
 
 class DocumentSplit(StrictModel):

@@ -89,7 +89,8 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
     for key, value in described.items():
         earlier = value if key == "recipe" else stored.get(key)
         if key in ("settings", "versions", "task_files") and isinstance(earlier, dict):
-            names = value.keys() | earlier.keys() if key == "task_files" else value.keys()
+            # What only a loaded model tells is in the folder alone. A recipe without an engine has transformers.
+            names = value.keys() | earlier.keys() & (earlier.keys() if key == "task_files" else {"engine"})
             changed = [f"{key}.{name}" for name in names if value.get(name) != earlier.get(name)]
         else:
             changed = [] if value == earlier else [key]

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import ArgumentError, check_type
+from adapterswap.evaluation.subjects import one_engine
 from adapterswap.files.yaml import find_recipe
 from adapterswap.processes import Processes
+from adapterswap.sweeps.engines import needed, opened_judge
 from adapterswap.sweeps.grid import Assignment, Cell
-from adapterswap.sweeps.judging import Judge, LocalJudge, follow, lead, way_of
+from adapterswap.sweeps.judging import Judge, follow, lead, way_of
 from adapterswap.sweeps.preparing import PreparedSweep, prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.recording import Recording, recording
@@ -43,6 +45,8 @@ class Estimate:
         reduced: remaining cells that are first reduced to an adapter.
         merged: remaining cells that are first merged into full weights.
         copied: remaining cells that equal another cell and get its results.
+        engine: what vLLM must hold, by its own names, and the numbers that its slots for adapters hold; None with
+            transformers.
         seconds: the time for the remaining cells, at the rate of the finished ones (on the machine that evaluated
             them); None if none is finished.
     """
@@ -60,9 +64,13 @@ class Estimate:
     merged: int
     copied: int
     seconds: float | None
+    engine: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        content = asdict(self)
+        if self.engine is None:
+            del content["engine"]
+        return content
 
 
 def estimate(prepared: PreparedSweep, findings: Findings | None = None) -> Estimate:
@@ -111,6 +119,7 @@ def estimate(prepared: PreparedSweep, findings: Findings | None = None) -> Estim
         merged=ways["merged"],
         copied=copied,
         seconds=seconds,
+        engine=None if prepared.settings.engine == "transformers" else needed(prepared),
     )
 
 
@@ -212,6 +221,8 @@ def sweep(
     else:
         prepared = recipe
 
+    if processes.count > 1 and prepared.settings.engine != "transformers":
+        raise one_engine(processes.count)
     if not processes.main:
         return follow(prepared, processes, device, dtype)
 
@@ -219,7 +230,7 @@ def sweep(
         if processes.count > 1:
             return nullcontext(lead(prepared, processes, device, dtype))
         if ray is None:
-            return nullcontext(LocalJudge(prepared, device, dtype))
+            return opened_judge(prepared, device, dtype)
         from adapterswap.sweeps.cluster import over_ray
 
         return over_ray(prepared, ray, workers=workers, device=device, dtype=dtype)
@@ -257,6 +268,8 @@ class _Completion:
 
     def _run_full(self, pending: Sequence[Assignment], judge: Judge) -> None:
         """Evaluate cells on all documents. Of several cells with the same composition, only one is evaluated."""
+        if self._prepared.settings.engine != "transformers":  # what must be alone in the engine goes last
+            pending = sorted(pending, key=lambda assignment: way_of(self._prepared, assignment.cell) == "merged")
         new = {
             assignment.cell.identity: assignment
             for assignment in reversed(pending)

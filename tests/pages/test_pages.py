@@ -31,6 +31,11 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("*", r"^make ", "makes an environment: continuous integration runs it"),
     ("*", r"--push-to-hub", "needs the Hub: tests/experts/test_hub.py uploads to a small server"),
     ("*", r"torchrun|accelerate launch|compute_environment", "needs several GPUs: tests/training/test_processes.py"),
+    (
+        "*",
+        r"--engine vllm|--compare-engines",
+        "needs vLLM: tests/sweeps/test_engines.py",
+    ),
     ("*", r"--ray", "needs a Ray cluster: tests/sweeps/test_cluster.py"),
     ("*", r"^curl |\n *curl ", "needs a server: tests/serving asks running ones"),
     (

@@ -1,0 +1,144 @@
+"""Evaluate cells in vLLM, several at once; see `Judge`.
+
+Each composition is an adapter in a temporary folder while its cell is in flight. What an adapter cannot hold there is
+merged, and evaluated alone. Knows cells and the engine; knows nothing of the sweep's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.sweeps.grid import Assignment, Cell
+from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, as_judged, way_of
+from adapterswap.sweeps.preparing import PreparedSweep
+
+if TYPE_CHECKING:
+    from adapterswap.evaluation.asking import Questions, Request, Subject
+    from adapterswap.evaluation.vllm_engine import Needs, VLLMEngine
+
+
+@contextmanager
+def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[Judge]:
+    """The judge of a sweep in this process, by its engine; for `device` and `dtype` see `sweep`."""
+    if prepared.settings.engine == "transformers":
+        yield LocalJudge(prepared, device, dtype)
+        return
+    from adapterswap.evaluation.vllm_engine import VLLMEngine
+    from adapterswap.serving.vllm import require_vllm
+
+    require_vllm()
+    _check_merged(prepared)
+    settings = prepared.settings
+    with VLLMEngine(
+        prepared.base, needs(prepared), settings.engine_args, device=device, dtype=dtype, seed=settings.seed
+    ) as engine:
+        yield EngineJudge(prepared, engine)
+
+
+def needs(prepared: PreparedSweep) -> Needs:
+    """What vLLM must be able to hold for all cells of a sweep."""
+    from adapterswap.evaluation.compositions import needs_of
+
+    adapters = {}
+    for cell in prepared.grid.cells:
+        plan = prepared.plans[cell.cell]
+        if plan is not None and way_of(prepared, cell) != "merged":
+            adapters[cell.short] = plan, cell.output
+    requests = (
+        request for tasks in {cell.tasks for cell in prepared.grid.cells} for request in _asked(prepared, tasks)[1]
+    )
+    return needs_of(adapters, requests, prepared.recipe.settings.in_flight, prepared.shapes)
+
+
+def needed(prepared: PreparedSweep) -> dict[str, Any]:
+    """vLLM's settings for a sweep, the numbers in its slots for adapters, and the cell with the highest rank."""
+    from adapterswap.evaluation.compositions import rank_of
+
+    all_needs = needs(prepared)
+    ranks = {
+        cell.short: rank_of(plan, cell.output)
+        for cell in prepared.grid.cells
+        if (plan := prepared.plans[cell.cell]) is not None and way_of(prepared, cell) != "merged"
+    }
+    highest = max(ranks, key=lambda name: ranks[name], default=None)
+    settings = {**all_needs.settings(), **prepared.settings.engine_args}
+    return {**settings, "slots": all_needs.slots(), "highest_rank": highest and {highest: ranks[highest]}}
+
+
+class EngineJudge:
+    """Cells in vLLM, with a window of them in flight; see `Judge`."""
+
+    def __init__(self, prepared: PreparedSweep, engine: VLLMEngine) -> None:
+        self._prepared, self._engine = prepared, engine
+        self._in_flight = prepared.recipe.settings.in_flight
+        self._asked: dict[Any, tuple[Questions, tuple[Request, ...]]] = {}
+        self._errors: dict[str, float] = {}
+        around = engine.described
+        versions = around.pop("versions")
+        exactly = around["batch_invariant"] or (around["device"] == "cpu" and self._in_flight == 1)
+        around["repeats"] = "exactly" if exactly else "up to the engine's rounding"
+        settings = {**prepared.described["settings"], **around}
+        self.described: Mapping[str, Any] = {**prepared.described, "settings": settings, "versions": versions}
+
+    def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
+        """See `Judge`. A cell's seconds are those since the one before was finished."""
+        from adapterswap.evaluation.asking import evaluated
+
+        jobs = map(self._job, assignments)
+        results = evaluated(self._engine, jobs, in_flight=self._in_flight, on_progress=on_progress)
+        for assignment, (evaluation, seconds) in zip(assignments, results, strict=True):
+            cell = assignment.cell
+            yield as_judged(cell, evaluation, self._prepared, seconds, self._errors.pop(cell.cell, None))
+
+    def _job(self, assignment: Assignment) -> Any:
+        from adapterswap.evaluation.asking import Job
+
+        cell, documents = assignment.cell, assignment.documents
+        tasks = cell.tasks if documents is None else tuple(documents)
+        key = tasks, None if documents is None else tuple(tuple(documents[task]) for task in tasks)
+        if key not in self._asked:
+            self._asked[key] = _asked(self._prepared, tasks, documents)
+        alone = way_of(self._prepared, cell) == "merged"
+        return Job(cell.cell, partial(self._written, cell, alone), *self._asked[key], alone=alone)
+
+    def _written(self, cell: Cell, full: bool) -> AbstractContextManager[Subject]:
+        from adapterswap.evaluation.compositions import written
+
+        prepared = self._prepared
+        described = prepared.described["experts"]
+        hashes = {name: described[name]["sha256"] for name in prepared.adapters}
+        return written(
+            prepared.plans[cell.cell],
+            cell.output,
+            full=full,
+            base_model=prepared.recipe.base_model,
+            hashes=hashes,
+            tell=lambda error: self._errors.update({cell.cell: error}),
+        )
+
+
+def _asked(
+    prepared: PreparedSweep, tasks: tuple[str, ...], documents: Mapping[str, Any] | None = None
+) -> tuple[Questions, tuple[Request, ...]]:
+    from adapterswap.evaluation.asking import Questions
+
+    questions = Questions(prepared.base, tasks, prepared.settings, documents)
+    return questions, questions.requests()
+
+
+def _check_merged(prepared: PreparedSweep) -> None:
+    """Check cells that only vLLM needs as full weights; `prepare` has checked the others."""
+    from adapterswap.model.checkpoints import open_checkpoint
+    from adapterswap.planning.making import merge_plan
+
+    for cell in prepared.grid.cells:
+        plan = prepared.plans[cell.cell]
+        if (
+            plan is not None
+            and not (plan.is_model or cell.output.get("full_rank"))
+            and way_of(prepared, cell) == "merged"
+        ):
+            merge_plan(plan, open_checkpoint(prepared.recipe.base_model))
