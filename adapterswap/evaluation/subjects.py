@@ -301,9 +301,8 @@ class Evaluation:
     ) -> EvaluationResult:
         """The result by vLLM; an adapter is composed with nothing, so that vLLM gets a layout that it reads."""
         from adapterswap.evaluation.asking import Job, Questions, evaluated
-        from adapterswap.evaluation.compositions import fits_vllm, needs_of, written
+        from adapterswap.evaluation.compositions import fits_vllm, needs_of, shapes_of, written
         from adapterswap.evaluation.vllm_engine import VLLMEngine
-        from adapterswap.serving.composer import module_shapes
         from adapterswap.serving.vllm import require_vllm
 
         require_vllm()
@@ -313,7 +312,7 @@ class Evaluation:
             alone = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
             plan = make_plan(alone, {"adapter": read_adapter(self.adapter)}, num_layers=_depth(base))
         output = {name: value for name in ("max_rank", "max_error") if (value := getattr(self, name)) is not None}
-        shapes = module_shapes(base.source.folder, base.reference)
+        shapes = shapes_of(base)
         full = plan is not None and not all(fits_vllm(one, name, shapes) for name, one in plan.adapters.items())
         questions = Questions(base, self.tasks, self.settings)
         requests = questions.requests()

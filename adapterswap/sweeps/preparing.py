@@ -170,9 +170,9 @@ class PreparedSweep:
     @cached_property
     def shapes(self) -> Mapping[str, str]:
         """Each module of the base that LoRA can adapt, with its shape."""
-        from adapterswap.serving.composer import module_shapes
+        from adapterswap.evaluation.compositions import shapes_of
 
-        return module_shapes(self.base.source.folder, self.base.reference)
+        return shapes_of(self.base)
 
     @cached_property
     def beyond_vllm(self) -> frozenset[str]:

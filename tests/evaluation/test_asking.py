@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 import torch
 from tolerances import near
@@ -27,10 +29,13 @@ from adapterswap.evaluation.asking import (
 )
 from adapterswap.model.loading import open_base
 
-KINDS = {
-    "mgsm_direct_sw": Settings(num_fewshot=1, limit=3, max_gen_toks=12),
-    "xcopa_sw": Settings(limit=4),
-}
+WRITE, CHOOSE = "mgsm_direct_sw", choices.TASK
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    folder = choices.write_task(tmp_path_factory.mktemp("choices"))
+    return Settings(num_fewshot=1, limit=3, max_gen_toks=12, include_path=folder)
 
 
 def answer(model: Any, tokenizer: Any, request: Request) -> Answer:
@@ -97,16 +102,13 @@ def nothing(places: list[str], key: str) -> Iterator[Subject]:
     places.remove(key)
 
 
-def jobs(base: Path, task: str, places: list[str], **changes: Any) -> list[Job]:
-    questions = Questions(open_base(str(base)), (task,), KINDS[task])
+def jobs(base: Path, task: str, settings: Settings, places: list[str], *, alone: str = "") -> list[Job]:
+    questions = Questions(open_base(str(base)), (task,), settings)
 
     def opened(key: str) -> AbstractContextManager[Subject]:
         return nothing(places, key)
 
-    return [
-        Job(key, partial(opened, key), questions, questions.requests(), alone=changes.get("alone") == key)
-        for key in "01234"
-    ]
+    return [Job(key, partial(opened, key), questions, questions.requests(), alone=alone == key) for key in "01234"]
 
 
 def same(one: EvaluationResult, other: EvaluationResult) -> None:
@@ -121,20 +123,22 @@ def same(one: EvaluationResult, other: EvaluationResult) -> None:
                 assert value == near(reference, depth=6)
 
 
-@pytest.mark.parametrize("task", list(KINDS))
+@pytest.mark.parametrize("task", [WRITE, CHOOSE])
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_the_halves_give_the_whole(task: str, in_flight: int, engine: Torch, byte_base: Path) -> None:
+def test_the_halves_give_the_whole(
+    task: str, in_flight: int, engine: Torch, byte_base: Path, settings: Settings
+) -> None:
     places: list[str] = []
-    work = jobs(byte_base, task, places)
+    work = jobs(byte_base, task, settings, places)
     results = list(evaluated(engine, work, in_flight=in_flight))
     assert (engine.keys, places, engine.most) == (set(), [], in_flight)
     for job, (result, seconds) in zip(work, results, strict=True):
-        same(result, evaluate(engine.as_named(job.key), engine.tokenizer, [task], KINDS[task]))
+        same(result, evaluate(engine.as_named(job.key), engine.tokenizer, [task], settings))
         assert set(seconds) == {"switch", "evaluate"}
     assert len({str([sample.output for sample in result.samples]) for result, _ in results}) > 2
 
 
-def test_a_job_that_must_be_alone_is(engine: Torch, byte_base: Path) -> None:
+def test_a_job_that_must_be_alone_is(byte_base: Path, settings: Settings) -> None:
     beside: dict[str, set[str]] = {}
 
     class Watched(Torch):
@@ -143,32 +147,32 @@ def test_a_job_that_must_be_alone_is(engine: Torch, byte_base: Path) -> None:
             for one in self.keys:
                 beside.setdefault(one, set()).update(self.keys)
 
-    list(evaluated(Watched(byte_base), jobs(byte_base, "xcopa_sw", [], alone="2"), in_flight=4))
+    list(evaluated(Watched(byte_base), jobs(byte_base, CHOOSE, settings, [], alone="2"), in_flight=4))
     assert beside["2"] == {"2"}
     assert beside["0"] == {"0", "1"}
 
 
-def test_what_is_abandoned_is_dropped(engine: Torch, byte_base: Path) -> None:
+def test_what_is_abandoned_is_dropped(engine: Torch, byte_base: Path, settings: Settings) -> None:
     places: list[str] = []
-    results = evaluated(engine, jobs(byte_base, "xcopa_sw", places), in_flight=3)
+    results = evaluated(engine, jobs(byte_base, CHOOSE, settings, places), in_flight=3)
     next(results)
     results.close()
     assert (engine.keys, engine.queued, places) == (set(), [], [])
 
 
-def test_equal_requests_are_asked_once_unless_sampled(byte_base: Path) -> None:
+def test_equal_requests_are_asked_once_unless_sampled(byte_base: Path, settings: Settings) -> None:
     base = open_base(str(byte_base))
-    greedy = Questions(base, ("mgsm_direct_sw", "mgsm_direct_sw"), KINDS["mgsm_direct_sw"]).requests()
+    greedy = Questions(base, (WRITE, f"{WRITE}@1"), settings).requests()
     assert len(greedy) == 3
-    settings = Settings(num_fewshot=1, limit=3, gen_kwargs={"do_sample": True, "temperature": 0.5})
-    sampled = Questions(base, ("mgsm_direct_sw",), settings).requests()
+    drawn = replace(settings, gen_kwargs={"do_sample": True, "temperature": 0.5})
+    sampled = Questions(base, (WRITE,), drawn).requests()
     seeds = [one.seed for one in sampled if isinstance(one, Generation)]
     assert len(set(seeds)) == 3
     assert all(isinstance(one, Generation) and dict(one.sampling)["temperature"] == 0.5 for one in sampled)
 
 
 def test_what_does_not_fit_is_refused_before_an_engine_is_asked(byte_base: Path) -> None:
-    questions = Questions(open_base(str(byte_base)), ("mgsm_direct_sw",), Settings(limit=1, max_gen_toks=20000))
+    questions = Questions(open_base(str(byte_base)), (WRITE,), Settings(limit=1, max_gen_toks=20000))
     with pytest.raises(ArgumentError) as refusal:
         questions.requests()
     assert refusal.value.found[0].parameter == "max_gen_toks"
