@@ -149,8 +149,10 @@ def test_every_cell_is_answered_as_by_transformers(architecture: str, tmp_path: 
     experts = {name: str(world / name) for name in ("sw1", "sw2")}
     content = sweep_of(world, language_experts=experts, baselines=["base", "task", "language"], compositions=[])
     full = sweep_of(world)
-    reference = [sweep(SweepRecipe.model_validate(one), tmp_path / f"reference-{number}", device="cpu", dtype="float32")
-                 for number, one in enumerate((full, content))]  # fmt: skip
+    reference = [
+        sweep(SweepRecipe.model_validate(one), tmp_path / f"reference-{number}", device="cpu", dtype="float32")
+        for number, one in enumerate((full, content))
+    ]
     settings = {"engine": "vllm", "in_flight": 3}
     steps = [
         {"sweep": sweep_of(world, **{**one, "settings": settings}), "out": str(tmp_path / f"vllm-{number}")}
@@ -164,8 +166,8 @@ def test_every_cell_is_answered_as_by_transformers(architecture: str, tmp_path: 
         compare(tmp_path / f"vllm-{number}", tmp_path / f"reference-{number}")
         assert run["settings"]["engine"] == {"name": "vllm", "arguments": {}}
         assert run["settings"]["repeats"] == "up to the engine's rounding"
-    cells = {result.cell.family: cell for cell, result in reference[0].results.items()}
-    lines = (tmp_path / "reference-0" / "samples" / f"{cells['math expert']}.jsonl").read_text().splitlines()
+    cells = {result.cell.short: result.cell.cell for result in reference[0].results}
+    lines = (tmp_path / "reference-0" / "samples" / f"{cells['math1']}.jsonl").read_text().splitlines()
     outputs = [sample["output"] for sample in map(json.loads, lines) if sample["task"] == "own_write_sw"]
     assert alone == outputs
     assert len({path.read_text() for path in (tmp_path / "vllm-0" / "samples").iterdir()}) == len(reference[0].results)
