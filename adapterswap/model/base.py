@@ -119,21 +119,20 @@ def _empty(config: Any, *, to_adapt: bool, task_type: str | None = None) -> Any:
 
 def _builder(config: Any, *, to_adapt: bool, task_type: str | None) -> Callable[[Any], Any]:
     """What builds the model of a config; see `empty_model`."""
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    import transformers  # whose auto classes take half a second to import
 
     multimodal, names = config.get_text_config() is not config, config.architectures or []
     chosen = getattr(transformers, _TASK_CLASSES.get(task_type or "", ""), None)
     if chosen is None or type(config) not in chosen._model_mapping:
-        chosen = AutoModelForCausalLM if to_adapt and not multimodal else None
+        chosen = transformers.AutoModelForCausalLM if to_adapt and not multimodal else None
     if chosen is None and names:
         if not hasattr(transformers, names[0]):
             raise ValueError(f"transformers has no {names[0]}")
         build: Callable[[Any], Any] = getattr(transformers, names[0])._from_config
         return build
     if chosen is None:
-        known = multimodal and type(config) in AutoModelForMultimodalLM._model_mapping
-        chosen = AutoModelForMultimodalLM if known else AutoModelForCausalLM
+        known = multimodal and type(config) in transformers.AutoModelForMultimodalLM._model_mapping
+        chosen = transformers.AutoModelForMultimodalLM if known else transformers.AutoModelForCausalLM
     return partial(chosen.from_config, trust_remote_code=False)
 
 
