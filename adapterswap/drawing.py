@@ -13,11 +13,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adapterswap.errors import ArgumentError, DependencyError, printable
+from adapterswap.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,14 +53,6 @@ def looks(number: int) -> list[Look]:
     return [
         Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)]) for i in range(number)
     ]
-
-
-def require_matplotlib(what: str) -> None:
-    """Raise `DependencyError` unless matplotlib is installed."""
-    if find_spec("matplotlib") is None:
-        raise DependencyError(
-            f"{what} need matplotlib, which is not installed", "Run `pip install 'adapterswap[plots]'`"
-        )
 
 
 def column_width(value: str | float) -> float:

@@ -3,8 +3,10 @@
     python scripts/check_dist.py dist/*                         # with every dependency, from constraints.txt
     python scripts/check_dist.py dist/*.whl --borrow .venv      # with the dependencies that are installed there
 
-It checks the version, the package data (recipes, the lab's bases, types), a composition of two adapters made by PEFT,
-its verification, and `python -m adapterswap`. On failure it prints the output of the failed command.
+First with only what every installation has, without torch: composing, slicing, comparing, verifying, and that a merge
+names the extra that it needs. Then with the extra `all`: the version, the package data (recipes, the lab's bases,
+types), a composition of two adapters made by PEFT, its verification, and `python -m adapterswap`. On failure it prints
+the output of the failed command.
 """
 
 from __future__ import annotations
@@ -14,9 +16,66 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+
+LIGHT = """
+import json, subprocess, sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+heavy = [name for name in ("torch", "transformers", "peft", "accelerate", "datasets") if find_spec(name)]
+assert not heavy, heavy
+script = Path(sys.executable).parent / "adapterswap"
+
+
+def run(*arguments, code=0):
+    done = subprocess.run([script, *arguments], capture_output=True, text=True)
+    assert done.returncode == code, (arguments, done.returncode, done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+generator = np.random.default_rng(0)
+for name in ("math", "swahili"):
+    place = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (4, 16), "B": (16, 4)}
+    Path(name).mkdir()
+    save_file(
+        {
+            place.format(layer, side): generator.standard_normal(shape, dtype=np.float32)
+            for layer in range(6)
+            for side, shape in shapes.items()
+        },
+        f"{name}/adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["q_proj"]}
+    config |= {"base_model_name_or_path": "org/base", "task_type": "CAUSAL_LM"}
+    Path(name, "adapter_config.json").write_text(json.dumps(config))
+
+sides = ["-t", "math", "-l", "swahili", "--num-layers", "6"]
+experts = ["--expert", "math=math", "--expert", "swahili=swahili"]
+run("compose", *sides, "-o", "swap", "--bottom", "2", "--top", "1", "--bottom-transition", "1")
+run("compose", *sides, "-o", "soup", "--method", "soup", "--max-rank", "4")
+run("slice", "math", "-o", "core", "--layers", "2-3", "--num-layers", "6")
+run("convert", "math", "-o", "half", "--dtype", "float16")
+run("inspect", "swap", "--json")
+run("diff", "swap", "soup")
+run("verify", "swap", *experts)
+run("suggest", *sides)
+run("methods")
+run("recipes", "ls")
+for command in (
+    ["merge", "swap", "--base-model", "base", "-o", "merged"],
+    ["compose", *sides, "-o", "ties", "--method", "ties", "--density", "0.5", "--max-rank", "4"],
+):
+    assert "pip install 'adapterswap[models]'" in run(*command, code=3), command
+print("light ok")
+"""
 
 SMOKE = """
 import json, subprocess, sys
@@ -81,18 +140,46 @@ def check(artefact: Path, python: str, borrow: Path | None) -> str:
         run([python, "-m", "venv", str(environment)])
         own = str(environment / "bin" / "python")
         pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        if borrow is None:
-            run([*pip, str(artefact), "-c", str(ROOT / "constraints.txt")])
-        else:
-            (packages,) = environment.glob("lib/python*/site-packages")
-            (others,) = borrow.resolve().glob("lib/python*/site-packages")
-            (packages / "borrowed.pth").write_text(f"{others}\n")
-            run([*pip, "--no-deps", "--no-build-isolation", "--ignore-installed", str(artefact)])
-        place = Path(folder, "elsewhere")
-        place.mkdir()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
         settings = {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HOME": folder}
-        return run([own, "-c", SMOKE, str(ROOT)], cwd=place, env=settings)
+
+        def use(script: str, place: Path) -> str:
+            place.mkdir()
+            return run([own, "-c", script, str(ROOT)], cwd=place, env=settings)
+
+        (packages,) = environment.glob("lib/python*/site-packages")
+        if borrow is None:
+            constraints = ["-c", str(ROOT / "constraints.txt")]
+            run([*pip, str(artefact), *constraints])
+        else:
+            (others,) = borrow.resolve().glob("lib/python*/site-packages")
+            run([*pip, "--no-deps", "--no-build-isolation", "--ignore-installed", str(artefact)])
+            lend_required(packages, others)
+        use(LIGHT, Path(folder, "light"))
+        if borrow is None:
+            run([*pip, f"{artefact}[all]", *constraints])
+        else:
+            (packages / "borrowed.pth").write_text(f"{others}\n")
+        return use(SMOKE, Path(folder, "elsewhere"))
+
+
+def lend_required(packages: Path, others: Path) -> None:
+    """Link what adapterswap requires without extras, and what that requires, from `others` into `packages`."""
+    from packaging.requirements import Requirement
+
+    installed = {one.name.lower().replace("_", "-"): one for one in distributions(path=[str(others)])}
+    (own,) = distributions(name="adapterswap", path=[str(packages)])
+    waiting, seen = list(own.requires or ()), set()
+    for line in waiting:  # grows while it is read
+        requirement = Requirement(line)
+        name = requirement.name.lower().replace("_", "-")
+        if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        waiting += installed[name].requires or ()
+        for top in {file.parts[0] for file in installed[name].files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(others / top)
 
 
 def run(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:

@@ -13,9 +13,9 @@ import adapterswap
 
 ROOT = Path(adapterswap.__file__).parent
 ROOMS = (
-    "errors", "progress", "processes", "files", "model", "experts", "changes", "methods", "planning", "writing", "live",
-    "gguf", "tools", "serving", "drawing", "evaluation", "training", "analysis", "sweeps", "reporting", "lab", "studio",
-    "recipes", "cli",
+    "errors", "dependencies", "progress", "processes", "files", "model", "experts", "changes", "methods", "planning",
+    "writing", "live", "gguf", "tools", "serving", "drawing", "evaluation", "training", "analysis", "sweeps",
+    "reporting", "lab", "studio", "recipes", "cli",
 )  # fmt: skip
 
 

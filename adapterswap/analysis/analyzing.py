@@ -25,8 +25,9 @@ from adapterswap.analysis.interference import (
 from adapterswap.analysis.pictures import describe_fractions, describe_interference, describe_meetings, describe_norms
 from adapterswap.analysis.reading import matrices, under_stored_names
 from adapterswap.analysis.surveying import survey
+from adapterswap.dependencies import require
 from adapterswap.drawing import column_width as width_in_inches
-from adapterswap.drawing import require_matplotlib, save, style
+from adapterswap.drawing import save, style
 from adapterswap.errors import ArgumentError, Problems, check_type
 from adapterswap.experts.adapter import Adapter, open_expert
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
@@ -151,7 +152,7 @@ class Analysis:
             OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
                 written.
         """
-        require_matplotlib("pictures")
+        require("plots")
         width = width_in_inches(column_width)
         from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_meetings, draw_norms
 

@@ -21,6 +21,7 @@ import click
 
 from adapterswap import __version__
 from adapterswap.cli.printing import with_flags
+from adapterswap.dependencies import explained
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
@@ -179,6 +180,10 @@ class _Commands(click.Group):
                 import traceback
 
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        except ModuleNotFoundError as error:
+            if (missing := explained(error)) is None:
+                raise
+            problems = missing.problems
         except click.ClickException as error:
             vars(error)["message"] = printable(error.message)  # it quotes arguments
             raise

@@ -9,6 +9,7 @@ import click
 from adapterswap.cli.export import OUTTYPES
 from adapterswap.cli.options import EXPERT, FOLDER, PATH
 from adapterswap.cli.printing import echo, human_bytes, note, note_dry_run, print_json, working
+from adapterswap.dependencies import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,10 +113,10 @@ def command(
     from adapterswap.errors import ExpertError, Problems
     from adapterswap.serving import Cache, NamedComposer, read_manifest
     from adapterswap.serving.cache import content_hash, default_cache
-    from adapterswap.serving.vllm import plan_launch, require_vllm
+    from adapterswap.serving.vllm import plan_launch
 
     if not dry_run:
-        require_vllm()
+        require("vllm")
     manifest = read_manifest(experts_path)
     store = Cache(cache or default_cache())
     composer = NamedComposer(manifest, base_model, store, None)

@@ -6,6 +6,7 @@ import click
 
 from adapterswap.cli.options import EXPERT, FOLDER, PATH, device_option, dtype_option
 from adapterswap.cli.printing import echo, note, note_dry_run, working
+from adapterswap.dependencies import require
 
 _EXPERTS = "A folder of adapter folders, or experts.yaml with names and paths."
 
@@ -53,10 +54,10 @@ def command(
         raise click.UsageError("Pass --base-model and --experts together.")
     if lab is None and seed is not None:
         raise click.UsageError("--seed can only be used with --lab.")
-    from adapterswap.studio.serving import check_installed, serve_page
+    from adapterswap.studio.serving import serve_page
     from adapterswap.studio.workspace import open_lab, open_workspace
 
-    check_installed()
+    require("studio")
     with working("loading the base and the experts"):
         if lab is not None:
             workspace = open_lab(lab, seed or 0, device=device, dtype=dtype, allow_paths=allow_paths)

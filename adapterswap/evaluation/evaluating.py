@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.dependencies import require
 from adapterswap.errors import RunError
-from adapterswap.evaluation.languages import require_lingua
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import code_allowed, explained_task_errors, rendering
-from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
+from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.processes import Processes
 
 if TYPE_CHECKING:
@@ -276,11 +276,11 @@ def padded(tokenizer: Any) -> Any:
 
 def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str], settings: Settings) -> Any:
     """The harness's tasks, when everything that needs no model has been checked."""
-    require_lm_eval()
+    require("eval")
     settings.check(tokenizer)
     loaded = load_tasks(tasks, settings)
     if settings.language_fidelity:
-        require_lingua()
+        require("languages")
     return loaded
 
 

@@ -12,7 +12,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import ArgumentError, DependencyError
+from adapterswap.dependencies import require
+from adapterswap.errors import ArgumentError
 
 if TYPE_CHECKING:
     from lingua import Language, LanguageDetector
@@ -53,19 +54,13 @@ def is_same_language(one: str, other: str) -> bool:
     return codes[0] is not None and codes[0] == codes[1]
 
 
-def require_lingua() -> None:
-    """Raise `DependencyError` unless lingua is installed."""
-    if find_spec("lingua") is None:
-        raise DependencyError("lingua is not installed", "Run `pip install 'adapterswap[languages]'`")
-
-
 def check_languages(tasks: Mapping[str, Any]) -> None:
     """Check that lingua is installed, and that the answers of some task are in a language that it knows.
 
     Args:
         tasks: lm-evaluation-harness's tasks by name.
     """
-    require_lingua()
+    require("languages")
     if not any(writes_language(name, task) for name, task in tasks.items()):
         raise ArgumentError(
             f"none of these tasks has answers in a language that lingua can detect: {', '.join(tasks)}",
@@ -90,7 +85,7 @@ def language_share(text: str, language: str) -> float | None:
         text: an answer.
         language: a code of ISO 639 (`sw`, `swa`) or FLORES (`swh_Latn`).
     """
-    require_lingua()
+    require("languages")
     wanted = _known(language)
     if wanted is None:
         raise ArgumentError(

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, ExpertError, check_type, reason_of
 from adapterswap.evaluation import evaluating
 from adapterswap.evaluation.languages import check_languages
@@ -303,9 +304,8 @@ class Evaluation:
         from adapterswap.evaluation.asking import Job, Questions, evaluated
         from adapterswap.evaluation.compositions import fits_vllm, needs_of, shapes_of, written
         from adapterswap.evaluation.vllm_engine import VLLMEngine
-        from adapterswap.serving.vllm import require_vllm
 
-        require_vllm()
+        require("vllm")
         plan, base = self.plan, self.base
         if self.adapter is not None:
             check_base_weights({str(self.adapter): recorded_base(self.adapter.folder)}, base.source)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import importlib.util
 import inspect
 import json
 import re
@@ -22,7 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.errors import ArgumentError, DependencyError, Problems
+from adapterswap.dependencies import require
+from adapterswap.errors import ArgumentError, Problems
 from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_names, normalized_language
 from adapterswap.evaluation.multijail import LOCAL_NAMES, local_folders, local_names
 from adapterswap.evaluation.settings import Settings
@@ -98,19 +98,13 @@ _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for m
 _OURS = (*mgsm_task_names(), *_FAMILIES, *LOCAL_NAMES)
 
 
-def require_lm_eval() -> None:
-    """Raise `DependencyError` unless lm-evaluation-harness is installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise DependencyError("lm-evaluation-harness is not installed", "Run `pip install 'adapterswap[eval]'`")
-
-
 def check_task_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
     """Refuse misspelt names before anything is loaded; see `load_tasks` for the names.
 
     Other names than those of shipped tasks are searched for in the harness's task files, as text. `load_tasks` is
     exact.
     """
-    require_lm_eval()
+    require("eval")
     if not names:
         raise ArgumentError(
             "`tasks` is empty", f"Pass task names, such as {', '.join(list(_FAMILIES)[:2])}", parameter="tasks"

@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, RunError, UnsupportedError, reason_of
 from adapterswap.evaluation.asking import Answer, FullWeights, Generation, Likelihood, Request, Subject
 from adapterswap.files.folders import scratch_folder
 from adapterswap.model.loading import Base, generation_config
 from adapterswap.model.sources import CONFIG, WEIGHTS
-from adapterswap.serving.vllm import RANKS, require_vllm
+from adapterswap.serving.vllm import RANKS
 
 _RESERVED = {"model", "tokenizer", "dtype", "seed", "enable_lora", "skip_tokenizer_init", "generation_config"}
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # that mean the same in both engines
@@ -105,7 +106,7 @@ class VLLMEngine:
     def __init__(
         self, base: Base, needs: Needs, arguments: Mapping[str, Any], *, device: str, dtype: str, seed: int
     ) -> None:
-        require_vllm()
+        require("vllm")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # errors in a step arrive here
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm.platforms import current_platform

@@ -18,7 +18,8 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.errors import BaseModelError, DependencyError, UnsupportedError
+from adapterswap.dependencies import require
+from adapterswap.errors import BaseModelError, UnsupportedError
 from adapterswap.model.layers import language_config
 from adapterswap.planning.targets import WORDS, Target
 
@@ -289,8 +290,7 @@ def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
 
 def load_gguf() -> Any:
     """Import the package gguf."""
-    try:
-        import gguf
-    except ImportError:
-        raise DependencyError("gguf is not installed", "Run `pip install 'adapterswap[gguf]'`") from None
+    require("gguf", "gguf")
+    import gguf
+
     return gguf

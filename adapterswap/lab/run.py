@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap import __version__
+from adapterswap.dependencies import require
 from adapterswap.drawing import hatch, new_figure
-from adapterswap.errors import DependencyError
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.text import expand
 from adapterswap.lab.bases import shipped_file
@@ -246,7 +246,6 @@ def _tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-_LIBRARIES = ("trl", "datasets", "matplotlib", "scipy", "jinja2")
 _RECORD = "results.json"
 
 
@@ -327,7 +326,7 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: SeedReporter = lamb
         OutputError: the folder exists or cannot be written.
         AdapterswapError: a seed failed; see `run_study`.
     """
-    _require_libraries()
+    require("lab")
     from adapterswap.reporting import lab_source, make_report, write_files
 
     with atomic_folder(plan.out_path, kind=LAB, overwrite=plan.overwrite) as folder:
@@ -342,14 +341,3 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: SeedReporter = lamb
         name = expand(plan.out_path).resolve().name
         write_files(make_report(lab_source(folder, json.loads(text), rows, name=name)), folder)
     return study
-
-
-def _require_libraries() -> None:
-    """Raise `DependencyError` unless the `lab` extra is installed."""
-    from importlib.util import find_spec
-
-    if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
-        raise DependencyError(
-            f"packages that the lab needs are not installed: {', '.join(missing)}",
-            "Run `pip install 'adapterswap[lab]'`",
-        )

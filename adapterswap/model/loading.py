@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, reason_of
 from adapterswap.files.tensorfile import FLOAT_NAMES
 from adapterswap.files.text import check_pointers
@@ -44,6 +45,7 @@ class Base:
 
 def open_base(reference: str) -> Base:
     """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`."""
+    require("models")
     from transformers import AutoTokenizer
 
     source = find_source(reference, _SMALL_FILES, what="base model")
@@ -125,6 +127,7 @@ def empty_model(base: Base) -> Any:
 
 def choose_device(name: str) -> Any:
     """The torch device called `name`; `auto` picks CUDA or MPS if one is available, else the CPU."""
+    require("models")
     import torch
 
     if name == "auto":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.dependencies import require
 from adapterswap.drawing import (
     GREY,
     INK,
@@ -24,7 +25,6 @@ from adapterswap.drawing import (
     looks,
     new_figure,
     readable_on,
-    require_matplotlib,
     style,
     tidy,
     wrapped,
@@ -94,7 +94,7 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
 
 def draw(planned: PlannedFigure, width: float) -> Figure:
     """Draw a figure `width` inches wide; its height depends on its content."""
-    require_matplotlib("figures")
+    require("plots")
     with style():
         return _DRAW[planned.kind](planned.data, width)
 

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.errors import ArgumentError, DataError, DependencyError
+from adapterswap.dependencies import require
+from adapterswap.errors import ArgumentError, DataError
 from adapterswap.evaluation.settings import SEED
 from adapterswap.files.text import exists
 from adapterswap.planning.rules import write_rule
@@ -267,7 +268,6 @@ def _text(value: Any) -> str:
 
 DRAWS = 10_000
 REPORT_FORMAT = "adapterswap-report/1"
-_LIBRARIES = ("jinja2", "matplotlib", "scipy")
 _LEADS = ("layer_swap", "layer swap")
 
 
@@ -363,7 +363,7 @@ def make_report(
     """
     if type(seed) is not int or seed < 0:  # numpy takes None for another seed each time
         raise ArgumentError(f"`seed` is {seed!r}", "Pass a whole number, 0 or above", parameter="seed")
-    _require_libraries()
+    require("report")
     source = replace(source, run=with_units(source.run, units))
     run = source.run
     families = list(dict.fromkeys(result.cell.family for result in run.results))
@@ -442,16 +442,6 @@ def _registered(
     other_names = ", ".join(name for at, name in enumerate(source.names) if at != place)
     (only,) = registered
     return replace(only, differences=(*only.differences, f"it is reported together with {other_names}"))
-
-
-def _require_libraries() -> None:
-    from importlib.util import find_spec
-
-    if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
-        raise DependencyError(
-            f"packages that a report needs are not installed: {', '.join(missing)}",
-            "Run `pip install 'adapterswap[report]'`",
-        )
 
 
 def _command(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.drawing import COLUMN, as_bytes, require_matplotlib, save
+from adapterswap.dependencies import require
+from adapterswap.drawing import COLUMN, as_bytes, save
 from adapterswap.drawing import column_width as width_in_inches
 from adapterswap.errors import ArgumentError, check_type
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
@@ -110,7 +111,7 @@ def check_targets(
         check_target(out_path, kind=REPORT, overwrite=overwrite, inputs=runs)
     if figures is None:
         return
-    require_matplotlib("figures")
+    require("plots")
     check_target(figures, kind=FIGURES, overwrite=overwrite, inputs=runs)
     if out_path is not None:
         report_folder, figures_folder = expand(out_path).resolve(), expand(figures).resolve()
@@ -168,7 +169,7 @@ def write_figures(
     Returns:
         The kinds of figures that the report lacks: kind → reason.
     """
-    require_matplotlib("figures")
+    require("plots")
     planned, lacking = plan_figures(report)
     with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=runs) as building:
         for figure in planned:

@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, DependencyError, RunError, reason_of
 
 KEY = "LLAMA_API_KEY"  # llama-server's own variable: unlike its command line, other users cannot read it
@@ -47,8 +48,7 @@ class Engine:
 
 def find_program(llama_server: str | None) -> tuple[str, ...]:
     """How to call llama.cpp's server: `llama_server` if it is passed, the one on the PATH, or xllamacpp's."""
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise DependencyError(f"{' and '.join(missing)} not installed", "Run `pip install 'adapterswap[gguf]'`")
+    require("gguf")
     if llama_server is not None:
         binary = shutil.which(llama_server)
         if binary is None:

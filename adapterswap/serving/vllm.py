@@ -25,7 +25,6 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adapterswap.errors import ArgumentError, DependencyError, UnsupportedError
+from adapterswap.errors import ArgumentError, UnsupportedError
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.text import expand, is_folder
 from adapterswap.model.sources import same_base, split_revision
@@ -226,12 +225,6 @@ class Launch:
     max_loras: int
     url: str
     served_name: str
-
-
-def require_vllm() -> None:
-    """Raise `DependencyError` if vLLM is not installed."""
-    if find_spec("vllm") is None:
-        raise DependencyError("vLLM is not installed", "Run `pip install 'adapterswap[vllm]'`")
 
 
 def plan_launch(

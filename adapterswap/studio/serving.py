@@ -10,11 +10,11 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adapterswap.errors import ArgumentError, DependencyError, RunError
+from adapterswap.dependencies import require
+from adapterswap.errors import ArgumentError, RunError
 from adapterswap.files.folders import scratch_folder
 from adapterswap.studio.workspace import Workspace
 from adapterswap.writing.outputs import cores, torch_threads
@@ -27,12 +27,6 @@ _QUIET = {
     "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),  # otherwise pandas computes event statistics often
     "GRADIO_ANALYTICS_MAX_EVENTS": "1",
 }
-
-
-def check_installed() -> None:
-    """Raise `DependencyError` if Gradio is not installed."""
-    if find_spec("gradio") is None:
-        raise DependencyError("gradio is not installed", "Run `pip install 'adapterswap[studio]'`")
 
 
 def serve_page(
@@ -57,7 +51,7 @@ def serve_page(
     Returns:
         A function that stops serving.
     """
-    check_installed()
+    require("studio")
     port = _free_port(host) if port is None else port
     if not 1 <= port <= 65535:
         raise ArgumentError(f"`port` is {port}", "Pass a number from 1 to 65535", parameter="port")

@@ -17,7 +17,8 @@ from pathlib import Path
 from socket import create_connection
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, ArgumentError, DependencyError, RunError
+from adapterswap.dependencies import require
+from adapterswap.errors import AdapterswapError, ArgumentError, RunError
 from adapterswap.files.text import exists
 from adapterswap.sweeps.engines import opened_judge
 from adapterswap.sweeps.grid import Assignment
@@ -75,10 +76,8 @@ def over_ray(
 def _ray() -> Any:
     """The module `ray`, untyped, so that type checks do not depend on whether it is installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        return import_module("ray")
-    except ImportError:
-        raise DependencyError("ray is not installed", "Run `pip install 'adapterswap[ray]'`") from None
+    require("ray")
+    return import_module("ray")
 
 
 def _connect(address: str, workers: int | None) -> None:

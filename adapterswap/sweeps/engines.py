@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.dependencies import require
 from adapterswap.sweeps.grid import Assignment, Cell
 from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, as_judged, way_of
 from adapterswap.sweeps.preparing import PreparedSweep
@@ -27,9 +28,8 @@ def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[J
         yield LocalJudge(prepared, device, dtype)
         return
     from adapterswap.evaluation.vllm_engine import VLLMEngine
-    from adapterswap.serving.vllm import require_vllm
 
-    require_vllm()
+    require("vllm")
     _check_merged(prepared)
     settings = prepared.settings
     with VLLMEngine(

@@ -16,7 +16,8 @@ from importlib import import_module
 from random import Random
 from typing import Any
 
-from adapterswap.errors import DataError, DependencyError
+from adapterswap.dependencies import require
+from adapterswap.errors import DataError
 from adapterswap.sweeps.grid import Assignment, Cell, Space, Trial
 from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.recipe import Search
@@ -140,10 +141,8 @@ def ask(
         rungs: numbers of documents. A trial is yielded for each before it is yielded for all, and may be given up after
             each.
     """
-    try:
-        optuna: Any = import_module("optuna")  # untyped, so that type checks do not depend on it
-    except ImportError:
-        raise DependencyError("optuna is not installed", "Run `pip install 'adapterswap[search]'`") from None
+    require("search")
+    optuna: Any = import_module("optuna")  # untyped, so that type checks do not depend on it
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
     pruner = optuna.pruners.NopPruner()

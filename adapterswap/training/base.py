@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from adapterswap.dependencies import require
 from adapterswap.errors import BaseModelError, DependencyError, Problems, RunError
 from adapterswap.model.loading import Base, load_weights, open_base
 from adapterswap.processes import count_processes
@@ -18,11 +19,7 @@ _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_att
 
 def check_libraries(recipe: TrainRecipe) -> None:
     """Check that all libraries that the recipe needs are installed."""
-    if missing := [name for name in ("datasets", "trl") if find_spec(name) is None]:
-        raise DependencyError(
-            f"packages that training needs are not installed: {', '.join(missing)}",
-            "Run `pip install 'adapterswap[train]'`",
-        )
+    require("train")
     problems, options = Problems(DependencyError), recipe.training
     if recipe.selection and find_spec("lm_eval") is None:
         problems.add(

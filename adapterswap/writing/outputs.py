@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, OutputError, Problems, check_type
 from adapterswap.files.numbers import Bytes, write_at
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
@@ -48,6 +49,7 @@ def cores() -> int:
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """In the block, and in threads started there, torch uses `count` threads, or fewer if it was limited before."""
+    require("models")
     import torch
 
     before = torch.get_num_threads()

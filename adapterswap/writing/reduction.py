@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from adapterswap.changes.joint import Joint, Truncated, blocks_of, concatenate, cut, mixed
 from adapterswap.changes.reading import FactorReader, Factors, factor_reader
+from adapterswap.dependencies import require
 from adapterswap.experts.adapter import LoraModule
 from adapterswap.files.numbers import decode, finite_bytes, too_large
 from adapterswap.files.tensorfile import DTYPE_BYTES
@@ -49,6 +50,7 @@ def approximate(
         error: the maximum relative error, reached with the smallest possible rank. If both are given, `rank` wins.
         device: the torch device to compute on.
     """
+    require("models")
     import torch
 
     matrix = torch.from_numpy(delta).to(device)
