@@ -69,11 +69,10 @@ run("verify", "swap", *experts)
 run("suggest", *sides)
 run("methods")
 run("recipes", "ls")
-for command in (
-    ["merge", "swap", "--base-model", "base", "-o", "merged"],
-    ["compose", *sides, "-o", "ties", "--method", "ties", "--density", "0.5", "--max-rank", "4"],
-):
-    assert "pip install 'adapterswap[models]'" in run(*command, code=3), command
+ties = ["compose", *sides, "-o", "ties", "--method", "ties", "--density", "0.5", "--max-rank", "4"]
+evaluate = ["evaluate", "--base-model", "base", "--tasks", "mgsm_direct_sw"]
+for extra, command in {"models": ties, "eval": evaluate}.items():
+    assert f"pip install 'adapterswap[{extra}]'" in run(*command, code=3), command
 print("light ok")
 """
 
@@ -166,13 +165,14 @@ def check(artefact: Path, python: str, borrow: Path | None) -> str:
 def lend_required(packages: Path, others: Path) -> None:
     """Link what adapterswap requires without extras, and what that requires, from `others` into `packages`."""
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
-    installed = {one.name.lower().replace("_", "-"): one for one in distributions(path=[str(others)])}
+    installed = {canonicalize_name(one.name): one for one in distributions(path=[str(others)])}
     (own,) = distributions(name="adapterswap", path=[str(packages)])
     waiting, seen = list(own.requires or ()), set()
     for line in waiting:  # grows while it is read
         requirement = Requirement(line)
-        name = requirement.name.lower().replace("_", "-")
+        name = canonicalize_name(requirement.name)
         if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
         seen.add(name)
