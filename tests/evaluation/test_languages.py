@@ -66,7 +66,7 @@ def test_languages_of_tasks() -> None:
 def test_unrecognisable_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(ArgumentError, parameter="language"):
         language_share(SWAHILI, "xx")
-    monkeypatch.setattr("adapterswap.evaluation.languages.find_spec", lambda name: None)
+    monkeypatch.setattr("adapterswap.dependencies.find_spec", lambda name: None)
     with refused(DependencyError):
         language_share(SWAHILI, "sw")
 

@@ -98,7 +98,7 @@ def test_an_allow_list_makes_the_ranks_exact(
     output = output_of(serve("--json", experts_path=path))
     assert (output["max_lora_rank"], output["max_loras"], output["max_compositions"]) == (rank, loras, 7)
     path.write_text(f"experts:\n{lines}allow: ['math+swahili@method=ties,density=0.5']\n")
-    assert "ties is not low-rank" in serve(experts_path=path).stderr
+    assert "ties is not a weighted sum" in serve(experts_path=path).stderr
 
 
 def test_vllms_own_arguments_win(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
