@@ -94,7 +94,7 @@ def measured(recipe: dict[str, Any], out: str, device: str, dtype: str) -> dict[
     for judge in (LocalJudge, EngineJudge):
         judge.judged = timed(judge.judged)  # type: ignore[method-assign]
     run = sweep(SweepRecipe.model_validate(recipe), out, device=device, dtype=dtype)
-    writing = sum(result.seconds["switch"] for result in run.results.values())
+    writing = sum(result.seconds["switch"] for result in run.results)
     return {"steps": steps, "processor": processor, "wall": wall, "writing": writing / wall}
 
 
