@@ -66,7 +66,7 @@ def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool)
             break
         assert code == -signal.SIGKILL, code
         again = result(forked(lambda: compose([*arguments, "--dry-run"])))  # a reader changes nothing
-        assert again == (0 if states[-1] == "absent" else 1)
+        assert again == (0 if states[-1] == "absent" else 3)
         # First without --overwrite: this must not replace anything, but restores the output that was set aside.
         result(forked(lambda: compose(arguments)))
         recovered.append(judge(out, old, new))

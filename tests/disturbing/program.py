@@ -96,7 +96,7 @@ def commanded(*arguments: str) -> int:
             return 99
         else:
             code = 0
-    if code == 1 and "Error" not in Path("said").read_text():
+    if code in (2, 3) and "Error" not in Path("said").read_text():
         return 98
     return code
 
@@ -321,15 +321,15 @@ class World:
                 reports.append(f"kill at {step}: {codes[-1]}")
             else:
                 reports.append(disturb(self.kind, event))
-            if codes and codes[-1] not in (0, 1, -9):
+            if codes and codes[-1] not in (0, 2, 3, -9):
                 break
         else:
             codes.append(result(forked(body)))
         said = Path("said").read_text()
         summary = {"events": reports, "codes": codes, "said": said[-2000:], "failure": None}
-        if any(code not in (0, 1, -9) for code in codes) or "Traceback" in said:
+        if any(code not in (0, 2, 3, -9) for code in codes) or "Traceback" in said:
             return {**summary, "failure": f"ended with {codes}", "outcome": "failed"}
-        if codes[-1] == 1:
+        if codes[-1] in (2, 3):
             return {**summary, "outcome": "refused"}
         now = outcome(Path("runs/out"))
         if self.kind != "serve" and same(self.kind, now, self.expected):  # a server reads its inputs for each request
