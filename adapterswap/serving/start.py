@@ -1,7 +1,7 @@
 """`python -m adapterswap.serving.start MODULE ARGUMENTS…`: run vLLM's server, and say why if it does not start.
 
 vLLM ends with a traceback that points to another process's log, and with exit status 0 if its engine died. Here the
-last line is the reason, and the status is 1.
+last line is the reason, and the status is 3.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def main() -> int:
     reason = reason or (reason_of(error) if error is not None else f"vLLM ended with status {status}")
     message = f"vLLM cannot serve the base {os.environ.get(BASE_MODEL, '')}: {reason}"
     print(f"Error: {RunError(message, _REMEDY)}", file=sys.stderr, flush=True)
-    return 1
+    return _NOT_DONE
 
 
-_USAGE = 2  # vLLM's parser has printed what is wrong with an argument
+_USAGE, _NOT_DONE = 2, 3  # as in `adapterswap.cli`; of a usage error vLLM's parser has printed the reason
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ def test_a_full_disk(
     options: str, experts: tuple[Path, Path], mounted: Callable[..., tuple[int, str, str, list[str]]], tmp_path: Path
 ) -> None:
     code, out, err, left = mounted(options, *arguments(experts, tmp_path / "disk" / "out"))
-    assert (code, out, left) == (1, "", [])
+    assert (code, out, left) == (3, "", [])
     assert "cannot be written: no space left on device. Free some space, or choose a path on another disk" in err
     assert len(err.splitlines()) == 1
 
@@ -336,7 +336,7 @@ def test_a_disk_that_is_read_only(
     experts: tuple[Path, Path], mounted: Callable[..., tuple[int, str, str, list[str]]], tmp_path: Path
 ) -> None:
     code, out, err, left = mounted("size=1m,ro", *arguments(experts, tmp_path / "disk" / "out"))
-    assert (code, out, left) == (1, "", [])
+    assert (code, out, left) == (3, "", [])
     assert "cannot be written: read-only file system. Choose a path where you have permission to write." in err
 
 
@@ -344,7 +344,7 @@ def test_a_mount_point_is_not_replaced(
     experts: tuple[Path, Path], mounted: Callable[..., tuple[int, str, str, list[str]]], tmp_path: Path
 ) -> None:
     code, _, err, left = mounted("size=1m", *arguments(experts, tmp_path / "disk", "--overwrite"))
-    assert (code, left) == (1, [])
+    assert (code, left) == (3, [])
     assert "cannot be written: device or resource busy. Choose a folder inside it." in err
 
 

@@ -20,7 +20,7 @@ def test_heads_that_the_kernels_refuse(served_base: Callable[[str], Path], tmp_p
     base = served_base("llama-16")
     make_expert(base, tmp_path / "experts" / "math", seed=0)
     status, log = failed_start(base, tmp_path / "experts", tmp_path)
-    assert status == 1
+    assert status == 3
     (error,) = [line for line in log.splitlines() if line.startswith("Error: ")]
     assert str(base) in error
     assert "head_dim=16" in error
@@ -33,7 +33,7 @@ def test_a_base_without_weights(served_base: Callable[[str], Path], tmp_path: Pa
     make_expert(base, tmp_path / "experts" / "math", seed=0)
     (base / "model.safetensors").unlink()
     status, log = failed_start(base, tmp_path / "experts", tmp_path)
-    assert status == 1
+    assert status == 3
     (error,) = [line for line in log.splitlines() if line.startswith("Error: ")]
     assert "model weights" in error
     assert "adapterswap: ready" not in log
