@@ -20,8 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shapes import llama_projections, random_adapter, random_llama
-
 SHAPE = {"hidden": 640, "intermediate": 1792, "layers": 12, "heads": 10, "vocab": 259}
 WAYS = {
     "transformers": {"engine": "transformers"},
@@ -31,20 +29,9 @@ WAYS = {
 
 
 def make_world(folder: Path) -> dict[str, Path]:
-    from sweep import byte_tokenizer
+    from sweep import random_world
 
-    random_llama(folder / "base", **SHAPE)
-    byte_tokenizer().save_pretrained(folder / "base")
-    projections = llama_projections(SHAPE["hidden"], SHAPE["intermediate"], SHAPE["hidden"])
-    for seed, name in enumerate(("math", "swahili")):
-        random_adapter(
-            folder / name,
-            seed=seed,
-            rank=16,
-            layers=SHAPE["layers"],
-            shapes=projections,
-            base_model=str(folder / "base"),
-        )
+    random_world(folder, SHAPE)
     return {name: folder / name for name in ("base", "math", "swahili")}
 
 

@@ -40,20 +40,25 @@ metadata: {{version: 1}}
 """
 
 
-def make_world(folder: Path, cells: int) -> Path:
-    """A random base, a math and a language expert, the task, and a recipe with so many layer swaps."""
-    random_llama(folder / "base", **SHAPE)
+def random_world(folder: Path, shape: dict[str, int]) -> None:
+    """A random Llama that reads bytes, in `base`, and two rank-16 experts of it, `math` and `swahili`."""
+    random_llama(folder / "base", **shape)
     byte_tokenizer().save_pretrained(folder / "base")
-    projections = llama_projections(SHAPE["hidden"], SHAPE["intermediate"], SHAPE["hidden"])
+    projections = llama_projections(shape["hidden"], shape["intermediate"], shape["hidden"])
     for seed, name in enumerate(("math", "swahili")):
         random_adapter(
             folder / name,
             seed=seed,
             rank=16,
-            layers=SHAPE["layers"],
+            layers=shape["layers"],
             shapes=projections,
             base_model=str(folder / "base"),
         )
+
+
+def make_world(folder: Path, cells: int) -> Path:
+    """A random base, a math and a language expert, the task, and a recipe with so many layer swaps."""
+    random_world(folder, SHAPE)
     random = Random(0)
     (folder / "tasks").mkdir()
     file = folder / "tasks" / "choice.jsonl"
