@@ -84,7 +84,7 @@ def address(site: Path) -> Iterator[str]:
         ("mlx", "own_adapters.html"),
         ("gguf", "gguf.html"),
         ("ollama", "gguf.html"),
-        ("exit code", "scripts.html"),
+        ("exit code", "commands.html"),
         ("offline", "install.html"),
         ("install", "install.html"),
         ("modules_to_save vllm", "troubleshooting.html"),

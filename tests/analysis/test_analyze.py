@@ -303,12 +303,12 @@ def test_mistakes_are_refused(
         ((math, "--from-csv", tmp_path), 2, "Pass either experts or --from-csv"),
         ((math, "--threshold", "-1"), 2, "use 0 or more"),
         ((math, "--threshold", "nan"), 2, "use 0 or more"),
-        ((full,), 1, "Pass --base-model"),
-        ((full, "--base-model", base("gpt2")), 1, "the base lacks it"),
-        ((tmp_path / "absent",), 1, "does not exist"),
-        ((f"a={math}", f"a={math}"), 1, "two experts are called 'a'"),
-        ((f"a\udcff={math}",), 1, r"'a\udcff' cannot be the name of an expert"),
-        (("--from-csv", tmp_path / "absent.csv"), 1, "absent.csv cannot be read: No such file or directory"),
+        ((full,), 2, "Pass --base-model"),
+        ((full, "--base-model", base("gpt2")), 3, "the base lacks it"),
+        ((tmp_path / "absent",), 3, "does not exist"),
+        ((f"a={math}", f"a={math}"), 2, "two experts are called 'a'"),
+        ((f"a\udcff={math}",), 2, r"'a\udcff' cannot be the name of an expert"),
+        (("--from-csv", tmp_path / "absent.csv"), 3, "absent.csv cannot be read: No such file or directory"),
     ):
         result = run("analyze", *arguments)
         assert result.exit_code == code, result.output

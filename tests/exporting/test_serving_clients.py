@@ -226,7 +226,7 @@ def test_a_client_that_leaves_frees_the_engine(server: Server, stream: bool) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("whom", "number", "status"),
-    [("engine", signal.SIGKILL, 1), ("proxy", signal.SIGTERM, 0), ("proxy", signal.SIGKILL, -signal.SIGKILL)],
+    [("engine", signal.SIGKILL, 3), ("proxy", signal.SIGTERM, 0), ("proxy", signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_an_answer_that_was_interrupted_does_not_seem_complete(
     start: Start, tmp_path: Path, whom: str, number: int, status: int

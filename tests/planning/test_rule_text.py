@@ -278,12 +278,12 @@ def test_unknown_and_unused_experts(math: Path, swahili: Path) -> None:
         (["--expert", "math={math}"], 2, "--rule"),
         (["--expert", "math={math}", "--expert", "math={math}", "--rule", "math"], 2, "twice"),
         (["--expert", "math={math}", "--rule", "math", "-t", "{math}", "-l", "{math}"], 2, "not both"),
-        (["--expert", "math={math}", "--rule", "mathh: 0-2", "--rule", "math"], 1, "Did you mean 'math'"),
-        (["--expert", "math={math}", "--expert", "x={math}", "--rule", "math"], 1, "no rule names the expert 'x'"),
-        (["--expert", "base={math}", "--rule", "math"], 1, "reserved"),
-        (["--expert", "math={math}", "--rule", "math: x", "--rule", "math *"], 1, "at character 7"),
-        (["--expert", "math={math}", "--rule", "math: 9"], 1, "9"),
-        (["--expert", "math={math}", "--rule", "math", "--rule", "math: 3"], 1, "matches no module"),
+        (["--expert", "math={math}", "--rule", "mathh: 0-2", "--rule", "math"], 2, "Did you mean 'math'"),
+        (["--expert", "math={math}", "--expert", "x={math}", "--rule", "math"], 2, "no rule names the expert 'x'"),
+        (["--expert", "base={math}", "--rule", "math"], 2, "reserved"),
+        (["--expert", "math={math}", "--rule", "math: x", "--rule", "math *"], 2, "at character 7"),
+        (["--expert", "math={math}", "--rule", "math: 9"], 2, "9"),
+        (["--expert", "math={math}", "--rule", "math", "--rule", "math: 3"], 2, "matches no module"),
     ],
 )
 def test_mistakes_on_the_command_line(

@@ -114,7 +114,7 @@ def test_the_experts_are_listed_before_any_request(server: Server, folder: Path)
         ("math+swahili@bottom=5,top=5", 400, "the zones overlap"),
         ("math+swahili@bottom=1,bottom=2", 400, "bottom is set twice"),
         ("math+swahili@num_layers=6", 400, "unknown setting 'num_layers'"),
-        ("math+swahili@method=ties,density=0.5", 400, "ties is not low-rank"),
+        ("math+swahili@method=ties,density=0.5", 400, "ties is not a weighted sum"),
         ("math+swahili@task_weight=nan", 400, "weight"),
         ("code+math@method=soup", 400, "has rank 24, and this server takes up to 16"),
         ("math+swahili" + "+x" * 5000, 400, "is longer than 300 characters"),

@@ -99,10 +99,10 @@ def test_a_sweep_prints_a_table_and_resumes(run: Call, file: Path, tmp_path: Pat
     ("arguments", "code", "message"),
     [
         ([], 2, "Missing argument"),
-        (["nowhere.yaml", "-o", "x"], 1, "neither a file nor a shipped recipe"),
-        (["RECIPE", "-o", "x", "--set", "tasks=[]"], 1, "tasks"),
-        (["RECIPE", "-o", "x", "--base-model", "./nowhere"], 1, "./nowhere does not exist"),
-        (["RECIPE", "-o", "x", "--device", "abacus", "--dry-run"], 1, "'abacus' cannot be used"),
+        (["nowhere.yaml", "-o", "x"], 3, "neither a file nor a shipped recipe"),
+        (["RECIPE", "-o", "x", "--set", "tasks=[]"], 2, "tasks"),
+        (["RECIPE", "-o", "x", "--base-model", "./nowhere"], 3, "./nowhere does not exist"),
+        (["RECIPE", "-o", "x", "--device", "abacus", "--dry-run"], 2, "'abacus' cannot be used"),
     ],
 )
 def test_mistakes_are_reported_without_a_traceback(

@@ -106,7 +106,7 @@ def test_dora_beside_plain_lora_equals_merged_weights(
         found = [row["output"] for row in read_samples(run.folder, result.cell.cell)]
         assert found == [sample.as_json()["output"] for sample in alone.samples], result.cell.short
     reduced = recipe(compositions=[{"bottom": 2, "top": 1, "max_rank": 2}], **both)
-    with refused(UnsupportedError, match="math1 is DoRA and sw1 is LoRA"):
+    with refused(UnsupportedError, "max_rank", match="math1 is DoRA and sw1 is LoRA"):
         prepare(reduced)
 
 
