@@ -152,7 +152,7 @@ def locate_all(
 
 
 # The types of models in transformers whose layers share weights.
-_SHARING_LAYERS = frozenset({"zamba", "zamba2"})
+_SHARING_LAYERS = ("zamba", "zamba2")  # a tuple, since a damaged config may say anything
 
 
 def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:

@@ -72,9 +72,16 @@ _KNOWN_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate_proj
 
 # Types of models whose modules PEFT 0.21 loses in part: it renames LoRA's keys, which have their final names, by
 # transformers' rules for the keys of checkpoints, and these rules change such names again.
-_RENAMED_TWICE = frozenset({
-    "inkling2", "inkling2_text", "laguna", "mistral_large4", "mistral_large4_text", "pi0", "unlimited_ocr",
-})  # fmt: skip
+# A tuple, since a damaged config may say anything.
+_RENAMED_TWICE = (
+    "inkling2",
+    "inkling2_text",
+    "laguna",
+    "mistral_large4",
+    "mistral_large4_text",
+    "pi0",
+    "unlimited_ocr",
+)
 
 
 def check_renaming(plan: Plan, layout: Layout) -> None:

@@ -127,7 +127,7 @@ def served(out: str = "runs/out", live: dict[str, Any] | None = None) -> int:
                 ask(composer, place)
         except AdapterswapError as error:
             print("Error:", error)
-            return 1
+            return 3
         except BaseException:
             traceback.print_exc()
             return 99
