@@ -74,8 +74,8 @@ def rare_collections() -> Iterator[None]:
 
 
 _QUIET = "adapterswap.quiet"
-# What moves the cursor, changes colours or the direction of writing, or starts a line; not a tab or a joiner.
-_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# What moves the cursor, changes colours or the direction of writing, starts a line or a file; not a tab or a joiner.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 
 def print_json(content: Any) -> None:

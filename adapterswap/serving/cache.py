@@ -35,15 +35,16 @@ _MOST = 2000  # answers; the oldest go first
 
 
 class Memo:
-    """A mapping of text to JSON values in the file `path`. Several threads may use it."""
+    """A mapping of text to JSON values in the file `path`, with a hash against damage. Several threads may use it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
         with suppress(AdapterswapError):  # missing or damaged: everything can be computed again
-            known = read_json(path).get("known")
-            self._known = known if isinstance(known, dict) else {}
+            content = read_json(path)
+            known = content.get("known")
+            self._known = known if isinstance(known, dict) and content.get("sha256") == _digest(known) else {}
 
     def get(self, key: str) -> Any:
         """The value stored for `key`, or None."""
@@ -57,7 +58,12 @@ class Memo:
             for oldest in list(self._known)[:-_MOST]:
                 del self._known[oldest]
             with suppress(OSError), replacing(self._path, self._path.with_name(f"{self._path.name}.tmp")) as building:
-                building.write_text(json.dumps({"known": self._known}), encoding="utf-8")
+                content = {"known": self._known, "sha256": _digest(self._known)}
+                building.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _digest(known: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def content_hash(adapter: Adapter, memo: Memo) -> str:
