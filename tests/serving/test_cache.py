@@ -247,7 +247,7 @@ def test_a_memo_outlives_its_process_and_survives_damage(tmp_path: Path) -> None
     Memo(path).put("key", {"a": "b"})
     assert Memo(path).get("key") == {"a": "b"}
     assert Memo(path).get("other") is None
-    for damage in ("{", "{}", "[]", '{"known": ["key"]}'):
+    for damage in ("{", "{}", "[]", '{"known": ["key"]}', '{"known": {"key": "other"}}'):
         path.write_text(damage)
         damaged = Memo(path)
         assert damaged.get("key") is None
