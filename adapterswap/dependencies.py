@@ -6,14 +6,15 @@ from importlib.util import find_spec
 
 from adapterswap.errors import DependencyError
 
+_MODELS = ("torch", "transformers", "peft", "accelerate")
 # Extra → its packages, as they are imported. A package belongs to the first extra that lists it.
 EXTRAS = {
-    "models": ("torch", "transformers", "peft", "accelerate"),
-    "train": ("torch", "transformers", "peft", "accelerate", "datasets", "trl"),
-    "eval": ("torch", "transformers", "peft", "accelerate", "datasets", "lm_eval", "yaml", "sacrebleu"),
+    "models": _MODELS,
+    "train": (*_MODELS, "datasets", "trl"),
+    "eval": (*_MODELS, "datasets", "lm_eval", "yaml", "sacrebleu"),
     "plots": ("matplotlib",),
     "report": ("matplotlib", "jinja2", "scipy"),
-    "lab": ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "matplotlib", "jinja2", "scipy"),
+    "lab": (*_MODELS, "datasets", "trl", "matplotlib", "jinja2", "scipy"),
     "vllm": ("vllm", "starlette"),
     "gguf": ("gguf", "httpx", "starlette", "uvicorn"),
     "languages": ("lingua",),

@@ -82,7 +82,6 @@ def needs_of(
     modules = tuple(sorted({name.rpartition(".")[2] for name in names}))
     requests = tuple(requests)
     widths = (shapes[name].split()[0].split("×") for name in shapes if name.rpartition(".")[2] in modules)
-    requests = tuple(requests)
     return Needs(
         rank=max(ranks.values(), default=0),
         modules=modules,

@@ -19,6 +19,7 @@ from adapterswap.sweeps.preparing import PreparedSweep
 if TYPE_CHECKING:
     from adapterswap.evaluation.asking import Questions, Request, Subject
     from adapterswap.evaluation.vllm_engine import Needs, VLLMEngine
+    from adapterswap.planning.plan import Plan
 
 
 @contextmanager
@@ -42,15 +43,19 @@ def needs(prepared: PreparedSweep) -> Needs:
     """What vLLM must be able to hold for all cells of a sweep."""
     from adapterswap.evaluation.compositions import needs_of
 
-    adapters = {}
-    for cell in prepared.grid.cells:
-        plan = prepared.plans[cell.cell]
-        if plan is not None and way_of(prepared, cell) != "merged":
-            adapters[cell.short] = plan, cell.output
     requests = (
         request for tasks in {cell.tasks for cell in prepared.grid.cells} for request in _asked(prepared, tasks)[1]
     )
-    return needs_of(adapters, requests, prepared.recipe.settings.in_flight, prepared.shapes)
+    return needs_of(_as_adapters(prepared), requests, prepared.recipe.settings.in_flight, prepared.shapes)
+
+
+def _as_adapters(prepared: PreparedSweep) -> dict[str, tuple[Plan, Mapping[str, Any]]]:
+    """The compositions that vLLM holds as adapters, by their short names, and how each is reduced."""
+    return {
+        cell.short: (plan, cell.output)
+        for cell in prepared.grid.cells
+        if (plan := prepared.plans[cell.cell]) is not None and way_of(prepared, cell) != "merged"
+    }
 
 
 def needed(prepared: PreparedSweep) -> dict[str, Any]:
@@ -58,11 +63,7 @@ def needed(prepared: PreparedSweep) -> dict[str, Any]:
     from adapterswap.evaluation.compositions import rank_of
 
     all_needs = needs(prepared)
-    ranks = {
-        cell.short: rank_of(plan, cell.output)
-        for cell in prepared.grid.cells
-        if (plan := prepared.plans[cell.cell]) is not None and way_of(prepared, cell) != "merged"
-    }
+    ranks = {name: rank_of(plan, output) for name, (plan, output) in _as_adapters(prepared).items()}
     highest = max(ranks, key=lambda name: ranks[name], default=None)
     settings = {**all_needs.settings(), **prepared.settings.engine_args}
     return {**settings, "slots": all_needs.slots(), "highest_rank": highest and {highest: ranks[highest]}}
