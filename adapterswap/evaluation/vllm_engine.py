@@ -171,12 +171,43 @@ class VLLMEngine:
 
     def put(self, key: str, subject: Subject) -> None:
         """See `Engine`. An adapter that vLLM refuses is refused here."""
+        from vllm.lora.request import LoRARequest
+
         self._subjects[key] = subject
-        self._put(key)
+        self._put_weights(subject.folder if isinstance(subject, FullWeights) else None)
+        if not self._zeros:
+            return
+        number = next(self._numbers)
+        folder = subject if isinstance(subject, Path) else self._nothing(number)
+        adapter = LoRARequest(lora_name=f"{key}-{number}", lora_int_id=number, lora_path=str(folder))
+        try:
+            if not self._engine.add_lora(adapter):
+                raise RuntimeError("add_lora returned False")
+        except Exception as error:  # from any of vLLM's layers
+            raise UnsupportedError(
+                f"vLLM cannot load the adapter of {key}: {_reason(error)}",
+                "Use `engine=transformers` for it",
+                parameter="engine",
+            ) from error
+        self._adapters[key] = adapter
 
     def ask(self, key: str, request: Request) -> None:
         """See `Engine`."""
-        self._ask(key, request)
+        number = str(next(self._numbers))
+        try:
+            self._engine.add_request(
+                number,
+                {"prompt_token_ids": list(request.tokens)},
+                _parameters(request),
+                lora_request=self._adapters.get(key),
+            )
+        except ValueError as error:
+            raise ArgumentError(
+                f"vLLM refuses a request of {len(request.tokens)} tokens: {_reason(error)}",
+                "Use `engine=transformers`, or change `engine_args`",
+                parameter="engine_args",
+            ) from error
+        self._asked[number] = key, request
 
     def answers(self) -> Iterator[tuple[str, Request, Answer]]:
         """See `Engine`: the answers that one step of vLLM finishes."""
@@ -235,27 +266,6 @@ class VLLMEngine:
         gc.collect()
         cleanup_dist_env_and_memory()
 
-    def _put(self, key: str) -> None:
-        from vllm.lora.request import LoRARequest
-
-        subject = self._subjects[key]
-        self._put_weights(subject.folder if isinstance(subject, FullWeights) else None)
-        if not self._zeros:
-            return
-        number = next(self._numbers)
-        folder = subject if isinstance(subject, Path) else self._nothing(number)
-        adapter = LoRARequest(lora_name=f"{key}-{number}", lora_int_id=number, lora_path=str(folder))
-        try:
-            if not self._engine.add_lora(adapter):
-                raise RuntimeError("add_lora returned False")
-        except Exception as error:  # from any of vLLM's layers
-            raise UnsupportedError(
-                f"vLLM cannot load the adapter of {key}: {_reason(error)}",
-                "Use `engine=transformers` for it",
-                parameter="engine",
-            ) from error
-        self._adapters[key] = adapter
-
     def _put_weights(self, folder: Path | None) -> None:
         """Give the model the weights of a folder, or its own."""
         if folder == self._full_weights:
@@ -275,23 +285,6 @@ class VLLMEngine:
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         return folder
 
-    def _ask(self, key: str, request: Request) -> None:
-        number = str(next(self._numbers))
-        try:
-            self._engine.add_request(
-                number,
-                {"prompt_token_ids": list(request.tokens)},
-                _parameters(request),
-                lora_request=self._adapters.get(key),
-            )
-        except ValueError as error:
-            raise ArgumentError(
-                f"vLLM refuses a request of {len(request.tokens)} tokens: {_reason(error)}",
-                "Use `engine=transformers`, or change `engine_args`",
-                parameter="engine_args",
-            ) from error
-        self._asked[number] = key, request
-
     def _recover(self, error: Exception) -> None:
         """Ask again what is queued: first of this engine, then of a new one. Then give up."""
         import torch
@@ -305,10 +298,10 @@ class VLLMEngine:
         if self._failures > 1:
             self._stop()
             self._engine, self._full_weights = self._started(), None
-            for key in self._subjects:
-                self._put(key)
+            for key, subject in list(self._subjects.items()):
+                self.put(key, subject)
         for key, request in queued.values():
-            self._ask(key, request)
+            self.ask(key, request)
 
 
 def _parameters(request: Request) -> Any:
