@@ -6,13 +6,17 @@ STAMP := .venv/.installed
 VLLM := .venv-vllm/.installed
 REV ?= HEAD
 
-.PHONY: demo test test-fast matrix golden architectures numerics lint format pages docs dist bench peers vllm clean
+.PHONY: demo test test-fast test-all matrix golden architectures numerics lint format pages docs dist bench peers vllm clean
 
 demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
 
-test: $(STAMP) lint  ## lint, types and every test
+test: $(STAMP) lint  ## lint, types and everything a change can break, sampled where rows repeat each other
 	$(BIN)/pytest -n 2 --dist loadfile
+
+test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long disturbances, all kernels of this processor
+	TESTS=all $(BIN)/pytest -n 2 --dist loadfile
+	TESTS=all $(BIN)/python scripts/numerics.py -n 2 --dist loadfile
 
 # Tests of reading, refusing, planning and computing, without those that train, evaluate, serve, kill processes or
 # compare with full weights. New test files in these folders are included; list them here if they are slow.
@@ -28,7 +32,7 @@ test-fast: $(STAMP)  ## the quick tests while you work: under two minutes on 2 c
 	$(BIN)/pytest -q -n 2 -m "not slow" $(FAST)
 
 matrix: $(STAMP)  ## every architecture × kind of adapters × operation against plain torch; `make test` runs a sample
-	MATRIX=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/matrix
+	TESTS=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/matrix
 
 architectures: $(STAMP)  ## every text model of transformers at pico size: composed, merged, compared with PEFT; it resumes
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py

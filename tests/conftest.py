@@ -18,6 +18,7 @@ import torch
 import transformers
 from click.testing import CliRunner, Result
 from peft import LoraConfig, PeftModel, get_peft_model
+from tiers import left_out
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a slow test on a busy machine is not a failure
@@ -28,12 +29,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a module that uses tests/tolerances.py compare calculated numbers: `make numerics` runs them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make numerics` runs: modules that use tests/tolerances.py. Leave out what is for `make test-all`."""
     for item in items:
         names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
         if any(str(getattr(value, "__module__", None)).endswith("tolerances") for value in names):
             item.add_marker(pytest.mark.numerical)
+    if out := {*left_out(items)}:
+        config.hook.pytest_deselected(items=[*out])
+        items[:] = [item for item in items if item not in out]
 
 
 LAYERS = 6

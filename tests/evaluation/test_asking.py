@@ -123,6 +123,7 @@ def same(one: EvaluationResult, other: EvaluationResult) -> None:
                 assert value == near(reference, depth=6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", [WRITE, CHOOSE])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_the_halves_give_the_whole(

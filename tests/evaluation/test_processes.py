@@ -108,6 +108,7 @@ def test_two_processes_get_the_results_of_one(folder: Path, memorizer: Model, ki
     assert truncated["truncated"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callable[..., Result]) -> None:
     own = ["--include-path", choices.write_task(folder / "own"), "--tasks", f"mgsm_direct_sw,{choices.TASK}"]

@@ -19,6 +19,7 @@ def script() -> Any:
     return loaded(ROOT / "scripts" / "run_notebooks.py")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of Jupyter's own libraries
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

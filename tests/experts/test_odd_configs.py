@@ -282,7 +282,8 @@ def cases() -> list[Any]:
                 changes = {key: value.value if strict else value}
                 if key == "layers_pattern":
                     changes["layers_to_transform"] = [1]
-                found.append(pytest.param(architecture, changes, strict, id=f"{architecture}-{key}-{at}"))
+                marks = [pytest.mark.full] if architecture != "llama" and at % 3 else []
+                found.append(pytest.param(architecture, changes, strict, id=f"{architecture}-{key}-{at}", marks=marks))
     # PEFT shortens a list of 20 names or more, and only then do the layers count.
     parts = (
         "self_attn.q_proj",

@@ -65,6 +65,7 @@ class TableGelu(torch.nn.Module):
         return torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GELU)
 def test_the_remaining_difference_with_gelu_is_ggmls_table(
     name: str, bases: Bases, experts: Experts, tmp_path: Path
@@ -125,6 +126,7 @@ def test_a_shell_and_a_core_are_a_swap_at_request_time(
     same(Engine(gguf, files).answer(PROMPTS[0]), reference(model, PROMPTS[0]), name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PICOS)
 def test_pieces_are_any_layer_swap_or_blend_at_request_time(
     name: str, bases: Bases, experts: Experts, tmp_path: Path

@@ -83,6 +83,7 @@ def test_an_expert_of_another_embedding_is_refused(
     assert_same_tensors(tensors_of(composing.model), tensors)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layers", [None, "0-5"])
 @pytest.mark.parametrize(("trained", "running"), list(itertools.product(DTYPES, DTYPES)), ids=str)
 def test_the_base_is_unchanged_bit_for_bit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -15,6 +14,7 @@ import torch
 from peft import PeftModel
 from refusals import refused
 from safetensors.torch import save_file
+from tiers import ALL
 from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -32,7 +32,6 @@ from matrix.test_matrix import Prepared, differences
 LLAMA = ARCHITECTURES["llama"]
 # The report of unexpected keys names the folder; the keys are compared. Copies are composed one by one, without a tie.
 HARMLESS = re.compile("LOAD REPORT|ensure_weight_tying")
-ALL = os.environ.get("MATRIX") == "all"
 
 KINDS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},

@@ -1,11 +1,10 @@
 """Every architecture × every kind of adapters × every operation: exact against plain torch, or refused as expected.
 
-`make test` runs the cells of `SAMPLE`, `make matrix` all of them (MATRIX=all).
+`make test` runs the cells of `SAMPLE`, `make matrix` and `make test-all` all of them (TESTS=all).
 """
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tiers import ALL
 from tolerances import tolerance
 from transformers import PreTrainedModel
 
@@ -30,7 +30,7 @@ _FALSE_ALARM = re.compile(
     r"\[(?:'[^']*\.(?:experts\.\w+|gate\.weight)'(?:, )?)+\]\."
 )
 
-CHOSEN = CELLS if os.environ.get("MATRIX") == "all" else SAMPLE
+CHOSEN = CELLS if ALL else SAMPLE
 
 
 class Prepared(NamedTuple):

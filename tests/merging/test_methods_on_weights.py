@@ -86,6 +86,7 @@ def test_whole_weights_need_no_base_where_all_experts_are_full(model: Callable[.
     assert "base_model" in str(caught.value)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "neox", "mixtral"])
 @pytest.mark.parametrize("method", ["tsv", "iso_cts", "knots_ties", "core_ties", "multislerp", "della"])
 def test_full_weights_equal_the_merged_adapter(

@@ -34,6 +34,7 @@ def dense(folder: Path, base: Path, model: Dense) -> Dense:
     return {name: result[name].double().numpy() - tensor for name, tensor in model.items()}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sides", SIDES, ids=lambda sides: "+".join("-".join(side) for side in sides))
 @pytest.mark.parametrize("options", METHODS, ids=lambda options: "-".join(map(str, options.values())))
 def test_each_side_is_averaged_first(

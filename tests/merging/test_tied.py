@@ -73,6 +73,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, st
     return tmp_path / "base", inner, embedding, head
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["embedding", "head", "both", "saved embedding", "saved head"])
 def test_the_merged_model_answers_as_peft(kind: str, model: tuple[Path, str, str, str], tmp_path: Path) -> None:
     base, inner, embedding, head = model

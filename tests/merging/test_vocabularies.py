@@ -174,6 +174,7 @@ PAIRS = [
 OUTSIDES = ("average", "task", "language")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("task", "language", "outside", "tied", "with_base"),
     [(*pair, outside, False, with_base) for pair in PAIRS for outside in OUTSIDES for with_base in (True, False)]
@@ -221,6 +222,7 @@ MIXED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("outside", OUTSIDES)
 @pytest.mark.parametrize(("task", "language", "tied"), MIXED)
 def test_an_adapter_and_a_full_checkpoint(

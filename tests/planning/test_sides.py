@@ -109,6 +109,7 @@ def label(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"mean({', '.join(sorted(names))})"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sides", SIDES, ids=lambda sides: "+".join("".join(side) for side in sides))
 @pytest.mark.parametrize("options", METHODS, ids=lambda options: "-".join(map(str, options.values())))
 def test_each_side_is_averaged_first(

@@ -63,6 +63,7 @@ def renamed(lab_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspac
     return open_workspace(str(lab_run / "seed-0/base"), named, device="cpu")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("query", [*QUERIES, *RENAMED, "?task=a%3Db&language=maths&bottom=1&top=0"])
 def test_the_command_the_lines_and_the_recipe_make_the_same_bytes(
     workspace: Workspace, renamed: Workspace, query: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -151,6 +151,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_skipped(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -170,6 +171,7 @@ def test_a_damaged_checkpoint_is_skipped(
         train(recipe, out_path=tmp_path / "again", resume=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_run_is_not_resumed_on_another_base(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, name: str

@@ -30,7 +30,8 @@ HERE = Path(__file__).parent
 
 def check_the_failure(done: subprocess.CompletedProcess[str], folder: Path, recipe: TrainRecipe) -> None:
     """The error of one process ended both, and was reported once; checkpoints wait for the same two processes."""
-    assert re.findall(r"exitcode *: (\d+)", done.stderr)[:1] == ["3"]  # torchrun itself ends with 1 whatever its processes say
+    # torchrun itself ends with 1 whatever its processes say
+    assert re.findall(r"exitcode *: (\d+)", done.stderr)[:1] == ["3"]
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if line.startswith("Error:")] == [
         "Error: process 1 fails. Correct it."

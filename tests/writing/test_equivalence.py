@@ -58,6 +58,7 @@ def algorithm_1(
     return merged
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("zones", ZONES, ids=lambda zones: "-".join(str(value) for value in zones.values()))
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "neox"])

@@ -122,6 +122,7 @@ PAIRS += [("alone", "plain"), ("three", "alone"), ("plain", "alone")]
 UNTIED = [("both", "plain"), ("both", "head"), ("head", "three"), ("both", "apart"), ("alone both", "both")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("outside", ["average", "task", "language"])
 @pytest.mark.parametrize(
     ("task", "language", "tied"),

@@ -131,6 +131,7 @@ TIED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("outside", ["average", "task", "language"])
 @pytest.mark.parametrize(
     ("task", "language", "tied"), [(*pair, False) for pair in UNTIED] + [(*pair, True) for pair in TIED]
@@ -230,6 +231,7 @@ FACTORS_TIED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("outside", ["average", "task", "language"])
 @pytest.mark.parametrize(
     ("task", "language", "tied"),
