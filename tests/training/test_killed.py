@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 pytest.importorskip("trl")
 
 
+@pytest.mark.full
 def test_killed_four_times(make_recipe: Callable[..., TrainRecipe], tmp_path: Path) -> None:
     recipe = make_recipe(training={"save_every_samples": 16}).model_dump(mode="json", exclude_unset=True)
     settings = {"recipe": recipe, "folder": str(tmp_path / "outputs"), "kills": 4, "seed": 0}
