@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.changes.kinds import Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapter import Adapter
 from adapterswap.experts.keys import TOKENS
@@ -56,13 +56,6 @@ class Carried(NamedTuple):
     name: str
     copy: Tensor
     own: Whole
-
-
-def copy_beside(change: Change) -> Tensor | None:
-    """The copy of the base's weight that an adapter stores next to its LoRA; None if there is none."""
-    if isinstance(change, Opaque):
-        return None if change.part.lora is None else change.part.lora.base
-    return change.lora.base if isinstance(change, LowRank) else None
 
 
 def stored_weight(tensor: Tensor, file: int) -> Comparable:

@@ -1,7 +1,8 @@
 """The kinds of changes: low-rank factors, weights that replace the base's, or a function of the base's weight.
 
 Pure data, which say where the numbers are stored. Adapters and full checkpoints are both sets of changes to named
-weights of one base, and are treated alike.
+weights of one base, and are treated alike. What a change contributes to a sum is W' itself if it `replaces` the base's
+weight, else ΔW.
 """
 
 from __future__ import annotations
@@ -40,10 +41,23 @@ class LowRank:
     transposed: bool = False
     within: ExpertRows | None = None
 
+    replaces = False
+    rows = ()
+
     @property
     def matrices(self) -> int:
         """The number of matrices in the weight, one per expert of a mixture."""
         return self.lora.experts if self.within is None else 1
+
+    @property
+    def copy(self) -> Tensor | None:
+        """The copy of the base's weight that the adapter stores next to the factors; None if there is none."""
+        return self.lora.base
+
+    @property
+    def method(self) -> str:
+        """What messages call it."""
+        return "LoRA"
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,11 @@ class Whole:
     path: Path
     tensors: Mapping[str, Tensor]
     rows: tuple[int, ...] = ()
+    replaces = True
+    transposed = False
+    lora = None
+    copy = None
+    method = "whole weights"
 
     @classmethod
     def of(cls, path: Path, tensor: Tensor) -> Whole:
@@ -97,6 +116,23 @@ class Opaque:
     part: OpaqueModule
     path: Path
     transposed: bool = False
+    replaces = True
+    rows = ()
+
+    @property
+    def lora(self) -> LoraModule | None:
+        """The factors of a variant of LoRA, such as DoRA; None for other methods."""
+        return self.part.lora
+
+    @property
+    def copy(self) -> Tensor | None:
+        """As for `LowRank`."""
+        return None if self.lora is None else self.lora.base
+
+    @property
+    def method(self) -> str:
+        """What messages call it, such as DoRA."""
+        return self.part.method
 
 
 Change = LowRank | Whole | Opaque

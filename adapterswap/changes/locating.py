@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from adapterswap.changes.copies import Carried, copy_beside
+from adapterswap.changes.copies import Carried
 from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
@@ -472,5 +472,5 @@ def carried_copies(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Ca
     stored, located, _ = locate_all({name: adapter}, base, problems)
     problems.raise_if_any()
     for key, place in located[name].items():
-        if (copy := copy_beside(place.change)) is not None:
+        if (copy := place.change.copy) is not None:
             yield Carried(name, adapter, key, copy, Whole.of(stored[key].path, stored[key].tensor))

@@ -409,7 +409,7 @@ def check_vocabulary(
     """Report what cannot be computed row by row if full checkpoints have rows that the base or another expert lacks."""
     ends = {slot.name: slot for slot in slots if slot.has_tokens}
     sizes = {slot.shape[0] for slot in ends.values()}
-    if any(slot.rows for slot in ends.values()):
+    if any(slot.spans for slot in ends.values()):
         for slot in slots:
             may_have_tokens = slot.layer is None and (len(slot.shape) > 1 or slot.name.endswith("bias"))
             if may_have_tokens and slot.name not in ends and sizes.intersection(slot.shape):
@@ -421,11 +421,11 @@ def check_vocabulary(
                 )
     for slot in ends.values():
         extra = extra_rows(skeleton.config, slot.module)
-        whole = [term for term in slot.all_terms if isinstance(term.change, Whole)]
-        odd = next((term for term in whole if term.whole.tensor.shape != slot.shape), None)
-        if extra and odd is not None:
+        whole = ((t.expert, t.change.tensor.shape) for t in slot.all_terms if isinstance(t.change, Whole))
+        expert, shape = next(((expert, shape) for expert, shape in whole if shape != slot.shape), ("", slot.shape))
+        if extra and expert:
             problems.add(
-                f"{odd.expert} has {odd.whole.tensor.shape[0]} rows of {slot.name}, of which the last {extra} are not "
+                f"{expert} has {shape[0]} rows of {slot.name}, of which the last {extra} are not "
                 f"tokens of the vocabulary, and {skeleton.name} has {slot.shape[0]}",
                 "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
                 kind=UnsupportedError,

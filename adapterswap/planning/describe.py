@@ -261,9 +261,9 @@ def _remark(slot: Slot) -> str:
 def _tokens(slot: Slot) -> str:
     """The tokens of each owner or blend: `3, 7 from math; 9 from 0.5·math + 0.5·swahili`; empty if it has none."""
     tokens: dict[str, list[str]] = {}
-    for part in slot.rows if slot.of_tokens else ():
-        origin = part.made_of if isinstance(part.made_of, str) else blend_text(part.made_of)
-        tokens.setdefault(origin, []).extend(map(str, range(part.start, part.stop)))
+    for span in slot.spans if slot.of_tokens else ():
+        origin = span.made_of if isinstance(span.made_of, str) else blend_text(span.made_of)
+        tokens.setdefault(origin, []).extend(map(str, range(span.start, span.stop)))
     return "; ".join(f"{and_more(ids, 8)} from {origin}" for origin, ids in tokens.items())
 
 

@@ -58,8 +58,8 @@ from adapterswap.planning.checks import (
 from adapterswap.planning.composition import Composition, as_composition
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rows import check_sizes, settle_vocabulary, with_lent_rows, with_rows_of_base
-from adapterswap.planning.rules import Rule
-from adapterswap.planning.slots import Rows, Slot, Term
+from adapterswap.planning.rules import BASE, Rule
+from adapterswap.planning.slots import Slot, Span, Term
 from adapterswap.planning.targets import Target, report
 
 Expert = Adapter | Checkpoint
@@ -237,8 +237,8 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     vocabularies = settle_vocabulary(with_terms, ends, experts, composition, problems, base)
     check_vocabulary(vocabularies.slots, skeleton, full, rules, problems)
     problems.raise_if_any()
-    filled = {slot.name: _with_rows(slot, slot.rows) for slot in vocabularies.slots}
-    filled = with_lent_rows(filled, stored, tied, adapters, problems)
+    filled = {slot.name: _with_spans(slot, slot.spans) for slot in vocabularies.slots}
+    filled = with_lent_rows(filled, stored, tied, problems)
     filled, untied = _settle_head(filled, tied, adapters, skeleton)
     _check_ends(filled, stored, skeleton, problems)
     check_matches(rules, list(filled.values()), experts, num_layers, composition, problems)
@@ -368,7 +368,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
             slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
             slot = _resized(slot, planned, having, problems)
         filled[key] = slot
-    filled = with_lent_rows(filled, stored, tied, plan.adapters, problems)
+    filled = with_lent_rows(filled, stored, tied, problems)
     filled, untied = _settle_head(filled, tied, plan.adapters, base)
     _check_ends(filled, stored, base, problems)
     merged = replace(plan, slots=filled, is_model=True, base=base, untied=untied)
@@ -383,10 +383,10 @@ def _check_ends(
     """Check that embeddings and heads have one number of rows, if any of them was resized, and that the base has the
     rows that it adds."""
     for slot in slots.values():
-        if slot.base is None or not slot.rows:
+        if slot.base is None or not slot.spans:
             continue
         size = slot.base.tensor.shape[0]
-        if any(part.rest and part.stop > size for part in slot.rows):
+        if any(span.stop > size and term.expert == BASE for span in slot.spans for term in span.base):
             problems.add(
                 f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
                 "Pass `base_model` when you compose them",
@@ -400,35 +400,35 @@ def _check_ends(
         check_sizes(sizes, problems)
 
 
-def _with_rows(slot: Slot, rows: Sequence[Rows]) -> Slot:
-    """A stored embedding or head with these rows, and their number; without them if one tensor holds all rows.
+def _with_spans(slot: Slot, spans: Sequence[Span]) -> Slot:
+    """A stored embedding or head with these spans, and as many rows; without spans if one tensor holds all rows.
 
-    If `rows` is empty, all weights that enter have the same number of rows.
+    If there are no spans, all weights that enter have the same number of rows.
     """
     whole = slot.whole
-    if not rows:
-        return replace(slot, shape=whole[0].whole.tensor.shape) if whole else slot
-    count = rows[-1].stop
-    alone = slot.owner is not None and whole and all(part.terms == slot.terms for part in rows)
-    is_copy = alone and whole[0].whole.tensor.shape[0] == count
-    return replace(slot, rows=() if is_copy else tuple(rows), shape=(count, *slot.shape[1:]))
+    if not spans:
+        return replace(slot, shape=whole[0].change.tensor.shape) if whole else slot
+    alone = slot.owner is not None and whole and all(span.terms == slot.terms for span in spans)
+    is_copy = alone and whole[0].change.tensor.shape[0] == spans[-1].stop
+    settled = slot.with_spans(spans)
+    return replace(settled, spans=()) if is_copy else settled
 
 
 def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems: Problems) -> Slot:
-    """A stored embedding or head with the rows that the plan gives it."""
-    rows = tuple(
-        replace(part, terms=tuple(replace(term, change=having[term.expert].change) for term in part.terms))
-        for part in planned.rows
-        if all(term.expert in having for term in part.terms)
+    """A stored embedding or head with the spans that the plan gives it."""
+    spans = tuple(
+        replace(span, terms=tuple(replace(term, change=having[term.expert].change) for term in span.terms))
+        for span in planned.spans
+        if all(term.expert in having for term in span.terms)
     )
-    if rows and planned.of_tokens:
-        return with_rows_of_base(slot, rows, problems)
-    if rows:
-        return _with_rows(slot, rows)
-    odd = next((term for term in slot.whole if term.whole.tensor.shape != slot.shape), None)
+    if spans and planned.of_tokens:
+        return with_rows_of_base(slot, spans, problems)
+    if spans:
+        return _with_spans(slot, spans)
+    odd = next((term for term in slot.whole if term.change.tensor.shape != slot.shape), None)
     if odd is not None:
         problems.add(
-            f"{odd.expert} holds {slot.name} with {odd.whole.tensor.shape[0]} rows, but the base has {slot.shape[0]}, "
+            f"{odd.expert} holds {slot.name} with {odd.change.tensor.shape[0]} rows, but the base has {slot.shape[0]}, "
             "which was not known when the experts were composed",
             "Pass `base_model` when you compose them",
             parameter="base_model",
@@ -436,7 +436,7 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
     return slot
 
 
-def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> list[Term]:
+def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> list[Term[Change]]:
     """The terms of a stored tensor, each from its expert's own module.
 
     One expert may adapt the experts of a mixture one by one, and another all of them as one parameter.
@@ -474,7 +474,8 @@ def _settle_head(
     head, embedding = slots[tied.head], slots[tied.embedding]
     absent = tied.absent(skeleton.parameters)
     if embedding.of_tokens and not head.terms:  # PEFT ties the head to them
-        on_head = replace(embedding, name=head.name, module=head.module, dtype=head.dtype, base=head.base)
+        on_head = replace(head, terms=embedding.terms, weights=embedding.weights, rule=embedding.rule)
+        on_head = on_head.with_spans(embedding.spans)
         slots, stays_tied = {**slots, tied.head: on_head}, True
     else:
         stays_tied = _entering_rows(head) == _entering_rows(embedding) and all(
@@ -487,5 +488,5 @@ def _settle_head(
 
 def _entering_rows(slot: Slot) -> dict[tuple[str, str, int], float]:
     """The coefficients in each range of rows: (side, expert, first row) → coefficient."""
-    rows = slot.rows or [Rows(0, 0, slot.terms, slot.rest)]
-    return {(term.side, term.expert, part.start): term.coefficient for part in rows for term in part.terms}
+    spans = slot.spans or [slot.ordinary]
+    return {(term.side, term.expert, span.start): term.coefficient for span in spans for term in span.terms}

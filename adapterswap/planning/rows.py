@@ -22,7 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.changes.copies import copy_beside
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.changes.locating import TiedHead
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError
@@ -33,7 +32,8 @@ from adapterswap.model.sources import base_config, cached_base_config, cached_ba
 from adapterswap.model.tokenizers import Tokens, clashes, read_tokens, tokenizer_bytes
 from adapterswap.planning.base import reference_of
 from adapterswap.planning.composition import Composition
-from adapterswap.planning.slots import Rows, Slot, Term, shared_out
+from adapterswap.planning.rules import BASE
+from adapterswap.planning.slots import Slot, Span, Term, own_weight, shared_out
 
 
 def settle_tokens(
@@ -48,7 +48,7 @@ def settle_tokens(
         problems: collects blends with an expert that changes the whole weight, negative weights, and new tokens of
             several experts that may differ.
     """
-    trained = [term for term in slot.terms if isinstance(term.change, Whole) and term.change.rows]
+    trained = [term for term in slot.whole if term.change.rows]
     other = next((term for term in slot.terms if term not in trained), None)
     first = trained[0].expert
     if other is not None:
@@ -61,7 +61,7 @@ def settle_tokens(
         return slot, None
     if slot.rule is not None and slot.rule.combines_sides:
         return slot, None  # `targets.in_full_by_a_method` refuses it
-    terms: dict[str, Term] = {}
+    terms: dict[str, Term[Whole]] = {}
     for term in trained:  # an expert may enter on two sides
         earlier = terms.get(term.expert)
         terms[term.expert] = (
@@ -75,26 +75,26 @@ def settle_tokens(
             kind=CompositionError,
         )
         return replace(slot, terms=(replace(trained[0], coefficient=1.0),)), None
-    owners: dict[int, list[Term]] = {}
+    owners: dict[int, list[Term[Whole]]] = {}
     for term in terms.values():
-        for row in term.whole.rows:
+        for row in term.change.rows:
             owners.setdefault(row, []).append(term)
-    rows: list[Rows] = []
+    spans: list[Span] = []
     for row in sorted(owners):
         entering = shared_out(owners[row])
-        last = rows[-1] if rows else None
+        last = spans[-1] if spans else None
         follows = (
             last is not None
             and (last.stop, last.terms) == (row, entering)
-            and all(term.whole.place_of(row) == term.whole.place_of(row - 1) + 1 for term in entering)
+            and all(term.change.place_of(row) == term.change.place_of(row - 1) + 1 for term in entering)
         )
         is_new = size is not None and row >= size
         if last is not None and follows and last.is_new == is_new:
-            rows[-1] = replace(last, stop=row + 1)
+            spans[-1] = replace(last, stop=row + 1)
         else:
-            rows.append(Rows(row, row + 1, entering, 0.0, is_new))
+            spans.append(Span(row, row + 1, entering, is_new=is_new))
     unknown = next(
-        (part for part in rows if part.is_new and len(part.terms) > 1 and not _has_tokenizers(part, tokens)), None
+        (span for span in spans if span.is_new and len(span.terms) > 1 and not _has_tokenizers(span, tokens)), None
     )
     if unknown is not None:
         several = [term.expert for term in unknown.terms]
@@ -103,13 +103,13 @@ def settle_tokens(
             f"{next(name for name in several if name not in tokens)} has no tokenizer.json that says which token it is",
             "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
         )
-    total = rows[-1].stop
-    settled = replace(slot, terms=shared_out(list(terms.values())), rows=tuple(rows))
+    total = max(owners) + 1
+    settled = replace(slot, terms=shared_out(list(terms.values())), spans=tuple(spans))
     return settled, total if size is not None and total > size else None
 
 
-def _has_tokenizers(rows: Rows, tokens: Mapping[str, Tokens]) -> bool:
-    return all(term.expert in tokens for term in rows.terms)
+def _has_tokenizers(span: Span, tokens: Mapping[str, Tokens]) -> bool:
+    return all(term.expert in tokens for term in span.terms)
 
 
 def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems: Problems) -> None:
@@ -136,17 +136,17 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
     )
 
 
-def with_rows_of_base(slot: Slot, rows: Sequence[Rows], problems: Problems) -> Slot:
+def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> Slot:
     """A stored embedding or head, with the rows of trained tokens and the base's rows between them."""
-    count, complete, next_row = slot.shape[0], list[Rows](), 0
-    for part in rows:
-        if part.start > next_row:
-            complete.append(Rows(next_row, part.start, (), 1.0))
-        complete.append(part)
-        next_row = part.stop
+    count, complete, next_row, base = slot.shape[0], list[Span](), 0, (own_weight(1.0, slot.base),)
+    for span in spans:
+        if span.start > next_row:
+            complete.append(Span(next_row, span.start, (), base))
+        complete.append(span)
+        next_row = span.stop
     if next_row < count:
-        complete.append(Rows(next_row, count, (), 1.0))
-    odd = next((part for part in complete if not part.terms and part.stop > count), None)
+        complete.append(Span(next_row, count, (), base))
+    odd = next((span for span in complete if not span.terms and span.stop > count), None)
     if odd is not None:
         problems.add(
             f"the tokens up to {next_row - 1} of {slot.name} were trained, but the base has {count} rows and no expert "
@@ -156,7 +156,7 @@ def with_rows_of_base(slot: Slot, rows: Sequence[Rows], problems: Problems) -> S
             kind=BaseModelError,
         )
         return slot
-    return replace(slot, rows=tuple(complete), shape=(complete[-1].stop, *slot.shape[1:]))
+    return slot.with_spans(complete)
 
 
 _SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
@@ -228,20 +228,18 @@ def settle_vocabulary(
         own_table = table if table.size is None else replace(table, size=table.size + extra)
         if slot.base is not None:
             own_table = replace(table, size=slot.base.tensor.shape[0])
-        if any(isinstance(term.change, Whole) and term.change.rows for term in slot.terms):
+        if slot.of_tokens:
             slot, size = settle_tokens(slot, own_table.size, table.tokens, problems)
         else:
-            slot_changes = {
-                name: part for name, part in slot_changes.items() if not (isinstance(part, Whole) and part.rows)
-            }
+            slot_changes = {name: change for name, change in slot_changes.items() if not change.rows}
             size = None
         if slot_changes and not slot.of_tokens:
             slot, size = _settled(slot, slot_changes, own_table, composition, problems)
         if size is not None:
             sizes[slot.name] = size - extra
-        for rows in slot.rows:
-            for i in range(rows.start, rows.stop) if rows.is_new else ():
-                owner = rows.terms[0].expert
+        for span in slot.spans:
+            for i in range(span.start, span.stop) if span.is_new else ():
+                owner = span.terms[0].expert
                 if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
                     new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
         settled.append(slot)
@@ -286,11 +284,10 @@ def _rows_of(change: Change, base: int | None = None) -> int:
     """The number of rows of the weight that a change of an embedding or head is for; `base` is that of the base."""
     if isinstance(change, Whole):
         return next(iter(change.tensors.values())).shape[0]
-    lora = change.part.lora if isinstance(change, Opaque) else change.lora
-    if lora is None:  # (IA)³ and others, of the base's own weight
+    if change.lora is None:  # (IA)³ and others, of the base's own weight
         assert base is not None
         return base
-    return lora.in_features if lora.embedding else lora.out_features
+    return change.lora.in_features if change.lora.embedding else change.lora.out_features
 
 
 def _token_table(
@@ -327,9 +324,9 @@ def _token_table(
     if base is None:  # assume the tokens that all experts share
         everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
         row_counts = [
-            min(part.rows) if isinstance(part, Whole) and part.rows else _rows_of(part, size)
+            min(change.rows) if change.rows else _rows_of(change, size)
             for changes in ends.values()
-            for part in changes.values()
+            for change in changes.values()
         ]
         base = {i: token for i, token in everywhere if i < (size or min(row_counts))}
     is_unknown = reference is None and opened is None
@@ -392,10 +389,10 @@ def _settled(
             excess = f"new tokens ({_tokens(new)})" if new_ids else f"{sizes[owner]} rows"
             odd = next((name for name, change in changes.items() if isinstance(change, Opaque)), owner)
             problems.add(
-                f"{owner} has {excess} and {_kind_of(changes[owner])} on {slot.name}, whose rows the rule "
+                f"{owner} has {excess} and {changes[owner].method} on {slot.name}, whose rows the rule "
                 f"`{slot.rule}` does not combine with fixed weights"
                 if odd == owner
-                else f"{owner} has {excess}, but {odd} has {_kind_of(changes[odd])} on {slot.name}, whose rows cannot "
+                else f"{owner} has {excess}, but {odd} has {changes[odd].method} on {slot.name}, whose rows cannot "
                 "be computed one by one",
                 f"Give it to {owner} in its own rule: {{modules: [{slot.module}], expert: {owner}}}",
                 kind=UnsupportedError,
@@ -414,12 +411,12 @@ def _settled(
     total = max(sizes[name] for name in entering)
     edges = {0, total, *sizes.values(), *new_ids, *(i + 1 for i in new_ids)}
     edges |= set() if table.size is None else {table.size}
-    rows: list[Rows] = []
+    spans: list[Span] = []
     ordered = sorted(edge for edge in edges if edge <= total)
     for start, stop in pairwise(ordered):
         owners = [name for name, tokens in new.items() if start in tokens]
-        part = _range_of(slot, start, stop, owners, sizes, table, changes)
-        if part is None:
+        span = _span_of(slot, start, stop, owners, sizes, table, changes)
+        if span is None:
             problems.add(
                 f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
                 f"`{slot.rule}` gives it to neither",
@@ -427,17 +424,17 @@ def _settled(
                 kind=CompositionError,
             )
             return slot, None
-        last = rows[-1] if rows else None
-        if last is not None and (last.terms, last.rest, last.is_new) == (part.terms, part.rest, part.is_new):
-            rows[-1] = replace(last, stop=stop)
+        last = spans[-1] if spans else None
+        if last is not None and last.is_like(span) and last.is_new == span.is_new:
+            spans[-1] = replace(last, stop=stop)
         else:
-            rows.append(part)
-    ordinary = all((part.terms, part.rest) == (slot.terms, slot.rest) for part in rows)
+            spans.append(span)
+    ordinary = all(span.is_like(slot.ordinary) for span in spans)
     ordinary = ordinary and all(sizes[term.expert] == total for term in slot.terms)
-    if ordinary and (table.size in (None, total) or not slot.rest):
+    if ordinary and (table.size in (None, total) or not slot.ordinary.rest):
         # All rows have the same terms, but merging has to know where the base's rows end.
-        rows = rows if table.size is not None and table.size != total else []
-    if rows and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
+        spans = spans if table.size is not None and table.size != total else []
+    if spans and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
         weighting = "magnitude weights" if slot.method == "linear" else slot.method
         problems.add(
             f"{slot.name} has rows for tokens that the base or an expert lacks, so it cannot be combined by "
@@ -447,10 +444,10 @@ def _settled(
             kind=UnsupportedError,
         )
         return slot, None
-    return replace(slot, rows=tuple(rows)), total
+    return replace(slot, spans=tuple(spans)), total
 
 
-def _range_of(
+def _span_of(
     slot: Slot,
     start: int,
     stop: int,
@@ -458,7 +455,7 @@ def _range_of(
     sizes: Mapping[str, int],
     table: _TokenTable,
     changes: Mapping[str, Change],
-) -> Rows | None:
+) -> Span | None:
     """A range of rows with its terms; None if several experts own the rows and the rule names none of them."""
     if owners:
         entering = [term for term in slot.terms if term.expert in owners]
@@ -466,19 +463,17 @@ def _range_of(
             return None
     else:
         entering = [term for term in slot.terms if sizes[term.expert] >= stop]
-        if len(entering) == len(slot.terms) and (not slot.rest or table.size is None or stop <= table.size):
-            return Rows(start, stop, slot.terms, slot.rest)
+        has_base = not slot.ordinary.rest or table.size is None or stop <= table.size
+        if len(entering) == len(slot.terms) and has_base:
+            return replace(slot.ordinary, start=start, stop=stop)
         owners = [name for name, size in sizes.items() if size >= stop]
     if not entering:
         entering = [Term(owners[0], owners[0], 1.0, changes[owners[0]])]
     terms = shared_out(entering)
-    return Rows(start, stop, terms, _rest(terms), is_new=True)
-
-
-def _rest(terms: Sequence[Term]) -> float:
-    """The base's coefficient in rows of these terms, whose coefficients add up to 1."""
+    # The coefficients add up to 1, so the base's is the sum of those that are added to it.
     added = [term.coefficient for term in terms if not isinstance(term.change, Whole)]
-    return 1.0 if len(added) == len(terms) else sum(added)
+    rest = 1.0 if len(added) == len(terms) else sum(added)
+    return Span(start, stop, terms, (own_weight(rest, slot.base),) if rest else (), is_new=True)
 
 
 def _has_one_rule(slot: Slot, sizes: Mapping[str, int], new: Mapping[str, Mapping[int, str | None]]) -> bool:
@@ -496,19 +491,13 @@ def _has_one_rule(slot: Slot, sizes: Mapping[str, int], new: Mapping[str, Mappin
     same = all(
         tokens.keys() == new_ids and tokens == new_tokens[0] and None not in tokens.values() for tokens in new_tokens
     )
-    return same and all(isinstance(term.change, LowRank) for term in slot.terms)
+    return same and len(slot.low_rank) == len(slot.terms)
 
 
 def _is_sum(slot: Slot, changes: Mapping[str, Change], composition: Composition) -> bool:
     """Whether the rows can be computed one by one: a sum with coefficients that no tensor decides."""
     fixed = slot.rule is not None and not slot.rule.weights and composition.row_threshold is None
-    return fixed and slot.method == "linear" and not any(isinstance(part, Opaque) for part in changes.values())
-
-
-def _kind_of(change: Change) -> str:
-    if isinstance(change, Opaque):
-        return change.part.method
-    return "LoRA" if isinstance(change, LowRank) else "whole weights"
+    return fixed and slot.method == "linear" and not any(isinstance(change, Opaque) for change in changes.values())
 
 
 def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:
@@ -549,7 +538,6 @@ def with_lent_rows(
     slots: Mapping[str, Slot],
     stored: Mapping[str, StoredTensor],
     tied: TiedHead | None,
-    adapters: Mapping[str, Adapter],
     problems: Problems,
 ) -> dict[str, Slot]:
     """The slots of a merge, with copies in the rows of embeddings and heads that have LoRA and that the base lacks.
@@ -559,7 +547,6 @@ def with_lent_rows(
         stored: the base's tensors.
         tied: the embedding and its head, if they are tied in the base but not in the result: if one of them has LoRA,
             the other has the copy's rows without ΔW.
-        adapters: the experts that are adapters.
         problems: collects experts that hold no copy, and methods that are not weighted sums.
     """
     extended = dict(slots)
@@ -567,8 +554,8 @@ def with_lent_rows(
         if not slot.has_tokens:
             continue
         size = stored[name].tensor.shape[0]
-        if any(_factor_rows(term) > size for term in _low_rank(slot)):
-            extended[name] = _with_copies(slot, size, adapters, problems)
+        if any(_factor_rows(term) > size for term in slot.all_terms if isinstance(term.change, LowRank)):
+            extended[name] = _with_copies(slot, size, problems)
         elif any(_factor_rows(term) > size for term in slot.opaque):
             extended[name] = _on_copy(slot, size, problems)
     if tied is not None:
@@ -577,22 +564,20 @@ def with_lent_rows(
     return extended
 
 
-def _factor_rows(term: Term) -> int:
+def _factor_rows(term: Term[Change]) -> int:
     """The rows of the stored weight that the factors are for; 0 if the change has none."""
-    if term.opaque is None:
-        return term.lora.in_features if term.low_rank.transposed else term.lora.out_features
-    lora = term.opaque.part.lora
-    return 0 if lora is None else lora.in_features if term.opaque.transposed else lora.out_features
+    lora = term.change.lora
+    return 0 if lora is None else lora.in_features if term.change.transposed else lora.out_features
 
 
 def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
     """An embedding or head that PEFT computes from the whole of its owner's copy (DoRA)."""
     term = max(slot.opaque, key=_factor_rows)
-    total, copy = _factor_rows(term), copy_beside(term.change)
+    total, copy = _factor_rows(term), term.change.copy
     if slot.owner is None:
         problems.add(
-            f"{slot.name} is {term.method} of a resized vocabulary in {term.expert}, which is computed from its own "
-            f"{total} rows, so it cannot be blended",
+            f"{slot.name} is {term.change.method} of a resized vocabulary in {term.expert}, which is computed from its "
+            f"own {total} rows, so it cannot be blended",
             f"Give it to {term.expert} in its own rule: {{modules: [{slot.module}], expert: {term.expert}}}",
             kind=UnsupportedError,
         )
@@ -600,14 +585,13 @@ def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
     if copy is None or copy.shape[0] < total:
         _report_no_copy(term, slot.module, size, problems)
         return slot
-    lent = replace(term, change=Whole(term.change.path, {"weight": copy}))
-    rows = (Rows(0, total, slot.terms, 0.0, is_new=True, lent=(lent,)),)
-    return replace(slot, rows=rows, shape=(total, *slot.shape[1:]))
+    lent = Term(term.expert, term.side, 0.0, Whole(term.change.path, {"weight": copy}))
+    return slot.with_spans([Span(0, total, slot.terms, (lent,), is_new=True)])
 
 
-def _report_no_copy(term: Term, module: str, size: int, problems: Problems) -> None:
+def _report_no_copy(term: Term[Change], module: str, size: int, problems: Problems) -> None:
     problems.add(
-        f"{term.expert} has {term.method or 'LoRA'} on {_factor_rows(term)} rows of {module}, but the base has {size}, "
+        f"{term.expert} has {term.change.method} on {_factor_rows(term)} rows of {module}, but the base has {size}, "
         "and the adapter holds no copy of the others",
         "Save the adapter again with `save_embedding_layers=True`, or pass the resized base on which it "
         "was trained as `base_model`",
@@ -616,7 +600,7 @@ def _report_no_copy(term: Term, module: str, size: int, problems: Problems) -> N
     )
 
 
-def _with_copies(slot: Slot, size: int, adapters: Mapping[str, Adapter], problems: Problems) -> Slot:
+def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
     """An embedding or head with LoRA; the base has only the first `size` of its rows."""
     if not slot.is_linear or slot.opaque:
         problems.add(
@@ -627,14 +611,16 @@ def _with_copies(slot: Slot, size: int, adapters: Mapping[str, Adapter], problem
             kind=UnsupportedError,
         )
         return slot
-    total = max(_factor_rows(term) for term in _low_rank(slot))
-    rows = slot.rows or (Rows(0, size, slot.terms, slot.rest), Rows(size, total, slot.terms, slot.rest, is_new=True))
+    spans = slot.spans
+    if not spans:
+        total = max(_factor_rows(term) for term in slot.low_rank)
+        spans = replace(slot.ordinary, stop=size), replace(slot.ordinary, start=size, stop=total, is_new=True)
     complete = []
-    for part in rows:
-        if part.stop <= size or part.rest == 0:
-            complete.append(part)
+    for span in spans:
+        if span.stop <= size or span.rest == 0:
+            complete.append(span)
             continue
-        if part.start < size:
+        if span.start < size:
             problems.add(
                 f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
                 "Pass `base_model` when you compose them",
@@ -643,28 +629,29 @@ def _with_copies(slot: Slot, size: int, adapters: Mapping[str, Adapter], problem
             )
             return slot
         lent = []
-        for term in shared_out(_low_rank(part)):
-            copy = copy_beside(term.change)
-            if copy is None or copy.shape[0] < part.stop:
+        for term in shared_out(span.low_rank):
+            copy = term.change.copy
+            if copy is None or copy.shape[0] < span.stop:
                 _report_no_copy(term, term.lora.name, size, problems)
                 return slot
             whole = Whole(term.change.path, {"weight": copy})
-            lent.append(replace(term, coefficient=part.rest * term.coefficient, change=whole))
-        complete.append(replace(part, rest=0.0, lent=tuple(lent)))
-    return replace(slot, rows=tuple(complete), shape=(rows[-1].stop, *slot.shape[1:]))
-
-
-def _low_rank(part: Slot | Rows) -> list[Term]:
-    """The terms with factors, of all rows."""
-    terms = part.all_terms if isinstance(part, Slot) else part.terms
-    return [term for term in terms if isinstance(term.change, LowRank)]
+            lent.append(Term(term.expert, term.side, span.rest * term.coefficient, whole))
+        complete.append(replace(span, base=tuple(lent)))
+    return slot.with_spans(complete)
 
 
 def _without_factors(slot: Slot, other: Slot) -> Slot:
     """An embedding or head without LoRA, with the new rows of `other`, to which it is tied in the base."""
-    added = [replace(part, start=max(part.start, slot.shape[0])) for part in other.rows if part.stop > slot.shape[0]]
-    if slot.rows or not added or not all(part.lent and len(part.lent) == len(part.terms) for part in added):
+    added = [span for span in other.spans if span.stop > slot.shape[0]]
+    if slot.spans or not added or not all(_is_lent(span) and len(span.base) == len(span.terms) for span in added):
         return slot
-    rows = [Rows(0, slot.shape[0], slot.terms, slot.rest)]
-    rows += [Rows(part.start, part.stop, part.lent, 0.0, is_new=True) for part in added]
-    return replace(slot, rows=tuple(rows), shape=other.shape)
+    spans = [replace(slot.ordinary, stop=slot.shape[0])]
+    for span in added:
+        terms = span.base if span.rest else shared_out(span.base)  # PEFT computes DoRA from the copy
+        spans.append(Span(max(span.start, slot.shape[0]), span.stop, terms, is_new=True))
+    return slot.with_spans(spans)
+
+
+def _is_lent(span: Span) -> bool:
+    """Whether experts' copies stand in the base's place."""
+    return any(term.expert != BASE for term in span.base)

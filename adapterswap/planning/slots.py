@@ -1,12 +1,12 @@
 """A slot: one module of an adapter, or one stored tensor of a model, and the changes that enter it.
 
-The linear form is
+The linear form is, in every range of rows,
 
-    W' = Σ_whole c_i·W_i + (1 - Σ_whole c_i)·W_base + Σ_lora c_i·s_i·B_i·A_i
+    W' = b·W + Σ c_i·X_i,    b = 1 - Σ c_i over the changes that replace W
 
-because ΔW_i is W_i - W_base for weights trained in full and s_i·B_i·A_i for LoRA. For an opaque change (DoRA, OFT, …),
-W_i is the weight that PEFT computes from the base's. Pure data: knows changes and rules, but not whole plans, nor how a
-slot is computed.
+where X_i is W_i for a change that replaces the base's weight W (a weight trained in full, or the one that PEFT computes
+from W for DoRA, OFT, …), and s_i·B_i·A_i for LoRA. So the base is a term like any other. Pure data: knows changes and
+rules, but not whole plans, nor how a slot is computed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Generic, TypeVar, cast
 
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.experts.adapter import LoraModule
@@ -21,10 +24,13 @@ from adapterswap.model.layers import Kind, is_vocabulary
 from adapterswap.planning.rules import BASE, BlendMethod, Rule
 
 _NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the experts' coefficients
+_NOT_OPEN = Whole(Path(), {})  # the base's own weight in a plan that has not opened the base
+
+_Kind = TypeVar("_Kind", bound=Change, covariant=True)
 
 
 @dataclass(frozen=True)
-class Term:
+class Term(Generic[_Kind]):
     """One expert's part in a slot: its coefficient c, and its change.
 
     `side` is the average through which the expert enters, if the rule treats averages as wholes; else the expert.
@@ -33,69 +39,89 @@ class Term:
     expert: str
     side: str
     coefficient: float
-    change: Change
-
-    @property
-    def low_rank(self) -> LowRank:
-        """The change, which must be low-rank."""
-        assert isinstance(self.change, LowRank)
-        return self.change
+    change: _Kind
 
     @property
     def lora(self) -> LoraModule:
-        """The factors of a low-rank change, or of a variant of LoRA."""
-        if isinstance(self.change, Opaque):
-            assert self.change.part.lora is not None
-            return self.change.part.lora
-        return self.low_rank.lora
+        """The factors, of LoRA or a variant of it."""
+        assert self.change.lora is not None
+        return self.change.lora
+
+
+class _Terms:
+    """What follows from the terms of a slot or of a span."""
+
+    terms: tuple[Term[Change], ...]
+
+    @cached_property
+    def whole(self) -> tuple[Term[Whole], ...]:
+        """The terms with weights that replace the base's."""
+        return tuple(cast(Term[Whole], term) for term in self.terms if isinstance(term.change, Whole))
+
+    @cached_property
+    def low_rank(self) -> tuple[Term[LowRank], ...]:
+        """The terms with low-rank changes."""
+        return tuple(cast(Term[LowRank], term) for term in self.terms if isinstance(term.change, LowRank))
+
+    @cached_property
+    def opaque(self) -> tuple[Term[Opaque], ...]:
+        """The terms whose weight PEFT computes from the base's."""
+        return tuple(cast(Term[Opaque], term) for term in self.terms if isinstance(term.change, Opaque))
 
     @property
-    def opaque(self) -> Opaque | None:
-        """The change, if it is opaque."""
-        return self.change if isinstance(self.change, Opaque) else None
-
-    @property
-    def method(self) -> str:
-        """The name of an opaque change's method, such as DoRA; else empty."""
-        return "" if self.opaque is None else self.opaque.part.method
-
-    @property
-    def whole(self) -> Whole:
-        """The change, which must be a whole weight."""
-        assert isinstance(self.change, Whole)
-        return self.change
+    def summed(self) -> dict[str, float]:
+        """Each expert's coefficient, summed over its sides."""
+        coefficients: dict[str, float] = {}
+        for term in self.terms:
+            coefficients[term.expert] = coefficients.get(term.expert, 0.0) + term.coefficient
+        return coefficients
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A range of rows with the same terms, in an embedding or head whose vocabulary was resized.
+class Span(_Terms):
+    """A range of rows that are computed alike.
 
     Attributes:
         start, stop: the first row, and the row after the last.
         terms: like a slot's terms; none leaves the base's rows.
-        rest: the base's coefficient.
+        base: what stands in the place of the base's weight: the base itself or, in rows that it lacks, experts' copies
+            of their resized base's weight. Empty if it does not enter; its coefficient is 0 if other terms are only
+            computed from it.
         is_new: whether the base lacks the tokens of these rows.
-        lent: experts' copies of their resized base's weight, with their coefficients. They replace the base, whose
-            weight does not have these rows, and LoRA is added to them.
+        matrix: which of the tensor's matrices these rows are of, if low-rank changes apply to each of them separately.
     """
 
     start: int
     stop: int
-    terms: tuple[Term, ...]
-    rest: float
+    terms: tuple[Term[Change], ...]
+    base: tuple[Term[Whole], ...] = ()
     is_new: bool = False
-    lent: tuple[Term, ...] = ()
+    matrix: int = 0
+
+    @property
+    def rest(self) -> float:
+        """The base's coefficient b."""
+        return math.fsum(term.coefficient for term in self.base)
 
     @property
     def made_of(self) -> str | dict[str, float]:
         """The owner's name, or each expert's coefficient, as plain data."""
         if len(self.terms) == 1 and self.terms[0].coefficient == 1:
             return self.terms[0].expert
-        return {term.expert: term.coefficient for term in self.terms}
+        return self.summed
+
+    def is_like(self, other: Span) -> bool:
+        """Whether the rows of both are computed alike."""
+        return (self.terms, self.base) == (other.terms, other.base)
+
+
+def own_weight(coefficient: float, weight: Whole | None) -> Term[Whole]:
+    """The base's weight as a term; `weight` is None if the plan has not opened the base."""
+    return Term(BASE, BASE, coefficient, weight or _NOT_OPEN)
 
 
 @dataclass(frozen=True)
-class Slot:
+class Slot(_Terms):
     """One module or one stored tensor, and how its result is computed.
 
     Attributes:
@@ -110,15 +136,15 @@ class Slot:
         in_full: whether experts hold the module's whole weights (`modules_to_save`).
         dtype, shape: how the model stores the tensor; empty for a module of an adapter.
         base: the base's own tensor; None if the plan has no base.
-        rows: all rows in order, for an embedding or head with rows that the base or an expert lacks. If experts trained
-            single tokens: their rows and, of a stored tensor, the base's rows between them. Else empty.
+        spans: all rows in order, for an embedding or head with rows that the base or an expert lacks. If experts
+            trained single tokens: their rows and, of a stored tensor, the base's rows between them. Else empty.
     """
 
     name: str
     module: str
     layer: int | None
     kind: Kind
-    terms: tuple[Term, ...]
+    terms: tuple[Term[Change], ...]
     weights: Mapping[str, float]
     rule: Rule | None
     method: BlendMethod = "linear"
@@ -126,14 +152,14 @@ class Slot:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     base: Whole | None = None
-    rows: tuple[Rows, ...] = ()
+    spans: tuple[Span, ...] = ()
 
     @property
     def is_stored(self) -> bool:
         """Whether the slot is a stored tensor of a model, not a module of an adapter."""
         return bool(self.dtype)
 
-    @property
+    @cached_property
     def has_tokens(self) -> bool:
         """Whether it is a stored tensor with a row for each token; see `StoredTensor.has_tokens`."""
         return bool(self.shape) and is_vocabulary(self.module, self.layer)
@@ -143,7 +169,7 @@ class Slot:
         """The name that rules look at: the module's, as adapters write it, with the parameter of a stored tensor."""
         return f"{self.module}.{self.name.rpartition('.')[2]}" if self.is_stored else self.name
 
-    @property
+    @cached_property
     def is_linear(self) -> bool:
         """Whether the result is a weighted sum of changes.
 
@@ -163,37 +189,90 @@ class Slot:
         return self.method != "linear" and not self.is_stored and self.rule is not None and self.rule.spans
 
     @property
-    def matrices(self) -> int:
-        """How many matrices the tensor holds, if low-rank changes apply to each of them separately; else 1."""
-        return max((term.low_rank.matrices for term in self.low_rank), default=1) if self.is_stored else 1
-
-    @property
     def is_held_whole(self) -> bool:
         """Whether computing it needs whole tensors in memory, as a nonlinear method or an opaque change does."""
         return not self.is_linear or bool(self.opaque)
 
+    @cached_property
+    def ordinary(self) -> Span:
+        """All rows, as the rule computes them."""
+        rest = 1 - math.fsum(term.coefficient for term in self.terms if term.change.replaces)
+        rest = rest if abs(rest) > _NOTHING else 0.0
+        base = (own_weight(rest, self.base),) if rest or self._computes_with_base else ()
+        return Span(0, self._rows, self.terms, () if self._holds_no_base else base)
+
+    @cached_property
+    def ranges(self) -> tuple[Span, ...]:
+        """All rows of a stored tensor in order: `spans` or, if all are alike, one span for each of its matrices."""
+        if self.spans:
+            return self.spans
+        count = self.matrices
+        height = self._rows // count
+        return tuple(
+            replace(self.ordinary, start=matrix * height, stop=(matrix + 1) * height, matrix=matrix)
+            for matrix in range(count)
+        )
+
+    @property
+    def _rows(self) -> int:
+        """The rows of a stored tensor, as which all axes but the last count; 0 for a module of an adapter."""
+        return math.prod(self.shape[:-1] if len(self.shape) > 1 else self.shape) if self.is_stored else 0
+
+    def with_spans(self, spans: Sequence[Span]) -> Slot:
+        """The stored tensor with these spans, and as many rows; the base's weight in them is its own."""
+        bound = tuple(
+            replace(
+                span, base=tuple(own_weight(t.coefficient, self.base) if t.expert == BASE else t for t in span.base)
+            )
+            for span in spans
+        )
+        return replace(self, spans=bound, shape=(bound[-1].stop, *self.shape[1:]))
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the base's own numbers enter."""
+        return any(term.expert == BASE for span in (self.ordinary, *self.spans) for term in span.base)
+
+    @property
+    def _computes_with_base(self) -> bool:
+        """Whether other terms, or coefficients, are computed from the base's weight."""
+        waits = self.rule is not None and self.rule.weights is not None and bool(self.terms)
+        return not self.is_linear or waits or bool(self.opaque)
+
+    @property
+    def _holds_no_base(self) -> bool:
+        """Whether a method on whole weights combines only experts' weights."""
+        if self.rule is None or not self.rule.acts_on_weights or not self.terms:
+            return False
+        return not (self.low_rank or self.opaque or any(share < 1 for share in self.whole_shares.values()))
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices a stored tensor holds, if low-rank changes apply to each of them separately; else 1."""
+        return max((term.change.matrices for term in self.low_rank), default=1) if self.is_stored else 1
+
     @property
     def of_tokens(self) -> bool:
         """Whether the changes are single rows of an embedding or head (`trainable_token_indices`)."""
-        return any(term.whole.rows for term in self.whole)
+        return any(term.change.rows for term in self.whole)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The trained tokens whose rows it holds, in the order of its tensor."""
         if self.owner is not None:
-            return self.terms[0].whole.rows
-        return tuple(row for part in self.rows for row in range(part.start, part.stop))
+            return self.whole[0].change.rows
+        return tuple(row for span in self.spans for row in range(span.start, span.stop))
 
     @property
-    def all_terms(self) -> tuple[Term, ...]:
-        """The terms, and those of the rows: an expert may own only rows."""
-        return (*self.terms, *(term for part in self.rows for term in (*part.terms, *part.lent)))
+    def all_terms(self) -> tuple[Term[Change], ...]:
+        """The terms, and those of the spans: an expert may own only rows, or lend them."""
+        lent = (term for span in self.spans for term in span.base if term.expert != BASE)
+        return (*self.terms, *(term for span in self.spans for term in span.terms), *lent)
 
     @property
     def factors_by_rows(self) -> str | None:
         """The first expert whose LoRA has different coefficients in different rows; None if there is none."""
-        experts = (t.expert for part in reversed(self.rows) for t in part.terms if isinstance(t.change, LowRank))
-        return next(experts, None)
+        return next((term.expert for span in reversed(self.spans) for term in span.low_rank), None)
 
     @property
     def requested(self) -> Mapping[str, float]:
@@ -212,7 +291,7 @@ class Slot:
             return ()  # as in most modules of most plans
         return tuple(name for name in self.requested if name not in present)
 
-    @property
+    @cached_property
     def owner(self) -> str | None:
         """The expert whose change the slot gets unaltered, `base` for no change, None for a blend."""
         if not self.terms:
@@ -223,66 +302,37 @@ class Slot:
     @property
     def coefficients(self) -> str | dict[str, float]:
         """The owner's name, `base`, or each expert's coefficient, as plain data."""
-        if self.owner is not None:
-            return self.owner
-        summed: dict[str, float] = {}
-        for term in self.terms:
-            summed[term.expert] = summed.get(term.expert, 0.0) + term.coefficient
-        return summed
-
-    @property
-    def whole(self) -> tuple[Term, ...]:
-        return tuple(term for term in self.terms if isinstance(term.change, Whole))
-
-    @property
-    def low_rank(self) -> tuple[Term, ...]:
-        return tuple(term for term in self.terms if isinstance(term.change, LowRank))
-
-    @property
-    def opaque(self) -> tuple[Term, ...]:
-        return tuple(term for term in self.terms if isinstance(term.change, Opaque))
-
-    @property
-    def rest(self) -> float:
-        """The base's coefficient in the linear form, 1 - Σ c_i over all changes that are not low-rank."""
-        rest = 1 - math.fsum(term.coefficient for term in self.terms if not isinstance(term.change, LowRank))
-        return rest if abs(rest) > _NOTHING else 0.0
-
-    @property
-    def needs_base(self) -> bool:
-        """Whether the base's own numbers enter."""
-        waits = self.rule is not None and self.rule.weights is not None and bool(self.terms)
-        if self.rule is not None and self.rule.acts_on_weights and self.terms:
-            return bool(self.low_rank or self.opaque) or any(share < 1 for share in self.whole_shares.values())
-        return not self.is_linear or waits or self.rest != 0 or bool(self.opaque) or any(r.rest for r in self.rows)
+        return self.summed if self.owner is None else self.owner
 
     @property
     def whole_shares(self) -> dict[str, float]:
         """The share of each side that is experts' whole weights; the rest, up to 1, is the base's."""
         sides = self.rule.sides if self.rule is not None else {}
         shares = dict.fromkeys(sides, 0.0)
-        for term in (*self.whole, *self.opaque):
+        for term in (term for term in self.terms if term.change.replaces):
             shares[term.side] += sides[term.side][term.expert]
         return {side: 1.0 if math.isclose(share, 1) else share for side, share in shares.items()}
 
     @property
     def copied(self) -> Whole | None:
         """The tensor that is copied as the result; None if the result is computed."""
-        if self.rows:
+        if self.spans:
             return None
         if not self.terms:
             return self.base
-        return self.terms[0].whole if self.owner is not None and self.whole else None
+        return self.whole[0].change if self.owner is not None and self.whole else None
 
 
-def shared_out(terms: Sequence[Term]) -> tuple[Term, ...]:
+def shared_out(terms: Sequence[Term[_Kind]]) -> tuple[Term[_Kind], ...]:
     """The terms with coefficients that add up to 1: their shares of the sum, or equal ones if one is not above 0."""
     total = math.fsum(term.coefficient for term in terms)
     even = any(term.coefficient <= 0 for term in terms)
     return tuple(replace(term, coefficient=1 / len(terms) if even else term.coefficient / total) for term in terms)
 
 
-def reweighted(terms: Sequence[Term], rule: Rule, weights: Mapping[str, float], *, apart: bool) -> tuple[Term, ...]:
+def reweighted(
+    terms: Sequence[Term[Change]], rule: Rule, weights: Mapping[str, float], *, apart: bool
+) -> tuple[Term[Change], ...]:
     """The terms with the coefficients that follow from these weights; experts without a term are left out."""
     term_of = {term.expert: term for term in terms}
     return tuple(

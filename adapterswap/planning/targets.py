@@ -20,7 +20,7 @@ from adapterswap.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, 
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.composition import fits_peft
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.slots import Slot, Term
+from adapterswap.planning.slots import Slot
 
 Target = Flag("Target", "ADAPTER PORTABLE WEIGHTS LIVE VLLM LLAMA GGUF DIFF ANALYZE PLAN")
 """What a composition can become. Limits of `PLAN` hold for all of them, and are checked when a plan is made."""
@@ -92,7 +92,7 @@ class Facts:
     @cached_property
     def opaque(self) -> list[tuple[str, OpaqueModule]]:
         """The opaque changes that enter, with their experts."""
-        return [(term.expert, _part(term)) for slot in self.plan or () for term in slot.opaque]
+        return [(term.expert, term.change.part) for slot in self.plan or () for term in slot.opaque]
 
     @cached_property
     def kinds(self) -> Mapping[str, str]:
@@ -197,12 +197,6 @@ _NEW_ROWS = "tokens that the base or an expert lacks"
 _THRESHOLD = "`row_threshold`"
 
 
-def _part(term: Term) -> OpaqueModule:
-    """The module of an opaque term."""
-    assert term.opaque is not None
-    return term.opaque.part
-
-
 @_of_expert(_OPAQUE, _SERVERS | Target.GGUF | Target.DIFF | Target.ANALYZE)
 def _not_lora(adapter: Adapter, f: Facts) -> Found:
     for part in (part for part in adapter.opaque.values() if f.enters(part.name)):
@@ -288,7 +282,7 @@ def over_the_base(adapter: Adapter, f: Facts) -> Found:
 
 @_of_slot(_NEW_ROWS, _FILES | Target.GGUF | Target.LIVE, dict.fromkeys(_FILES | Target.GGUF, "only LoRA of one expert"))
 def _different_rows(slot: Slot, f: Facts) -> Found:
-    expert = slot.factors_by_rows or (f.target is Target.LIVE and "NAME") if slot.rows else None
+    expert = slot.factors_by_rows or (f.target is Target.LIVE and "NAME") if slot.spans else None
     if expert:
         yield (
             f"{slot.name} has other rows than the base, with different weights, but {f.holder} has one ΔW for all rows",
@@ -299,15 +293,15 @@ def _different_rows(slot: Slot, f: Facts) -> Found:
 @_of_slot(_AVERAGED, _FILES | Target.LIVE)
 def averaged(slot: Slot, f: Facts) -> Found:
     for term in slot.opaque:
-        if slot.owner is None and not _part(term).is_linear:
+        if slot.owner is None and not term.change.part.is_linear:
             yield (
-                f"{slot.name} is a blend, but {term.expert} is {term.method} there, which cannot be averaged without "
-                "the base's weight",
+                f"{slot.name} is a blend, but {term.expert} is {term.change.method} there, which cannot be averaged "
+                "without the base's weight",
                 f"Give it to one expert, or convert {term.expert} to rsLoRA first with `convert`. Or: {f.otherwise}",
             )
         elif slot.method != "linear":
             yield (
-                f"{slot.method} works on s·B·A, but {term.expert} is {term.method} at {slot.name}",
+                f"{slot.method} works on s·B·A, but {term.expert} is {term.change.method} at {slot.name}",
                 f"Use a linear method such as `soup` or `task_arithmetic`. Or: {f.otherwise}",
                 "method",
             )
@@ -401,7 +395,8 @@ def _of_many_matrices(slot: Slot, f: Facts) -> Found:
 def _not_numbers(slot: Slot, f: Facts) -> Found:
     if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
         return
-    entering = [term.whole.tensor.dtype for term in slot.all_terms if isinstance(term.change, Whole)]
+    changes = [term.change for term in slot.all_terms]
+    entering = [change.tensor.dtype for change in changes if isinstance(change, Whole)]
     for dtype in [*entering, slot.dtype, *([slot.base.tensor.dtype] if slot.base else [])]:
         if dtype not in FLOATS:
             yield (
@@ -531,7 +526,7 @@ def _leaf(module: Slot | OpaqueModule) -> str:
 @_of_plan("(IA)³ on inputs and outputs of modules whose names end alike", _FILES)
 def _indistinct(plan: Plan, f: Facts) -> Found:
     opaque = [slot for slot in plan if slot.opaque] if f.opaque and f.opaque[0][1].peft_type == "IA3" else []
-    inputs = {slot.name: any(not _part(term).on_bias for term in slot.opaque) for slot in opaque}
+    inputs = {slot.name: any(not term.change.part.on_bias for term in slot.opaque) for slot in opaque}
     ends = tuple(name for name, scales in inputs.items() if scales)
     for name, scales in inputs.items():
         if ends and not scales and name.endswith(ends):

@@ -318,7 +318,7 @@ def _plan(
 def _check_vocabulary(plan: Plan) -> None:
     """Refuse full weights with rows for tokens that the base lacks, because all cells use the base's tokenizer."""
     for slot in plan:
-        if slot.rows or (slot.base is not None and slot.shape != slot.base.tensor.shape):
+        if slot.spans or (slot.base is not None and slot.shape != slot.base.tensor.shape):
             raise UnsupportedError(
                 f"{slot.name} has rows for tokens that the base lacks, but a sweep uses the base's tokenizer",
                 "Write the composition with `adapterswap merge`, and evaluate the result with `adapterswap evaluate`",

@@ -16,7 +16,6 @@ import hashlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.changes.joint import concatenate
-from adapterswap.changes.kinds import ExpertRows, LowRank, Opaque, Whole
+from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Opaque, Whole
 from adapterswap.changes.opaque import merged_delta, merged_weight
 from adapterswap.changes.reading import Factors
 from adapterswap.errors import UnsupportedError
@@ -44,7 +43,7 @@ from adapterswap.files.numbers import (
 )
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor
 from adapterswap.planning.rules import BASE
-from adapterswap.planning.slots import Slot, Term
+from adapterswap.planning.slots import Slot, Span, Term
 
 _REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
 _COPIED = 2**20  # bytes of a block to copy, and
@@ -85,17 +84,19 @@ class Part:
 class Block:
     """Rows `start` to `stop` of a tensor of the result, with their sources.
 
-    For a tensor that is copied, `start` and `stop` count bytes. `factors` are the whole A and B of each low-rank term;
-    only the first block of a tensor has them, or of each of its matrices (`Slot.matrices`), which begins at row
-    `origin`, or of each range of `Slot.rows`. `opaque` are the tensors of each opaque term, by name.
+    For a tensor that is copied, `start` and `stop` count bytes, and `whole` is what they are copied from. Otherwise
+    `whole`, `base`, `factors` and `opaque` belong to the terms of `span` with such changes and of its base. `factors`
+    are the whole A and B; only the first block of a span has them, and they begin at row `origin`. `opaque` are all
+    tensors of a module, by name.
     """
 
     result: ResultTensor
+    span: Span
     start: int
     stop: int
     whole: tuple[Part, ...]
-    base: Part | None
-    factors: tuple[tuple[Part, Part], ...]
+    base: tuple[Part, ...] = ()
+    factors: tuple[tuple[Part, Part], ...] = ()
     opaque: tuple[Mapping[str, Part], ...] = ()
     origin: int = 0
 
@@ -103,8 +104,7 @@ class Block:
     def parts(self) -> Iterator[Part]:
         """All parts that were read."""
         yield from self.whole
-        if self.base is not None:
-            yield self.base
+        yield from self.base
         for pair in self.factors:
             yield from pair
         for tensors in self.opaque:
@@ -163,70 +163,47 @@ def read_blocks(result: ResultTensor, files: Mapping[Path, int], entered: Entere
     owner, tensor = result.slot.owner or BASE, result.copied.tensor
     for start, stop in row_ranges(tensor.nbytes, _COPIED):
         raw = read_bytes(files[result.copied.path], tensor, start, stop)
-        yield Block(result, start, stop, (Part(owner, tensor, raw),), None, ())
+        yield Block(result, result.slot.ordinary, start, stop, (Part(owner, tensor, raw),))
     entered.copied[owner, tensor.name] = tensor
 
 
 def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
-    slot = result.slot
-    if slot.rows:
-        yield from _blocks_by_rows(result, reader)
-        return
-    base = slot.base if slot.needs_base else None
-    rows, columns = result.matrix
-    step = rows if slot.is_held_whole else max(1, _COMPUTED // columns)
-    height = rows // slot.matrices
-    for matrix, (first, last) in product(range(slot.matrices), row_ranges(height, step)):
-        origin = matrix * height
-        start, stop = origin + first, origin + last
-        cut = (start * columns, stop * columns)
-        # An expert on two sides is read and hashed once.
-        read = {term.expert: term.whole for term in slot.whole}
-        parts = {expert: reader.elements(expert, whole, *cut) for expert, whole in read.items()}
-        weights = tuple(parts[term.expert] for term in slot.whole)
-        factors = tuple(reader.factors(term, matrix) for term in slot.low_rank) if start == origin else ()
-        opaque = tuple(map(reader.opaque, slot.opaque))
-        base_part = reader.elements(BASE, base, *cut) if base else None
-        yield Block(result, start, stop, weights, base_part, factors, opaque, origin)
-
-
-def _blocks_by_rows(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
-    """The blocks of an embedding or head whose rows have different terms.
+    """The blocks of a tensor that is computed, span by span.
 
     If any row of a tensor is used, all are read, so that its hash covers the whole tensor.
     """
     slot, columns = result.slot, result.matrix[1]
-    whole = {(t.expert, t.whole.tensor.name): t.whole for t in slot.all_terms if isinstance(t.change, Whole)}
-    if slot.base is not None and any(part.rest for part in slot.rows):
-        whole[BASE, slot.base.tensor.name] = slot.base
-    for rows in slot.rows:
-        if slot.opaque:  # one range of all rows, which PEFT computes from the copy that the expert lends
-            (lent,), computed = rows.lent, replace(result, slot=replace(slot, terms=rows.terms))
-            copy = reader.elements(lent.expert, lent.whole, rows.start * columns, rows.stop * columns)
-            yield Block(computed, rows.start, rows.stop, (), copy, (), tuple(map(reader.opaque, slot.opaque)))
-            continue
-        terms = (*rows.terms, *rows.lent)
-        tensor_of_rows = replace(result, slot=replace(slot, terms=terms))
-        factors = tuple(reader.factors(term, 0) for term in tensor_of_rows.slot.low_rank)
-        entering = {(term.expert, term.whole.tensor.name): term.whole for term in tensor_of_rows.slot.whole}
-        if rows.rest and slot.base is not None:
-            entering[BASE, slot.base.tensor.name] = slot.base
-        for start, stop in row_ranges(rows.stop - rows.start, max(1, _COMPUTED // columns)):
-            first, last = start + rows.start, stop + rows.start
-            parts = {}
-            for key, source in entering.items():
-                shift = source.place_of(rows.start) - rows.start
-                parts[key] = reader.elements(key[0], source, (first + shift) * columns, (last + shift) * columns)
-            for key, source in whole.items():
-                if key not in entering:
-                    reader.skip(key[0], source, first * columns, last * columns)
-            weights = tuple(parts[term.expert, term.whole.tensor.name] for term in tensor_of_rows.slot.whole)
-            base_part = None if slot.base is None else parts.get((BASE, slot.base.tensor.name))
-            yield Block(tensor_of_rows, first, last, weights, base_part, factors if start == 0 else ())
-    for (expert, _), source in whole.items():
-        rows_left = row_ranges(max(0, source.tensor.shape[0] - slot.shape[0]), max(1, _COMPUTED // columns))
-        for start, stop in rows_left:
-            reader.skip(expert, source, (slot.shape[0] + start) * columns, (slot.shape[0] + stop) * columns)
+    step = max(1, _COMPUTED // columns)
+    used = {key: change for span in slot.ranges for key, change in _stored(span).items()}
+    for span in slot.ranges:
+        entering = _stored(span)
+        factors = tuple(reader.factors(term, span.matrix) for term in span.low_rank)
+        height = span.stop - span.start
+        for first, last in row_ranges(height, height if slot.is_held_whole else step):
+            start, stop = span.start + first, span.start + last
+            parts = {}  # an expert on two sides is read and hashed once
+            for (expert, name), change in used.items():
+                if (expert, name) in entering:
+                    shift = change.place_of(span.start) - span.start
+                    cut = (start + shift) * columns, (stop + shift) * columns
+                    parts[expert, name] = reader.elements(expert, change, *cut)
+                else:
+                    reader.skip(expert, change, start * columns, stop * columns)
+            whole, base = (
+                tuple(parts[term.expert, term.change.tensor.name] for term in terms)
+                for terms in (span.whole, span.base)
+            )
+            opaque = tuple(map(reader.opaque, span.opaque))
+            origin = span.start if slot.matrices > 1 else 0
+            yield Block(result, span, start, stop, whole, base, () if first else factors, opaque, origin)
+    for (expert, _), change in used.items():
+        for first, last in row_ranges(max(0, change.tensor.shape[0] - slot.shape[0]) if slot.spans else 0, step):
+            reader.skip(expert, change, (slot.shape[0] + first) * columns, (slot.shape[0] + last) * columns)
+
+
+def _stored(span: Span) -> dict[tuple[str, str], Whole]:
+    """The stored weights of a span, by expert and name; the base comes last."""
+    return {(term.expert, term.change.tensor.name): term.change for term in (*span.whole, *span.base)}
 
 
 class _Reader:
@@ -254,11 +231,11 @@ class _Reader:
         if start < stop and not whole.rows:
             self.elements(expert, whole, start, stop)
 
-    def factors(self, term: Term, matrix: int) -> tuple[Part, Part]:
+    def factors(self, term: Term[LowRank], matrix: int) -> tuple[Part, Part]:
         """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""
         file = self._files[term.change.path]
-        if term.lora.experts > 1 or term.low_rank.within is not None:
-            within = term.low_rank.within or ExpertRows(matrix, 0, term.lora.out_features)
+        if term.lora.experts > 1 or term.change.within is not None:
+            within = term.change.within or ExpertRows(matrix, 0, term.lora.out_features)
             return self._of_expert(term.expert, term.lora, within, file)
         a, b = (
             Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
@@ -277,10 +254,9 @@ class _Reader:
             Part(expert, replace(lora.b, shape=b.shape), b.reshape(-1).view(np.uint8)),
         )
 
-    def opaque(self, term: Term) -> dict[str, Part]:
+    def opaque(self, term: Term[Opaque]) -> dict[str, Part]:
         """All tensors of a module, including those that it shares."""
         file = self._files[term.change.path]
-        assert isinstance(term.change, Opaque)
         tensors = {**term.change.part.tensors, **term.change.part.shared}
         return {
             name: Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
@@ -327,15 +303,15 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
             yield Chunk(result.place.start + block.start, block.whole[0].raw)
             continue
         columns = result.matrix[1]
-        if result.slot.opaque:
+        if block.span.opaque:
             data = _with_opaque(block, kept_rows, seed)
         elif result.slot.is_linear:
-            if not needs_torch(result.slot, device):
+            if not needs_torch(result.slot, block.span, device):
                 data = _averaged(block)
             else:
-                if block.start == block.origin or block.factors:
-                    product = _product(result.slot, block, device, kept_rows)
-                data = _linear(block, product if result.slot.low_rank else None, device)
+                if block.start == block.span.start:
+                    product = _product(block, device, kept_rows)
+                data = _linear(block, product, device)
         else:
             try:
                 data = _nonlinear(block, kept_rows, seed)
@@ -367,12 +343,12 @@ def _tensor(part: Part, device: str) -> Any:
     return torch.from_numpy(part.raw).view(_torch_dtype(part.tensor.dtype)).to(device).float()
 
 
-def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product | None:
+def _product(block: Block, device: str, kept_rows: Rows) -> _Product | None:
     """The concatenated factors of Σ c_i·s_i·B_i·A_i, in the orientation in which the weight is stored."""
     import torch
 
     lefts, rights = [], []
-    for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
+    for term, (a_part, b_part) in zip(block.span.low_rank, block.factors, strict=True):
         a = _tensor(a_part, device).view(a_part.tensor.shape)
         b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.lora.scale)
         rows = kept_rows.get((term.side, term.lora.name))
@@ -380,23 +356,22 @@ def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product
             b *= torch.from_numpy(rows).to(device)[:, None]
         if not bool(torch.isfinite(b).all()):
             raise too_large(term.lora.name)
-        lefts.append(a.T if term.low_rank.transposed else b)
-        rights.append(b.T if term.low_rank.transposed else a)
+        lefts.append(a.T if term.change.transposed else b)
+        rights.append(b.T if term.change.transposed else a)
     height = min(map(len, lefts), default=0)  # one expert's vocabulary may be larger
     lefts = [left[:height] for left in lefts]
     return _Product(torch.cat(lefts, dim=1), torch.cat(rights, dim=0)) if lefts else None
 
 
-def needs_torch(slot: Slot, device: str) -> bool:
-    """Whether torch computes this tensor."""
-    return bool(slot.opaque) or (slot.is_linear and (bool(slot.low_rank) or device != "cpu"))
+def needs_torch(slot: Slot, span: Span, device: str) -> bool:
+    """Whether torch computes a span of a slot."""
+    return bool(span.opaque) or (slot.is_linear and (bool(span.low_rank) or device != "cpu"))
 
 
-def _weighted(block: Block) -> list[tuple[float, Part]]:
+def _weighted(block: Block) -> Iterator[tuple[float, Part]]:
     """The stored weights of the sum, each with its coefficient; the base comes last."""
-    slot = block.result.slot
-    terms = [(term.coefficient, part) for term, part in zip(slot.whole, block.whole, strict=True)]
-    return terms + ([(slot.rest, block.base)] if block.base is not None else [])
+    terms = (*block.span.whole, *block.span.base)
+    return zip((term.coefficient for term in terms), (*block.whole, *block.base), strict=True)
 
 
 def _averaged(block: Block) -> Bytes:
@@ -445,30 +420,30 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
 
 def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     """Σ c_i·W_i + (1 - Σ c_i)·W_base + Σ c_i·s_i·B_i·A_i, where PEFT computes some W_i from the base's weight."""
-    slot, place = block.result.slot, block.result.place
+    slot, span, place = block.result.slot, block.span, block.result.place
     if not slot.is_linear:
         return _nonlinear(block, kept_rows, seed)
-    assert block.base is not None
-    base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
+    (own,) = block.base
+    base = decode(own.raw, own.tensor.dtype, place.shape)
     total: Delta | None = None
     with np.errstate(all="ignore"):  # what overflows is reported by `finite_bytes`
         weights = [
             (term.coefficient, _merged(term, tensors, base, slot))
-            for term, tensors in zip(slot.opaque, block.opaque, strict=True)
+            for term, tensors in zip(span.opaque, block.opaque, strict=True)
         ]
-        for term, part in zip(slot.whole, block.whole, strict=True):
-            weights.append((term.coefficient, decode(part.raw, part.tensor.dtype, place.shape)))
-        for term, parts in zip(slot.low_rank, block.factors, strict=True):
-            delta = _factors(term, parts, kept_rows).rows()
-            weights.append((term.coefficient, np.asarray(delta.T if term.low_rank.transposed else delta)))
+        for full, part in zip(span.whole, block.whole, strict=True):
+            weights.append((full.coefficient, decode(part.raw, part.tensor.dtype, place.shape)))
+        for low_rank, parts in zip(span.low_rank, block.factors, strict=True):
+            delta = _factors(low_rank, parts, kept_rows).rows()
+            weights.append((low_rank.coefficient, np.asarray(delta.T if low_rank.change.transposed else delta)))
         for coefficient, weight in weights:
             weighted = weight if coefficient == 1 else np.float32(coefficient) * weight
             total = weighted if total is None else total + weighted
         assert total is not None
-        return finite_bytes(total + np.float32(slot.rest) * base if slot.rest else total, place.dtype, slot.name)
+        return finite_bytes(total + np.float32(span.rest) * base if span.rest else total, place.dtype, slot.name)
 
 
-def _factors(term: Term, parts: tuple[Part, Part], kept_rows: Rows) -> Factors:
+def _factors(term: Term[LowRank], parts: tuple[Part, Part], kept_rows: Rows) -> Factors:
     """A low-rank term's factors of ΔW (out×in), with zeros in rows that are not kept."""
     a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in parts)
     factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
@@ -476,12 +451,13 @@ def _factors(term: Term, parts: tuple[Part, Part], kept_rows: Rows) -> Factors:
     return factors if rows is None else factors.masked(rows)
 
 
-def _merged(term: Term, tensors: Mapping[str, Part], base: Delta, slot: Slot, *, as_delta: bool = False) -> Delta:
+def _merged(
+    term: Term[Opaque], tensors: Mapping[str, Part], base: Delta, slot: Slot, *, as_delta: bool = False
+) -> Delta:
     """An opaque term's W_i, or its ΔW_i, as the model stores it."""
-    assert term.opaque is not None
     decoded = {name: decode(part.raw, part.tensor.dtype, part.tensor.shape) for name, part in tensors.items()}
     compute = merged_delta if as_delta else merged_weight
-    return compute(term.opaque, slot.name.rpartition(".")[2], base, decoded)
+    return compute(term.change, slot.name.rpartition(".")[2], base, decoded)
 
 
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
@@ -490,11 +466,11 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     rule = slot.rule
     assert rule is not None
     base = np.zeros(place.shape, np.float32)
-    if block.base is not None:
-        base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
+    for own in block.base:
+        base = decode(own.raw, own.tensor.dtype, place.shape)
     on_weights = rule.acts_on_weights
     # If any term is stored in×out, all ΔW are transposed to out×in.
-    across = any(isinstance(term.change, LowRank | Opaque) and term.change.transposed for term in slot.terms)
+    across = any(term.change.transposed for term in slot.terms)
     by_side: dict[str, Delta] = {}
     factors_of: dict[str, list[tuple[float, Factors]]] = {}
     by_factors = rule.on_cores and not slot.whole and not slot.opaque
@@ -505,7 +481,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             if share < 1:
                 by_side[side] = turned if share == 0 else np.float32(1 - share) * turned
 
-    def enter(term: Term, delta: Delta) -> None:
+    def enter(term: Term[Change], delta: Delta) -> None:
         share = rule.sides[term.side][term.expert]
         delta = delta if share == 1 else np.float32(share) * delta
         by_side[term.side] = by_side[term.side] + delta if term.side in by_side else delta
@@ -515,9 +491,9 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             delta = decode(part.raw, part.tensor.dtype, place.shape)
             delta = delta if on_weights else delta - base
             enter(whole, delta.T if across else delta)
-        for term, tensors in zip(slot.opaque, block.opaque, strict=True):
-            delta = _merged(term, tensors, base, slot, as_delta=not on_weights)
-            enter(term, delta.T if across else delta)
+        for opaque, tensors in zip(slot.opaque, block.opaque, strict=True):
+            delta = _merged(opaque, tensors, base, slot, as_delta=not on_weights)
+            enter(opaque, delta.T if across else delta)
         for term, parts in zip(slot.low_rank, block.factors, strict=True):
             factors = _factors(term, parts, kept_rows)
             if by_factors:

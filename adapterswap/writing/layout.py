@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from adapterswap.changes.kinds import Opaque
 from adapterswap.changes.locating import stored_tensor
 from adapterswap.errors import AdapterswapError, BaseModelError
 from adapterswap.experts.adapter import LoraModule, OpaqueModule
@@ -145,7 +144,7 @@ def most_common(values: Iterable[Any], *, default: Any) -> Any:
 
 
 def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterator[OutputTensor]:
-    """A module trained in full, or a trained bias of the base: Σ c_i W_i + (1 - Σ c_i) W_base.
+    """A module trained in full, a trained bias of the base, or trained tokens: in each range of rows, b·W + Σ c_i·W_i.
 
     `adapted` are the modules that PEFT wraps in a layer.
     """
@@ -154,23 +153,26 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
     if module.of_tokens:
         yield _tokens_trained(module)
         return
-    if any((part.terms, part.rest) != (module.terms, module.rest) for part in module.rows):
-        yield from _by_rows(module, plan)
-        return
     wrapped = is_bias(module.name) and module.name.removesuffix(".bias") in adapted
-    for parameter, tensor in module.terms[0].whole.tensors.items():
-        pieces = [
-            Piece(term.expert, term.change.path, term.whole.tensors[parameter], term.coefficient)
-            for term in module.terms
-        ]
-        if module.needs_base:
-            path, original = _base_tensor(module, parameter, tensor, plan)
-            pieces.append(Piece(BASE, path, original, module.rest))
-        dtypes = {piece.tensor.dtype for piece in pieces}
-        dtype = tensor.dtype if len(dtypes) == 1 else "F32"
-        yield OutputTensor(
-            parameter_key(module.name, parameter, wrapped=wrapped), dtype, tensor.shape, None, tuple(pieces)
-        )
+    differ = any(not span.is_like(module.ordinary) for span in module.spans)
+    for parameter, tensor in module.whole[0].change.tensors.items():
+        pieces = []
+        for span in module.spans if differ else (module.ordinary,):
+            cut = (span.start, span.stop) if differ else None
+            sources = [(t.expert, t.change.path, t.change.tensors[parameter], t.coefficient) for t in span.whole]
+            for term in span.base:
+                rows = span.stop if differ else None
+                sources.append((BASE, *_base_tensor(module, parameter, tensor, plan, rows=rows), term.coefficient))
+            pieces += [Piece(*source, span.start, cut=cut) for source in sources]
+        shape = (module.spans[-1].stop, *tensor.shape[1:]) if differ else tensor.shape
+        axis, key = (0 if differ else None), parameter_key(module.name, parameter, wrapped=wrapped)
+        yield OutputTensor(key, _common_dtype(pieces), shape, axis, tuple(pieces))
+
+
+def _common_dtype(pieces: Sequence[Piece]) -> str:
+    """The dtype of all pieces, or float32 if they differ."""
+    dtypes = {piece.tensor.dtype for piece in pieces}
+    return dtypes.pop() if len(dtypes) == 1 else "F32"
 
 
 def only_tokens(plan: Plan) -> bool:
@@ -191,45 +193,21 @@ def tied_names(module: Slot, plan: Plan) -> list[str]:
 
 def _tokens_trained(module: Slot) -> OutputTensor:
     """The rows of trained tokens: their owner's tensor as it is, or the experts' rows sorted by token."""
-    first = module.terms[0].whole.tensor
-    tokens = module.tokens
+    owner = module.whole[0]
     pieces: list[Piece] = []
     if module.owner is not None:
-        pieces.append(Piece(module.terms[0].expert, module.terms[0].whole.path, first))
+        pieces.append(Piece(owner.expert, owner.change.path, owner.change.tensor))
     else:
         offset = 0
-        for part in module.rows:
-            count = part.stop - part.start
-            for term in part.terms:
-                place = term.whole.place_of(part.start)
+        for span in module.spans:
+            count = span.stop - span.start
+            for term in span.whole:
+                change, place = term.change, term.change.place_of(span.start)
                 cut = (place, place + count)
-                pieces.append(Piece(term.expert, term.whole.path, term.whole.tensor, term.coefficient, offset, cut=cut))
+                pieces.append(Piece(term.expert, change.path, change.tensor, term.coefficient, offset, cut=cut))
             offset += count
-    dtypes = {piece.tensor.dtype for piece in pieces}
-    dtype = first.dtype if len(dtypes) == 1 else "F32"
-    shape = (len(tokens), *first.shape[1:])
-    return OutputTensor(parameter_key(module.name, TOKENS), dtype, shape, 0, tuple(pieces))
-
-
-def _by_rows(module: Slot, plan: Plan) -> Iterator[OutputTensor]:
-    """An embedding or head whose rows have different terms; see `planning.rows`."""
-    first = module.terms[0].whole
-    for parameter, tensor in first.tensors.items():
-        pieces = []
-        for part in module.rows:
-            cut = part.start, part.stop
-            for term in part.terms:
-                expert_tensor = term.whole.tensors[parameter]
-                pieces.append(
-                    Piece(term.expert, term.change.path, expert_tensor, term.coefficient, part.start, cut=cut)
-                )
-            if part.rest:
-                path, base_tensor = _base_tensor(module, parameter, tensor, plan, rows=part.stop)
-                pieces.append(Piece(BASE, path, base_tensor, part.rest, part.start, cut=cut))
-        dtypes = {piece.tensor.dtype for piece in pieces}
-        shape = (module.rows[-1].stop, *tensor.shape[1:])
-        dtype = tensor.dtype if len(dtypes) == 1 else "F32"
-        yield OutputTensor(parameter_key(module.name, parameter), dtype, shape, 0, tuple(pieces))
+    shape = (len(module.tokens), *owner.change.tensor.shape[1:])
+    return OutputTensor(parameter_key(module.name, TOKENS), _common_dtype(pieces), shape, 0, tuple(pieces))
 
 
 def _base_tensor(
@@ -313,9 +291,8 @@ def _version(plan: Plan) -> dict[str, str]:
 
 def part_of(module: Slot) -> OpaqueModule:
     """The module's only change."""
-    (term,) = module.terms
-    assert term.opaque is not None
-    return term.opaque.part
+    (term,) = module.opaque
+    return term.change.part
 
 
 def _copied(module: Slot) -> Iterator[OutputTensor]:
@@ -375,7 +352,7 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     """
     plan = resolved.plan
     modules = [module for module in plan.modules.values() if module.terms]
-    other_kind = any(term.opaque.part.lora is None for module in modules for term in module.terms if term.opaque)
+    other_kind = any(term.change.lora is None for module in modules for term in module.opaque)
     if other_kind or only_tokens(plan):
         layout = lay_out_kind(plan, modules, _fan_in_fan_out(plan)) if other_kind else lay_out_tokens(plan)
         dtype = form.dtype
@@ -488,7 +465,7 @@ def _tokens(plan: Plan) -> dict[str, Any]:
 
 def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
     """The settings for a variant of LoRA (DoRA, biases of B), if a changed module uses one."""
-    parts = [term.change.part for module in modules for term in module.terms if isinstance(term.change, Opaque)]
+    parts = [term.change.part for module in modules for term in module.opaque]
     return {key: True for key in ("use_dora", "lora_bias") if any(part.settings.get(key) for part in parts)}
 
 
@@ -621,11 +598,12 @@ def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) 
         if not variant.get(key):
             continue
         pieces = []
-        for term in module.terms:
-            if term.opaque is not None and part in term.opaque.part.tensors:
+        for term in module.opaque:
+            tensors = term.change.part.tensors
+            if part in tensors:
                 factor = 1.0 if key == "use_dora" else term.coefficient * term.lora.scale / shape.scale
                 factor = 1.0 if math.isclose(factor, 1, rel_tol=1e-12) else factor
-                pieces.append(Piece(term.expert, term.change.path, term.opaque.part.tensors[part], factor))
+                pieces.append(Piece(term.expert, term.change.path, tensors[part], factor))
         size = pieces[0].tensor.shape if pieces else (first.out_features,)
         dtypes = {piece.tensor.dtype for piece in pieces} or {first.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else "F32"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from adapterswap.changes.copies import Comparable, is_one_weight, stored_weight
-from adapterswap.changes.kinds import LowRank, Opaque
+from adapterswap.changes.kinds import Change, LowRank, Opaque
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
 from adapterswap.experts.adapter import Adapter, LoraModule, and_more
 from adapterswap.experts.keys import KINDS, factor_key, is_fused
@@ -41,7 +41,7 @@ def check_form(plan: Plan, form: Form) -> None:
 
 def _check_shared(plan: Plan) -> None:
     """Check that experts whose modules share projections, such as VeRA's, have the same ones."""
-    parts = {term.expert: term.opaque.part for slot in plan for term in slot.opaque if term.opaque is not None}
+    parts = {term.expert: term.change.part for slot in plan for term in slot.opaque}
     sharing = {name: part for name, part in parts.items() if part.peft_type in KINDS and KINDS[part.peft_type].shared}
     if len(sharing) < 2:
         return
@@ -259,7 +259,7 @@ def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _renamed(slot: Slot, name: str) -> Slot:
-    def renamed(term: Term) -> Term:
+    def renamed(term: Term[Change]) -> Term[Change]:
         if isinstance(term.change, LowRank):
             return replace(term, change=replace(term.change, lora=replace(term.change.lora, name=name)))
         if isinstance(term.change, Opaque):

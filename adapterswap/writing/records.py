@@ -308,7 +308,8 @@ def composition_record(
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
     fields |= SliceRecord.of(kept_layers(plan))
     fields["base"] = base
-    if rows := {slot.name: {f"{r.start}-{r.stop - 1}": r.made_of for r in slot.rows} for slot in plan if slot.rows}:
+    rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}
+    if rows:
         fields["rows"] = rows
     return CompositionRecord(
         composition=plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints)),

@@ -24,7 +24,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from adapterswap.changes.kinds import Whole
 from adapterswap.errors import ArgumentError, check_type
 from adapterswap.files.numbers import open_files, write_at
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor, TensorFile, header_bytes
@@ -241,7 +240,7 @@ def stream(
                 write_at(result.output, chunk.data, chunk.offset)
             progress()
 
-        with_torch = any(needs_torch(result.slot, device) for device, result in computed)
+        with_torch = any(needs_torch(r.slot, span, device) for device, r in computed for span in r.slot.ranges)
         if with_torch:  # importing it takes as long as copying a gigabyte, so do both at once
             threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
@@ -258,12 +257,10 @@ def _sources(plan: Plan) -> list[TensorFile]:
     """The files with tensors that the result uses."""
     paths: set[Path] = set()
     for slot in plan:
-        copied = slot.copied
-        whole = [copied] if copied else [term.change for term in slot.all_terms if isinstance(term.change, Whole)]
-        if slot.base is not None and copied is None and slot.needs_base:
-            whole.append(slot.base)
-        factors = [term.change.path for term in slot.all_terms if not isinstance(term.change, Whole)]
-        paths |= {part.path for part in whole} | set(factors)
+        if slot.copied is not None:
+            paths.add(slot.copied.path)
+        else:
+            paths |= {term.change.path for span in slot.ranges for term in (*span.terms, *span.base)}
     checkpoints = [*plan.checkpoints.values(), *([plan.base] if plan.base else [])]
     candidates = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
     candidates += [adapter.file for adapter in plan.adapters.values()]

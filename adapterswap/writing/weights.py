@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.changes.copies import Carried, check_base, check_tied_rows, copy_beside
-from adapterswap.changes.kinds import Whole
+from adapterswap.changes.copies import Carried, check_base, check_tied_rows
 from adapterswap.errors import AdapterswapError, ArgumentError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import atomic_folder, check_target, scratch_folder
@@ -105,16 +104,16 @@ def differing_tokenizers(plan: Plan) -> list[str]:
 def check_tokens(plan: Plan) -> None:
     """Check that the result's tokenizer has the tokens whose rows it has from their owners."""
     united = united_tokenizer(plan)
-    if united is None or not any(slot.rows for slot in plan):
+    if united is None or not any(slot.spans for slot in plan):
         return
     folders = tokenizer_folders(plan)
     tokens = dict(read_tokens(folders[united.owner]) or {})
     tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
     for slot in plan:
-        for part in (part for part in slot.rows if part.is_new):
-            expert = part.terms[0].expert
+        for span in (span for span in slot.spans if span.is_new):
+            expert = span.terms[0].expert
             theirs = read_tokens(folders[expert]) or {}
-            odd = next((i for i in range(part.start, part.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
+            odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
             if odd is not None:
                 raise ExpertError(
                     f"row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
@@ -310,10 +309,8 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
             check_base_weights(plan.recorded_bases, base.source)
         if form.dequantize:
             quantised, base = base, dequantized(base)
-        full = merge_plan(plan, base)  # reports what does not fit before anything is read
         resolved = resolve(plan)
-        if resolved.plan is not plan:
-            full = merge_plan(resolved.plan, base)
+        full = merge_plan(resolved.plan, base)
     else:
         if form.dequantize:
             raise UnsupportedError(
@@ -341,8 +338,8 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
 def _copies(plan: Plan) -> Iterator[Carried]:
     """The experts' copies of base weights whose LoRA takes part."""
     for slot in plan:
-        adapted = [term for term in slot.all_terms if not isinstance(term.change, Whole)]
-        for expert, copy in {term.expert: copy_beside(term.change) for term in adapted}.items():
+        adapted = [term for term in slot.all_terms if term.change.lora is not None]
+        for expert, copy in {term.expert: term.change.copy for term in adapted}.items():
             if copy is not None and slot.base is not None:
                 yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)
 

@@ -336,7 +336,7 @@ def test_nonlinear_methods_need_rules_for_the_ends(base_of: Any, expert_of: Make
     rest = {"blend": {"t": 1, "l": 1}, "method": "ties", "density": 0.5}
     composition = Composition(allocation=[ends, rest], base_model=str(base))
     plan = adapterswap.compose(composition, folders)
-    assert (plan.slots[EMBEDDING].copied, plan.slots[HEAD].rows) != (None, ())
+    assert (plan.slots[EMBEDDING].copied, plan.slots[HEAD].spans) != (None, ())
     result, owner = weights(plan.merge(tmp_path / "out")), weights(folders["t"])
     for key in (EMBEDDING, HEAD):
         assert torch.equal(result[key], owner[key])
@@ -366,7 +366,7 @@ def test_refusals(base_of: Any, expert_of: Make, tmp_path: Path) -> None:
     with refused(ExpertError, "base_model", match="no tokenizer.json"):
         plan_of(tmp_path / "two", expert_of("plain"), None)
     plan = plan_of(tmp_path / "two", tmp_path / "plain", base)  # one owner: its rows are known by their place
-    assert [rows.made_of for rows in plan.slots[HEAD].rows if rows.is_new] == ["t"]
+    assert [rows.made_of for rows in plan.slots[HEAD].spans if rows.is_new] == ["t"]
     with refused(ExpertError, match="no tokenizer.json"):  # rows 96 and 97 may be those of other tokens
         plan_of(tmp_path / "two", expert_of("three"), base)
 
@@ -493,7 +493,7 @@ def test_rows_beyond_the_vocabulary_stay_last(base_of: Any, expert_of: Make, tmp
         json.dumps(json.loads((folders["plain"] / "tokenizer.json").read_text()), indent=1)
     )
     plan = plan_of(folders["plain"], folders["base"], None)
-    assert [slot.rows for slot in plan if slot.rows] == []
+    assert [slot.spans for slot in plan if slot.spans] == []
 
 
 def resized(folder: Path, source: Path, sizes: Mapping[int, int], tokenizer: Path) -> Path:

@@ -204,7 +204,7 @@ def test_without_a_tokenizer_two_owners_of_a_row_are_refused(
     with refused(ExpertError, match="no tokenizer.json"):
         plan_of(tmp_path / "both+2", tmp_path / "frozen+2", bases(False))
     plan = plan_of(tmp_path / "both+2", trained("plain"), bases(False))  # one owner: its rows are known by their place
-    assert [rows.made_of for rows in plan.slots["lm_head"].rows if rows.is_new] == ["t"]
+    assert [rows.made_of for rows in plan.slots["lm_head"].spans if rows.is_new] == ["t"]
 
 
 def test_lora_on_a_resized_embedding_is_copied_and_not_blended(
@@ -427,7 +427,7 @@ def test_added_tokens_of_both_experts_are_united(
     one, other = folders.values() if first == "two" else reversed(folders.values())
     plan = plan_of(one, other, base)
     owner = "t" if first == "two" else "l"
-    rows = {range(row.start, row.stop): row.made_of for row in plan.slots["lm_head"].rows}
+    rows = {range(row.start, row.stop): row.made_of for row in plan.slots["lm_head"].spans}
     assert rows == {
         range(SIZE): {"t": 0.5, "l": 0.5}, range(SIZE, SIZE + 2): owner, range(SIZE + 2, SIZE + 3): "tl".strip(owner),
     }  # fmt: skip
