@@ -475,7 +475,8 @@ def _settle_head(
     absent = tied.absent(skeleton.parameters)
     if embedding.of_tokens and not head.terms:  # PEFT ties the head to them
         on_head = replace(head, terms=embedding.terms, weights=embedding.weights, rule=embedding.rule)
-        on_head = on_head.with_spans(embedding.spans)
+        if embedding.spans:
+            on_head = on_head.with_spans(embedding.spans)
         slots, stays_tied = {**slots, tied.head: on_head}, True
     else:
         stays_tied = _entering_rows(head) == _entering_rows(embedding) and all(
