@@ -1,4 +1,4 @@
-"""How figures look and are saved: widths, fonts, colours, PDF, SVG and PNG. Knows nothing of what they show.
+"""How figures look and are saved: widths, fonts, colours, PDF, SVG and PNG.
 
 Figures are made for print: one or two columns wide, with text of 6 to 8 points in an embedded font. The colours are
 Okabe and Ito's, which colour-blind readers can distinguish; neighbours differ in lightness, so a grey print stays

@@ -2,7 +2,7 @@
 
 Every message names the offending value and the rule that it breaks; its remedy says what to do. Several mistakes are
 reported in one error where possible. Messages may quote untrusted files, so control characters in them are escaped
-before they reach a terminal. This module knows nothing of adapters, files or the command line.
+before they reach a terminal.
 
 A message refers to a parameter as you type it in Python, in backticks: "Pass `overwrite=True`", "Pass `num_layers`",
 "Pass `max_rank=64`". The command line replaces it with the flag of the same name (`--overwrite`, `--num-layers`,

@@ -2,7 +2,7 @@
 
 accelerate reads the environment and opens the group (gloo on CPUs, NCCL on CUDA). torch gives up on a message between
 processes after some minutes. So before they exchange one, all processes meet in a shared store, however long that
-takes. Knows nothing of what they train or score.
+takes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Progress on stderr for commands and training: bars at a terminal, a line every ten seconds in a log.
 
-Knows what is counted, how fast, and how much time is left; nothing of the task itself. If stderr is not a terminal, a
-thread writes the lines, so a step that takes minutes is not silent.
+If stderr is not a terminal, a thread writes the lines, so a step that takes minutes is not silent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recipes as files: list the shipped ones, check one, resolve what it extends, and make a copy to edit.
 
-Knows the kinds of recipes and the model that checks each; the models know what the fields mean. Never imports torch.
+Each kind of recipe is checked by the model of its fields. Never imports torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 There are two criteria. A tie band (after arXiv:2601.22620): the expert with the largest relative ΔW owns a layer or
 module, and is blended in equal parts with experts within τ of it. A margin (after AraSwap): an expert owns what it
-dominates by a margin, 15 % there; blending in equal parts otherwise is our addition. Knows sizes of ΔW; reads no texts.
+dominates by a margin, 15 % there; blending in equal parts otherwise is our addition.
 """
 
 from __future__ import annotations

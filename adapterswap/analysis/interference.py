@@ -1,10 +1,9 @@
 """What a pass through the matrices shows: how much each expert changed, and how the task vectors of two interfere.
 
-The measure is that of Bandarkar et al. (ICLR 2025), section 3.2 and appendix A.5: the share of a matrix's rows whose
-mean absolute change is above a threshold, by layer and module. Knows numbers; draws nothing.
-
-For each matrix that both change: the cosine of the two ΔW; the overlap of the subspaces that they write into (columns)
-and read from (rows); the share of elements whose signs differ. Knows numbers; draws nothing and judges nothing.
+How much is measured as by Bandarkar et al. (ICLR 2025), section 3.2 and appendix A.5: the share of a matrix's rows
+whose mean absolute change is above a threshold, by layer and module. For each matrix that two experts change: the
+cosine of the two ΔW; the overlap of the subspaces that they write into (columns) and read from (rows); the share of
+elements whose signs differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pictures of an analysis, each with the caption that a reader of a paper needs.
 
-Knows tables of numbers and matplotlib. The first picture follows figures 2 and 4-9 of Bandarkar et al. (ICLR 2025): one
-row per layer with the last on top, one column per matrix, darker where more changed.
+The first picture follows figures 2 and 4-9 of Bandarkar et al. (ICLR 2025): one row per layer with the last on top, one
+column per matrix, darker where more changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The matrices of an expert under one name in all experts, and their ΔW, one at a time.
 
 Without a base the experts' own names are reconciled as for a composition. With a base, matrices get the names under
-which the base stores them, which full checkpoints use too. Knows names; reads only headers.
-
-Memory holds one module. Knows both kinds of experts, but not what is measured on them.
+which the base stores them, which full checkpoints use too. Only headers are read until a matrix is requested, and
+memory holds one module.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 An importance is a share: how much of an expert's total effect comes from this layer (or its attention, or its MLP)? A
 layer goes to the language expert if the language's share is larger than the task's, within the form of allocation that
 you choose. The task is judged by task texts and the language by texts in the language; no task data in the target
-language is needed. Knows shares, which `changes` (weights) and `effects` (activations) measure.
+language is needed.
 
-Combines `changes` or `effects` with `suggesting`, and writes the recipe. Prints nothing.
-
-One layer's attention or MLP of one expert is active, and everything else is as in the base. The effect of that part is
-KL(p_base ‖ p), summed over the tokens of the texts, in nats. Knows a running model and texts; decides nothing.
+On texts, one layer's attention or MLP of one expert is active at a time, and everything else is as in the base. The
+effect of that part is KL(p_base ‖ p), summed over the tokens of the texts, in nats.
 """
 
 from __future__ import annotations

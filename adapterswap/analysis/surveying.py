@@ -1,11 +1,11 @@
 """One pass through several experts' matrices: what each changed, how pairs compare, what chance would give.
 
 A shuffled ΔW keeps the norm, the rank and the entries of the real one, but has nothing to do with the other expert.
-Numbers within the band of the shuffled ones are therefore chance. Knows numbers; reads no expert.
+Numbers within the band of the shuffled ones are therefore chance.
 
 Norms, cosines and overlaps of adapters come from their joint cores. Mean absolute values of rows and signs need the
 dense ΔW, which is formed in blocks, once for all measurements. Memory holds a block and the factors of a few matrices,
-or one dense ΔW of each full checkpoint. Knows numbers; draws nothing.
+or one dense ΔW of each full checkpoint.
 """
 
 from __future__ import annotations

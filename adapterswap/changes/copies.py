@@ -1,8 +1,8 @@
-"""Compare the copies of base weights that adapters carry.
+"""Compare the copies of base weights that adapters carry, block by block.
 
 PEFT saves an embedding's or head's own weight next to its LoRA, and replaces the base's weight with it on loading the
 adapter: the result is copy + ΔW. So if copies differ from each other or from the base, the adapters were trained on
-different bases. Compares block by block; writes nothing, and knows nothing of running models.
+different bases.
 """
 
 from __future__ import annotations

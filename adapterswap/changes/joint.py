@@ -9,7 +9,7 @@ B, where R is the sum of the ranks. This squares B's condition number. If the in
 from a Householder QR instead. Norms of sums that almost cancel come from the cores, others from the Gram matrices.
 Results that are only rounding, relative to the terms of the sum, count as zero.
 
-numpy arrays in, numpy arrays out: float32, or float64 within the range of float32. Knows nothing of adapters or plans.
+numpy arrays in, numpy arrays out: float32, or float64 within the range of float32.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 PEFT names modules as they are in memory. Files may leave out the outermost prefix (GPT-2 on the Hub stores
 `h.0.attn.c_attn.weight`), store a weight in×out (Conv1D, embeddings), or hold one tensor for an embedding and its tied
-head. Knows names and shapes; no coefficients.
+head.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Options that several commands share: paths and their completion, devices, uploads, several processes.
 
 A leading `~` is the home folder, even if the shell did not expand it (`--out-path=~/x`). Hub ids stay as they are.
-Completion reads the names of folders and the list of shipped recipes, but opens no file.
-
-Holds names and help only, so that --help does not import torch; `bases.choose_device` checks the value. Prints nothing.
-
-Knows nothing of what they compute.
+Completion reads the names of folders and the list of shipped recipes, but opens no file. Nothing here imports torch, so
+--help stays fast; `model.loading.choose_device` checks the name of a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Evaluation with lm-evaluation-harness: any loaded model, all of its tasks, and MGSM offline with a better score.
 
-`evaluate` runs tasks on a model in memory and knows nothing of adapters; `subjects` loads a base, an adapter or a
-composition. The harness and torch are imported when something is evaluated.
+`evaluate` runs tasks on a model in memory; `subjects` loads a base, an adapter or a composition. The harness and torch
+are imported when something is evaluated.
 """
 
 from __future__ import annotations

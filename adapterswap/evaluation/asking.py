@@ -4,7 +4,7 @@ So an engine can answer the requests of many compositions at once. Both halves a
 own model class, HFLM, which here holds no weights: it turns texts into tokens, cuts answers at their stops and adds up
 windows as it does for a model in memory. The first half stops at the model; the second looks the answers up.
 
-Knows engines by one protocol, and keeps a window of compositions in flight. Knows nothing of adapters.
+`Engine` is the protocol of engines; a window of compositions is in flight at any time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Compositions as an engine of evaluations takes them: what an adapter can hold, how large, and written for a while.
-
-Knows plans and what vLLM loads; knows nothing of tasks or answers.
-"""
+"""Compositions as an engine of evaluations takes them: what an adapter can hold, how large, and written for a while."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """Evaluate a loaded model on tasks, any number of times, and leave the model and the process unchanged.
 
-Knows nothing of tasks and scores.
-
-Needs a tokenizer and a config, but no weights. Knows nothing of adapters.
-
-Only the tasks' data are cached between calls, so a PeftModel can be evaluated again whenever its composition changes.
-Knows nothing of adapters or files, and prints nothing.
+Only the tasks' data are cached between calls, so a PeftModel can be evaluated again whenever its composition changes. A
+preview of prompts and lengths needs a tokenizer and a config, but no weights.
 """
 
 from __future__ import annotations

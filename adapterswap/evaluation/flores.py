@@ -2,7 +2,7 @@
 
 Reads the folders of FLORES-200 (NLLB Team 2022, arXiv 2207.04672) and FLORES+: `dev/` and `devtest/`, with a file per
 language. Scores are sacrebleu's, over the whole corpus, with a tokenizer for the target's script. Only the languages'
-English names are shipped. Knows nothing of lm-evaluation-harness or of models.
+English names are shipped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The parts that plug into lm-evaluation-harness: MGSM tasks with our filter, and a model with progress.
 
 Processes share whole batches. Padding, and with it every bit of an answer, is therefore the same for any number of
-processes. Knows nothing of models and processes.
-
-Imports the harness, and with it torch, so import this module only where it is needed. Knows nothing of adapters: a
-PeftModel is a model like any other.
+processes. A PeftModel is a model like any other. Importing this module imports the harness, and with it torch.
 """
 
 from __future__ import annotations

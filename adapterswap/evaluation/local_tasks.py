@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness over files that the user downloads: FLORES, MGSM-Rev2, MultiJail.
 
-Imports the harness, so import this module only where it is needed. Knows nothing of models.
+Importing this module imports the harness.
 """
 
 from __future__ import annotations

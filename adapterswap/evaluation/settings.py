@@ -1,7 +1,4 @@
-"""The settings of an evaluation, which `evaluate`, `preview` and their callers share, and those that recipes can set.
-
-Knows nothing of models and tasks.
-"""
+"""The settings of an evaluation, which `evaluate` and `preview` share, and those that recipes can set."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ more filter, `normalized`. FLORES, MGSM-Rev2 and MultiJail are read from files t
 tasks are the harness's own.
 
 A hash covers a task's config with its includes, its documents, the rows for its shots, and the files next to it in
-`include_path`. The location of the data does not count. Knows nothing of models and runs.
+`include_path`. The location of the data does not count.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 * Full weights take the place of the base's in the running engine, and the base's return when another subject is put.
 * A step that raises leaves its requests queued. They are withdrawn and asked once more, then asked of a new engine.
 
-Imports vLLM only when an engine is opened. Knows nothing of tasks or compositions.
+Imports vLLM only when an engine is opened.
 """
 
 from __future__ import annotations

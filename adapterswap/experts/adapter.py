@@ -1,10 +1,10 @@
 """Open an expert from its config and its safetensors header: an adapter, or a full checkpoint as one expert.
 
-Experts of two bases differ in nearly every module. That is reported once: as a difference of the hidden size if
-possible, else as the first module and the number of others. Knows names, and shapes as text.
-
 The file decides which modules an adapter holds. It is compared with the config, which PEFT never does. No tensor is
-read and torch is not imported. Knows nothing of compositions.
+read and torch is not imported.
+
+Experts of two bases differ in nearly every module. That is reported once: as a difference of the hidden size if
+possible, else as the first module and the number of others.
 """
 
 from __future__ import annotations

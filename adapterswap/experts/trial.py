@@ -1,8 +1,7 @@
 """Find out how PEFT loads an adapter, by loading it into an empty model of the base.
 
 A list of names and types would be out of date with the next version of PEFT. A trial takes about a second for an 8B
-model, besides the import of PEFT, which imports torch: it is for configs that cannot be read without the base. Knows
-modules; reads no tensor.
+model, besides the import of PEFT, which imports torch: it is for configs that cannot be read without the base.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Files and folders: written whole or not at all, and checked when read. Knows nothing of what they hold."""
+"""Files and folders: written whole or not at all, and checked when read."""

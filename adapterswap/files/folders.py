@@ -4,7 +4,7 @@ A folder is built next to its target under a temporary name and renamed into pla
 full disk never leaves half of it. Files are synced to disk before the rename, so the same holds for a power loss. A
 lock next to the target keeps a second writer out. The holder of the lock also cleans up after a killed writer, and
 restores a folder that it had moved aside. An existing folder is replaced only if the same kind of command wrote all its
-files, which its record lists. Knows nothing of what the folders hold.
+files, which its record lists.
 """
 
 from __future__ import annotations

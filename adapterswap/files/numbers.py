@@ -1,6 +1,6 @@
 """The numbers in safetensors files: read in blocks as float32, checked for NaN and infinity, rounded once when written.
 
-Uses numpy with ml_dtypes (for bfloat16), so composing needs no torch. Knows tensors and bytes, not what they mean.
+Uses numpy with ml_dtypes (for bfloat16), so composing needs no torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Safetensors files as named byte ranges: read a header, check it, write one.
 
-Imports nothing, so a command's help can list them.
-
 The safetensors library reads and checks headers: every byte belongs to exactly one tensor, and each tensor has the size
 of its shape and dtype. The library does not report where a tensor is in the file, which copying without loading needs;
 that follows from the order and the sizes. This module also refuses dtypes that we do not handle, names that cannot be
-printed, and sizes beyond 64 bits. Knows nothing of LoRA. Format: https://huggingface.co/docs/safetensors (8 bytes
-little-endian header length, JSON, data).
+printed, and sizes beyond 64 bits. Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length,
+JSON, data).
 """
 
 from __future__ import annotations

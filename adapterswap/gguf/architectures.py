@@ -2,8 +2,8 @@
 
 llama.cpp keeps a model's weights under its own names (`gguf` has the tables) and reorders some rows. It reorders
 Llama's queries and keys, because it rotates neighbouring dimensions and transformers rotates halves, and the fused
-projections of Falcon and GPT-NeoX, which it stores as all queries, all keys, all values. Reordering the rows of
-ΔW = B·A means reordering the rows of B. Knows configs and names; reads no tensor.
+projections of Falcon and GPT-NeoX, which it stores as all queries, all keys, all values. Reordering the rows of ΔW =
+B·A means reordering the rows of B.
 
 Every architecture here is compared with PEFT by tests that run llama.cpp. To add one, add its line and its row in
 `tests/exporting/bases.py`.

@@ -2,8 +2,7 @@
 
 llama.cpp computes ΔW = alpha / rank · B·A, with one alpha for the whole file and the rank of each B. So alpha is the
 most common s·r, and B of the other modules is multiplied by the remaining factor. The file appears complete or not at
-all, and the same inputs give the same bytes. Its metadata holds the record of the composition. Knows how to carry out a
-plan on GGUF files; `gguf.architectures` knows models, and `gguf.layout` the tensors.
+all, and the same inputs give the same bytes. Its metadata holds the record of the composition.
 """
 
 from __future__ import annotations

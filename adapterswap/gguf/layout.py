@@ -1,10 +1,10 @@
 """The tensors of a plan's LoRA in GGUF: llama.cpp's names, order of rows, the one alpha, and the pieces.
 
-`writing.layout` decides how each module is written to an adapter's folder; this module translates that for llama.cpp
-or says why it cannot. Reads configs, names, and the tensors that `resolve` and `reduce` need.
+`writing.layout` decides how each module is written to an adapter's folder; this module translates that for llama.cpp or
+says why it cannot. Reads configs, names, and the tensors that `resolve` and `reduce` need.
 
 A zone is a run of consecutive layers of one expert or one blend, so that a request can change the strength of each part
-of the composition. Knows plans and names; writes nothing.
+of the composition.
 """
 
 from __future__ import annotations

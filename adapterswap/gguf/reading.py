@@ -1,7 +1,6 @@
 """Open LoRA in GGUF: one file, or a folder of pieces.
 
-The metadata of each file holds the record of the composition. Knows llama.cpp's own keys and those that `export` adds;
-`exported` compares.
+The metadata of each file holds the record of the composition; `verify` compares it with the sources.
 """
 
 from __future__ import annotations

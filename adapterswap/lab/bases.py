@@ -1,11 +1,7 @@
 """The lab's base models: their tokenizer, their pretraining, and the folders in which they are shipped.
 
-Knows the vocabulary and transformers' fast tokenizers; knows nothing of models.
-
-This is the fastest way for 0.3 million parameters: under two minutes on one core. Experts are trained by the library's
-own training instead. Knows nothing of files, experts or compositions.
-
-Knows where the shipped files are; knows nothing of experts or compositions.
+Pretraining is a plain loop, the fastest way for 0.3 million parameters: under two minutes on one core. Experts are
+trained by the library's own training instead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""The whole lab: run a study, write its folder, its tables and its pictures.
-
-Knows the study's numbers and rich; knows nothing of pictures, training or the command line.
-
-Knows the study's numbers and matplotlib; knows nothing of training or tables.
-
-Knows the files; knows nothing of the terminal.
-"""
+"""The whole lab: run a study, write its folder, its tables and its pictures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The scenes: the mixtures of rows for pretraining and for the experts, and the held-out problems.
 
-A scene is data; functions draw rows from it, the same for the same seed. Knows nothing of tokens or models.
+A scene is data; functions draw rows from it, the same for the same seed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """One seed of the lab, from base to scores: a base, two experts, their compositions, exact match of greedy answers.
 
-The greedy answer is right exactly if each token of the right answer is the most likely one after the right tokens
-before it. So all positions are compared at once, with the right answer as input. Knows nothing of experts.
-
 Experts are trained by `adapterswap.training` and composed by the library's plans and `LiveComposer`. The swap's b and u
-and the tuned sum's scale λ are chosen on the development set; nothing is chosen on the test set. Knows nothing of other
-seeds, tables or pictures.
+and the tuned sum's scale λ are chosen on the development set; nothing is chosen on the test set.
+
+The greedy answer is right exactly if each token of the right answer is the most likely one after the right tokens
+before it. So all positions are compared at once, with the right answer as input.
 """
 
 from __future__ import annotations

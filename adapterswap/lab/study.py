@@ -1,10 +1,7 @@
 """Run seeds in parallel, each in its own process, and combine their results: means, spreads, paired differences.
 
-Numbers in, numbers out. A seed is a base and its experts, so seeds are independent; they share their problems. Knows
-nothing of models.
-
-Each seed runs on one thread, so its numbers do not depend on how many run at once. Knows nothing of tables, pictures or
-the command line.
+A seed is a base and its experts, so seeds are independent; they share their problems. Each seed runs on one thread, so
+its numbers do not depend on how many run at once.
 """
 
 from __future__ import annotations

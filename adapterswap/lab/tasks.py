@@ -1,7 +1,6 @@
 """The kinds of training examples: questions, stories, counting, translation, code-switched text, word problems.
 
-Each kind is a function of a random generator and one or two languages that draws a `LabRow`. Knows nothing of the
-mixtures of scenes, of tokenizers or of models.
+Each kind is a function of a random generator and one or two languages that draws a `LabRow`.
 """
 
 from __future__ import annotations

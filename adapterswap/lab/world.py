@@ -1,10 +1,8 @@
 """The lab's world: word problems about small facts, written in English or in the constructed language.
 
-Pure data: the words, how each sentence is built in each language, and the vocabulary in a fixed order, which the
-shipped base models depend on. Knows nothing of problems, questions or models.
-
-Pure Python, seeded, without torch. A meaning (a `Fact`, a `WordProblem`) is drawn first and then put into words, so the
-same problem exists in both languages. Knows nothing of training mixtures, tokenizers or models.
+The words, how each sentence is built in each language, and the vocabulary in a fixed order, which the shipped base
+models depend on. A meaning (a `Fact`, a `WordProblem`) is drawn first and then put into words, so the same problem
+exists in both languages. Pure Python, seeded, without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Arithmetic on dense ΔW: keeping the largest entries, dropping at random, electing signs, inner products.
-
-The building blocks of the methods. Knows arrays, nothing of adapters.
-"""
+"""Arithmetic on dense ΔW: keeping the largest entries, dropping at random, electing signs, inner products."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a method is: its name, its parameters, its reference, and how it combines ΔW.
 
-Listing methods does not import numpy. Knows nothing of rules, plans or files.
+Listing methods does not import numpy.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 LoRA's ΔW have few directions, which together span the joint space of the experts: ΔW_i = U·M_i·Vᵀ with one U (out×p),
 one V (in×q) and cores M_i (p×q). The methods combine the cores, so the rank of the result is at most min(p, q), and an
-adapter can hold it. Knows arrays, nothing of adapters.
+adapter can hold it.
 """
 
 from __future__ import annotations

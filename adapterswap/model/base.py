@@ -13,7 +13,7 @@ transformers 5 keeps a layer's experts in two parameters, which checkpoints may 
 
 An empty model takes a second or two, most of it for importing transformers, so it is built only where headers do not
 decide (see `Checkpoint`), and once for one config. Nothing is downloaded, no code of a repository is run, and no tensor
-is read. Knows nothing of adapters: names in, names out.
+is read.
 """
 
 from __future__ import annotations

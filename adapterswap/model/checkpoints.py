@@ -4,8 +4,7 @@ A model is built from config.json. If its tensors disagree, the result cannot be
 random. Only the language model's number of layers and hidden size are compared: checking other shapes would need the
 model's code, which takes seconds to import. In doubt, nothing is refused.
 
-No tensor is read and torch is not imported. An index is always compared with the shards. Knows Hugging Face's layout of
-shards; knows nothing of adapters and compositions.
+No tensor is read and torch is not imported. An index is always compared with the shards.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Which transformer layer a module belongs to, which kind of module it is, and how many layers a base has.
 
-This module looks only at names: those of modules, and the keys of a base model's config.json. It never guesses the
-number of layers from the modules. transformers is asked only for the default of a language model inside a multimodal
+All of it follows from names: those of modules, and the keys of a base model's config.json. The number of layers is
+never guessed from the modules. transformers is asked only for the default of a language model inside a multimodal
 config that leaves the number out.
 
-An adapter without a module in a layer does not change that layer; a slice without it does not know. Knows records only
-as far as this, and no plans.
+An adapter without a module in a layer does not change that layer; a slice without it does not know, so a slice's record
+says which layers it has.
 """
 
 from __future__ import annotations

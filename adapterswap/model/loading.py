@@ -1,7 +1,7 @@
 """Open a base model with transformers: its config and tokenizer, and its weights on request.
 
 Reads a local folder or a Hub repository, safetensors only, and never runs the repository's code. Training adds adapters
-to a base and evaluation scores it; both use this module, and it knows nothing of either.
+to a base and evaluation scores it; both use this module.
 """
 
 from __future__ import annotations

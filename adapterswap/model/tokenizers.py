@@ -1,8 +1,6 @@
 """The tokenizer of an expert or a base: its files, its tokens by id, and one tokenizer for several.
 
 Trainers save the tokenizer in the adapter's folder. Its tokens say which expert the rows of an embedding belong to.
-Knows Hugging Face's file names and the format of tokenizer.json, which the tokenizers library reads; knows nothing of
-weights.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Do the experts have one base? Its weights, the number of its layers, one name for each of its modules.
 
-Reads configs of bases; knows nothing of plans.
-
-Names are compared from headers alone. The base's model is built only if two names may mean one module. Knows nothing of
-rules.
-
-Each check adds the mistakes that it finds to a `Problems`. Knows opened experts; knows nothing of rules.
+Names are compared from headers alone. The base's model is built only if two names may mean one module. Each check adds
+the mistakes that it finds to a `Problems`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Compositions: the user's request as pure data, with the names of experts and the short names of compositions.
 
-Recipes accept nearly every name. Short names and PEFT accept fewer; all their rules are here.
-
 Every method becomes allocation rules once the number of layers is known. Experts are only names; nothing is opened.
-Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and"). Partitions: Bandarkar & Peng 2025.
+Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and"). Partitions: Bandarkar & Peng 2025; they
+have two uses: composing takes each module from its side's expert, and partial training changes only one side's modules.
+Both use the same rules, so they cannot disagree.
 
-Knows which settings a short name can hold; `compositions` checks their values.
-
-The second paper's partitions have two uses: composing takes each module from its side's expert, and partial training
-changes only one side's modules. Both use the same rules, so they cannot disagree. Knows nothing of models.
+Recipes accept nearly every name of an expert. Short names and PEFT accept fewer; all their rules are here.
 """
 
 from __future__ import annotations

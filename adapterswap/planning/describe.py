@@ -1,9 +1,7 @@
 """A plan as text and in a notebook: the strip of layers, its legend, and remarks on what is unusual.
 
-Plain text only, for terminals, logs and model cards. Decides nothing.
-
 The colours are Okabe and Ito's (2008), which colour-blind readers can tell apart. Every cell also holds its letter, so
-nothing depends on the colours. Decides nothing.
+nothing depends on the colours.
 """
 
 from __future__ import annotations

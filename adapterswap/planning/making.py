@@ -1,7 +1,7 @@
 """Make plans: apply a composition to opened experts, and check it.
 
 Plans are made from headers alone: no tensors, no torch. Rules apply to the modules that adapters change or, if an
-expert is a full checkpoint, to the stored tensors of the base. Knows nothing of output files.
+expert is a full checkpoint, to the stored tensors of the base.
 """
 
 from __future__ import annotations

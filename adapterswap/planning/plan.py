@@ -1,8 +1,8 @@
 """A plan: a composition applied to real experts and checked. The same class serves adapters and full weights.
 
 Plans are made from headers alone (see `making`): no tensors, no torch. A plan says, for every module of an adapter or
-every stored tensor of a model, which experts' changes enter with which coefficients. The executors (`writing`,
-`gguf`, `live`) carry it out; `write`, `merge` and `export` call them through the package's face. `describe` shows it.
+every stored tensor of a model, which experts' changes enter with which coefficients. The executors (`writing`, `gguf`,
+`live`) carry it out; `write`, `merge` and `export` call them through the package's face. `describe` shows it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Embeddings and heads row by row: different vocabularies, resized bases, and single trained tokens.
 
-A trained token is like a new one: if one of the experts that the rule names trained it, its row is copied from that
-expert, because an average with a row that was never trained would spoil it. If several did, the rule applies to these
-only. All other rows stay the base's. Knows slots; reads no tensor.
-
 A row whose token the base has follows the rule for its module, like any weight outside the layers. The row of a new
 token is copied from its owner: averaging it with weights that were never trained for the token would spoil it.
-Tokenizers say which rows are new. This goes for adapters and for full checkpoints. Knows plans and tokenizers; reads no
-tensor.
+Tokenizers say which rows are new. This goes for adapters and for full checkpoints.
+
+A trained token is like a new one: if one of the experts that the rule names trained it, its row is copied from that
+expert. If several did, the rule applies to these only. All other rows stay the base's.
 
 PEFT saves the resized weight beside the factors and puts it in the base's place: the result is copy + ΔW. So the rows
 that the base lacks are taken from the copies. DoRA computes all rows from the whole copy, so it is merged only if one
-expert owns the weight. Knows slots of stored tensors; reads no tensor.
+expert owns the weight.
 """
 
 from __future__ import annotations
@@ -653,5 +651,5 @@ def _without_factors(slot: Slot, other: Slot) -> Slot:
 
 
 def _is_lent(span: Span) -> bool:
-    """Whether experts' copies stand in the base's place."""
+    """Whether experts lend copies of rows that the base lacks."""
     return any(term.expert != BASE for term in span.base)

@@ -1,12 +1,10 @@
 """Allocation rules, as data and as one line of text: `swahili: 0-4,30-31`, `math*0.5 + swahili*0.5: 5`, `math`.
 
-[MODULES of] EXPERTS [: LAYERS] [with KEY=VALUE, …]
+    [MODULES of] EXPERTS [: LAYERS] [with KEY=VALUE, …]
 
-The only reader and writer of this form; the command line, recipes and Python all use it. A text is read into the keys
-of a `Rule` (`allocation`), which checks their values. Does not know which experts exist.
-
-A rule is pure data that can be written in YAML. Rules are tried in order and the first match wins; `plan` applies them.
-Knows modules by name, layer and kind only, and experts by name only.
+This is the only reader and writer of that form; the command line, recipes and Python all use it. A text is read into
+the keys of a `Rule` (`allocation`), which checks their values. Rules are tried in order and the first match wins. Which
+experts exist is checked later, when a plan is made.
 """
 
 from __future__ import annotations

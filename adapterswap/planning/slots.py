@@ -5,8 +5,8 @@ The linear form is, in every range of rows,
     W' = b·W + Σ c_i·X_i,    b = 1 - Σ c_i over the changes that replace W
 
 where X_i is W_i for a change that replaces the base's weight W (a weight trained in full, or the one that PEFT computes
-from W for DoRA, OFT, …), and s_i·B_i·A_i for LoRA. So the base is a term like any other. Pure data: knows changes and
-rules, but not whole plans, nor how a slot is computed.
+from W for DoRA, OFT, …), and s_i·B_i·A_i for LoRA. So the base is a term like any other. Pure data: the
+executors compute it.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ class Span(_Terms):
     Attributes:
         start, stop: the first row, and the row after the last.
         terms: like a slot's terms; none leaves the base's rows.
-        base: what stands in the place of the base's weight: the base itself or, in rows that it lacks, experts' copies
-            of their resized base's weight. Empty if it does not enter; its coefficient is 0 if other terms are only
-            computed from it.
+        base: the base's own weight or, in rows that it lacks, experts' copies of their resized base's weight. Empty if
+            it does not enter; its coefficient is 0 if other terms are only computed from it.
         is_new: whether the base lacks the tokens of these rows.
         matrix: which of the tensor's matrices these rows are of, if low-rank changes apply to each of them separately.
     """

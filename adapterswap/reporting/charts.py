@@ -1,7 +1,4 @@
-"""The geometry of the charts on a report's page: bars, scatter plots and shades, as plain numbers.
-
-Knows scores; knows nothing of HTML.
-"""
+"""The geometry of the charts on a report's page: bars, scatter plots and shades, as plain numbers."""
 
 from __future__ import annotations
 

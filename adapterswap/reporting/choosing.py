@@ -1,12 +1,8 @@
 """The cells that represent a method, what enters the statistics, and the course of a selection.
 
-Methods are averaged over units: pairs of experts, single experts or seeds. Knows the cells of a run; knows
-nothing of intervals and tables.
-
-Single experts, the base and controls differ from compositions for other reasons than those under test, and every method
-that is far from the others raises Friedman's χ². Knows the cells of a run; knows no statistics.
-
-Knows the cells of a run; knows nothing of figures.
+Methods are averaged over units: pairs of experts, single experts or seeds. Single experts, the base and controls are
+left out of tests over methods: they differ from compositions for other reasons than those under test, and every method
+that is far from the others raises Friedman's χ².
 """
 
 from __future__ import annotations

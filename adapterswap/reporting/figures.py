@@ -1,8 +1,7 @@
 """The figures of a report, for print: scores, differences, landscapes, ranks, indicators, selections, truncations.
 
 `plan_figures` lists a report's figures, each with its caption and its data; `draw` draws one. A figure shows its data
-and nothing else, so tests can check them and readers can draw them differently. Knows reports and matplotlib; knows
-nothing of files.
+and nothing else, so tests can check them and readers can draw them differently.
 """
 
 from __future__ import annotations

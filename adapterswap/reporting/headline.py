@@ -1,7 +1,4 @@
-"""The main table of a target task: each method's scores over its units, its retention, and its differences.
-
-Knows choices and statistics; knows nothing of ranks, examples and pages.
-"""
+"""The main table of a target task: each method's scores over its units, its retention, and its differences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A report's tables as CSV, with every number in full, and as LaTeX (booktabs).
 
-The best score shown is bold and the second underlined. Knows reports; knows nothing of files.
+The best score shown is bold and the second underlined.
 """
 
 from __future__ import annotations

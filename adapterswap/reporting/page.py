@@ -1,7 +1,7 @@
 """A report as one HTML page without network, external fonts or scripts. Nothing that a model wrote is ever run.
 
 The templates, the style and the script are in `page/`. Text is escaped by Jinja, and a content security policy in the
-page allows its own script by hash and no other. Knows reports; knows nothing of runs and statistics.
+page allows its own script by hash and no other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read the folder of a sweep or of a lab run into the same data.
 
 A lab run becomes a run of cells without selection documents: each seed is a unit, its methods are families with one
-cell each, and its configurations were already chosen on a development set. Knows nothing of statistics.
+cell each, and its configurations were already chosen on a development set.
 """
 
 from __future__ import annotations

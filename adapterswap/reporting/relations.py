@@ -1,7 +1,4 @@
-"""Comparisons across methods and settings: ranks, merging indicators, and the landscape of zones.
-
-Knows choices and statistics; knows nothing of pages.
-"""
+"""Comparisons across methods and settings: ranks, merging indicators, and the landscape of zones."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
 """A report as plain data: its page, its tables, documents on which methods disagree, and commands to run it again.
 
-Knows a run's experts and settings, and the options of `compose` and `evaluate`; runs nothing.
-
-Reads a sweep's prompts and samples. Their text comes from models and data sets, so callers must escape it before they
-show it. Knows nothing of statistics and pages.
-
-Knows what belongs in a report; knows nothing of how it is shown.
+Prompts and samples come from models and data sets, so callers must escape them before they show them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Standard errors, paired bootstrap intervals, correlations, Friedman's test and the comparisons that follow it.
 
 Takes and returns numbers. A result that the numbers cannot determine (the spread of one value, a correlation with a
-constant) is None, never NaN. Knows nothing of runs, cells and tasks.
+constant) is None, never NaN.
 
 Friedman's test is that of the second paper (Bandarkar & Peng 2025, section 5): settings are blocks, methods are
 treatments. It is followed by Nemenyi's test, which compares mean ranks, and by Wilcoxon's signed-rank test with Holm's

@@ -1,13 +1,12 @@
 """The folders from which a server loads compositions, named by a hash of their sources; and a memo file.
 
-Several processes may use one file. Each replaces it whole, and the last one wins. Lost answers are computed again, and
-so are all answers if the file was altered. Knows nothing of what it stores.
-
 A folder appears whole, by a rename, and stays as long as any server runs that may load it again: vLLM reads an evicted
 adapter a second time, and crashes if its folder is gone. Simultaneous requests, also of several processes, make a
 folder once. The SHA-256 hashes of its files are stored separately. Every process compares them when it first uses the
-folder, and again when a file's stamp changes, so a damaged folder is made again. Folders are flat, and this module does
-not know what their files contain.
+folder, and again when a file's stamp changes, so a damaged folder is made again.
+
+Several processes may use one memo file. Each replaces it whole, and the last one wins. Lost answers are computed again,
+and so are all answers if the file was altered.
 """
 
 from __future__ import annotations

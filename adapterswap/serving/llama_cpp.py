@@ -1,7 +1,6 @@
 """Serve with llama.cpp: plan, start and stop the two servers, llama.cpp's and the proxy in front of it.
 
 llama.cpp listens on a separate local port, and clients reach only the proxy. If llama.cpp ends, the proxy ends too.
-Knows options and processes, but not names and scales.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run llama.cpp's server as a process: a `llama-server` binary, or xllamacpp's server with the same command line.
 
 Run as a module, this is a small `llama-server` built on xllamacpp, with the options of `_OPTIONS`. Imported, it starts
-either server, waits until a token has been decoded, and stops it. Knows nothing of compositions.
+either server, waits until a token has been decoded, and stops it.
 """
 
 from __future__ import annotations

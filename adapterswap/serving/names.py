@@ -1,9 +1,7 @@
 """What a server may serve, and the names that a client may request.
 
-A name is untrusted text. It selects among the experts that the operator listed, and is never part of a path.
-
-Read from a folder of adapter folders or from `experts.yaml`. Requests cannot reach anything outside it. Knows neither
-the experts' content nor servers.
+Experts are listed by a folder of adapter folders or by `experts.yaml`. A requested name is untrusted text. It selects
+among these experts, and is never part of a path, so requests cannot reach anything else.
 """
 
 from __future__ import annotations

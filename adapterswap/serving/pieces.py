@@ -2,7 +2,7 @@
 
 llama.cpp loads adapters when it starts, and a request gives each a scale. Every expert is loaded as two files for each
 layer, attention and MLP. Any layer swap, partition or linear blend is then a list of scales, and no file is written for
-it. Knows plans and files, but not servers.
+it.
 """
 
 from __future__ import annotations

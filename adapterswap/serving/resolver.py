@@ -1,6 +1,6 @@
 """vLLM's LoRA resolver: for a name that vLLM does not know yet, it returns the composition's folder.
 
-Imports vLLM. Knows how vLLM reports errors to clients; their text comes from `composer`.
+Imports vLLM.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A visitor's choice: the fields of a composition, the layers set by hand, and the address that holds it.
 
-Knows compositions and rules; opens nothing.
-
-Plain data, converted from and to the page's address. Knows nothing of Gradio.
+Plain data, converted from and to the page's address.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The controls of Compose, which fields each preset has, and conversion between their values and a choice.
 
-Knows which field of a composition each control sets. `Composition` checks which values go together.
+`Composition` checks which values go together.
 """
 
 from __future__ import annotations

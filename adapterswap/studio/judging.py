@@ -1,7 +1,7 @@
 """Evaluations in the background: their tasks, their progress, and the table of results.
 
 Uses the workspace's model and the functions of `evaluation`. Scores are shares of correct answers, so the intervals are
-Wilson's (1927). Knows nothing of Gradio.
+Wilson's (1927).
 """
 
 from __future__ import annotations

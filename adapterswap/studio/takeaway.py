@@ -1,7 +1,4 @@
-"""A composition to take home: the command line, the Python lines and the YAML that reproduce it, and its files.
-
-Knows compositions and the public functions that write them. Knows nothing of pages.
-"""
+"""A composition to take home: the command line, the Python lines and the YAML that reproduce it, and its files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Answers side by side, and tables by layer of what the experts changed.
+"""Answers side by side, and tables by layer of what the experts changed, as `analyze` and `suggest` return it.
 
-All text from models is escaped. Shows answers; computes none.
-
-Shows what `analyze` and `suggest` return; measures nothing itself. Names are escaped.
+All text from models, and all names, are escaped.
 """
 
 from __future__ import annotations

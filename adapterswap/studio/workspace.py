@@ -1,8 +1,6 @@
 """A studio's workspace: a base in memory, experts by name, their live composer, and one queue for the model.
 
-Knows nothing of models or pages.
-
-An expert that cannot be opened or loaded is kept with its error, and the others still work. Knows nothing of pages.
+An expert that cannot be opened or loaded is kept with its error, and the others still work.
 """
 
 from __future__ import annotations

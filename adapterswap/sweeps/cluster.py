@@ -3,7 +3,7 @@
 Each worker prepares the same sweep itself and loads the base and the experts once. It is refused if its files or
 versions differ from this process's. Workers get one cell at a time, and results are returned in the order of the cells.
 If a worker dies, another is started in its place, and the next free worker evaluates its cell. Only this process
-writes. Knows judges and Ray; knows nothing of the folder, or of which cells there are.
+writes.
 """
 
 from __future__ import annotations

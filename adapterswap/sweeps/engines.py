@@ -1,7 +1,7 @@
 """Evaluate cells in vLLM, several at once; see `Judge`.
 
 Each composition is an adapter in a temporary folder while its cell is in flight. What an adapter cannot hold there is
-merged, and evaluated alone. Knows cells and the engine; knows nothing of the sweep's folder.
+merged, and evaluated alone.
 """
 
 from __future__ import annotations

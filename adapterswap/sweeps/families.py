@@ -3,7 +3,7 @@
 Checks the values of single fields. `Composition` checks whether they are valid together.
 
 A name in a rule is that of an expert or of a role (`task`, `language`, or one of the recipe's `roles`). A role stands
-for each of its experts in turn. Knows recipes; knows nothing of grids, tasks or experts on disk.
+for each of its experts in turn.
 """
 
 from __future__ import annotations

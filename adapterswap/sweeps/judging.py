@@ -4,12 +4,11 @@ Between most cells only LoRA layers are switched; nothing is loaded or written. 
 are the exception. With a bound on the rank (TIES, DARE, pruning) they are reduced to an adapter in a temporary folder,
 which is loaded beside the experts and removed after the cell. Compositions of full checkpoints, and families at full
 rank, are merged into a temporary folder as by `merge`. The merged model replaces the base and its adapters, so that
-only one model is in memory at a time. Knows nothing of the sweep's folder, and of other processes only that they may
-share a cell's batches.
+only one model is in memory at a time.
 
-The main process runs the sweep as if it were alone, and records the results. It sends each assignment to the other
-processes, which have loaded the same base and experts, and the cell's batches are divided among all of them. Knows
-judges and processes; knows nothing of the folder, or of which cells there are.
+With several processes, the main process runs the sweep as if it were alone, and records the results. It sends each
+assignment to the other processes, which have loaded the same base and experts, and the cell's batches are divided among
+all of them.
 """
 
 from __future__ import annotations

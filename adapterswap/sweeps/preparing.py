@@ -1,8 +1,6 @@
 """Prepare a sweep before weights are loaded: open the experts, find the tasks, plan every cell.
 
-Reads lm-evaluation-harness's tasks; knows nothing of experts and compositions.
-
-This way all mistakes are reported early and together. Knows nothing of models in memory or of the sweep's folder.
+This way all mistakes are reported early and together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The recipe of a sweep: the base, the experts, their compositions, the tasks and the settings.
 
-Every field has a description; unknown keys are errors. Paths of experts, the base and `include_path` may be relative
-to the recipe's folder. Nothing is opened, and neither torch nor lm-evaluation-harness is imported.
+Every field has a description; unknown keys are errors. Paths of experts, the base and `include_path` may be relative to
+the recipe's folder. Nothing is opened, and neither torch nor lm-evaluation-harness is imported.
 """
 
 from __future__ import annotations

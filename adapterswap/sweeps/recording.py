@@ -1,9 +1,9 @@
 """Write a sweep's folder, a cell at a time, so that it can be resumed; and pre-register what it will compare.
 
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell with a complete line is
-finished. An incomplete last line is removed, also in rungs.jsonl. Every step is synced to disk before the next, so
-this also holds after a power loss. Each line contains the conditions under which its cell was evaluated. A
-lock keeps a second sweep out of the folder. Knows nothing of models or of making cells.
+finished. An incomplete last line is removed, also in rungs.jsonl. Every step is synced to disk before the next, so this
+also holds after a power loss. Each line contains the conditions under which its cell was evaluated. A lock keeps a
+second sweep out of the folder.
 
 `freeze` writes preregistration.json into the folder that the sweep will fill: everything that `prepare` knows (experts
 with hashes, tasks, cells, documents to choose on), and the methods that a report will compare. Its hash can be

@@ -1,14 +1,9 @@
 """Read a sweep's folder: its description, its conditions, the scores of each finished cell, and samples.
 
-Knows nothing of folders, of how cells are made or evaluated, or of statistics.
-
-Scores can be compared only if their conditions are equal.
-Knows the description of a sweep, as plain data; knows nothing of folders or scores.
-
 The folder contains sweep.json (the description), cells.jsonl (a line for each finished cell), `samples/` (a file for
 each cell), `prompts/` (a file for each task) and, after successive halving, rungs.jsonl. The folder of a sweep that is
-still running or was killed can be read too; an incomplete last line is ignored. Knows nothing of models or of making
-cells.
+still running or was killed can be read too; an incomplete last line is ignored. Scores can be compared only if their
+conditions are equal.
 """
 
 from __future__ import annotations

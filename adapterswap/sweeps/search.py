@@ -5,8 +5,6 @@ every pair. Its value is the mean of the target tasks' primary scores on the doc
 by the same number, and documents to report on are not used. Successive halving evaluates a trial on a few documents
 first, then on more, and gives it up if others did better. After a sweep was killed, the results in its folder are
 replayed to the sampler in its own order, so it proposes the same trials again.
-
-Knows prepared sweeps and results; knows nothing of models or folders.
 """
 
 from __future__ import annotations

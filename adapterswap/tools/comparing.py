@@ -1,6 +1,6 @@
 """The difference of two adapters: distance and cosine of ΔW per module, distance of weights trained in full.
 
-ΔW is compared in low rank and never formed; whole weights are read in blocks. Knows opened adapters only.
+ΔW is compared in low rank and never formed; whole weights are read in blocks.
 """
 
 from __future__ import annotations

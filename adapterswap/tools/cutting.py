@@ -2,9 +2,9 @@
 
 One weight at a time: memory holds a few copies of the largest one.
 
-PEFT refuses some modules (Mamba's `out_proj`), mistakes others (in a mixture of experts it takes every target that
-ends in `gate_proj`, `up_proj` or `down_proj` for the fused experts' parameters, even in dense layers and shared
-experts), and wraps some that then compute something else. These are left out.
+PEFT refuses some modules (Mamba's `out_proj`), mistakes others (in a mixture of experts it takes every target that ends
+in `gate_proj`, `up_proj` or `down_proj` for the fused experts' parameters, even in dense layers and shared experts),
+and wraps some that then compute something else. These are left out.
 """
 
 from __future__ import annotations

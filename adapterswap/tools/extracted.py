@@ -2,7 +2,7 @@
 
 The last digits of a singular value decomposition depend on the machine, so nothing is cut again. The files are compared
 by their SHA-256. If the fine-tune and its base are available, so are their files, and every module's ‖ΔW‖ and error are
-computed again. Knows the records that `extract` writes.
+computed again.
 """
 
 from __future__ import annotations

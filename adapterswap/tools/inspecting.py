@@ -1,7 +1,4 @@
-"""The parts of an adapter or a model, from its header and configs only, and the expert that each part came from.
-
-Reads no tensor and prints nothing.
-"""
+"""The parts of an adapter or a model, from its header and configs only, and the expert that each part came from."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Match a full fine-tune with its base, also of another class, and find the weights that an adapter can hold.
 
 A text-only model calls its layers `model.layers`, a multimodal one with the same decoder `model.language_model.layers`.
-`Base.find` maps the names; here a name counts only if it maps back to itself. Knows names; of tensors it reads
-only heads and embeddings that the config ties.
-
-Reads only configs and headers, no tensors. All reasons why two checkpoints are not a pair are reported together.
-Knows checkpoints and what LoRA can adapt; knows nothing of ranks and outputs.
+`Base.find` maps the names; here a name counts only if it maps back to itself. Only configs and headers are read, and of
+tensors only heads and embeddings that the config ties. All reasons why two checkpoints are not a pair are reported
+together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training: from a recipe to an expert, a rank-stabilized LoRA adapter in a PEFT folder.
 
 TRL's SFTTrainer does the training. This package reads recipes, loads and tokenises rows, reports which were dropped,
-restores the process state that trainers change, and writes an output folder that records what it was made from. It
-knows nothing of compositions. torch is imported only when you call a function.
+restores the process state that trainers change, and writes an output folder that records what it was made from. torch
+is imported only when you call a function.
 """
 
 from __future__ import annotations

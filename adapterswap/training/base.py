@@ -1,7 +1,4 @@
-"""The base model for training: check for libraries, prepare its tokenizer, load its weights, choose the device.
-
-Knows nothing of rows or of what is trained.
-"""
+"""The base model for training: check for libraries, prepare its tokenizer, load its weights, choose the device."""
 
 from __future__ import annotations
 

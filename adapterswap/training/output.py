@@ -1,7 +1,6 @@
 """Write the expert's folder: PEFT's two files or a whole model, `training.json`, and a short model card.
 
-The same inputs give the same files: no dates, no local paths, keys and lists in a fixed order. Knows nothing of how the
-weights were trained beyond the report it gets.
+The same inputs give the same files: no dates, no local paths, keys and lists in a fixed order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Train an expert from a recipe, in one process or several, or estimate what that would take.
 
-Knows nothing of training itself.
-
 Under torchrun or `accelerate launch` every process runs `train`. All of them read the same rows; one writes.
 """
 

@@ -2,7 +2,7 @@
 
 In the second paper (section 5) language understanding (Belebele, Global-MMLU) predicts a good language expert, and MGSM
 in English a good math expert. Both predict better than math in the target language, which is what the composition is
-used for. Knows nothing of how a score is measured.
+used for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Find what to train in a model: the modules that get an adapter, or parameters of the model itself.
 
-Reads names, shapes and the config of a model without weights. Knows nothing of rows or of how training runs.
+Reads names, shapes and the config of a model without weights.
 """
 
 from __future__ import annotations

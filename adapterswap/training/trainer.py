@@ -1,14 +1,12 @@
 """TRL's SFTTrainer set up from a recipe, two partitions in turns, and a stop on SIGTERM.
 
-The parameters of the other side are frozen and have no gradient. AdamW skips parameters without a gradient, so their
-weights, moments and step counts stay the same, bit for bit. A gradient of zero would change them, through the moments
-and weight decay. Importing this module imports torch and transformers.
-
-Importing this module imports transformers.
-
 Rows are already tokenised and masked, so the trainer's own preparation is skipped. Added are a stop at the first loss
 that is not finite, a progress bar, a checkpoint every N samples, and training of two sides in turns. Importing this
 module imports torch and trl.
+
+In turns, the parameters of the other side are frozen and have no gradient. AdamW skips parameters without a gradient,
+so their weights, moments and step counts stay the same, bit for bit. A gradient of zero would change them, through the
+moments and weight decay.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """Write a plan as an adapter folder that PEFT loads: weights, config, record, card, tokenizer.
 
-Knows file names; nothing of plans.
-
-Knows plans; `model.tokenizers` compares and unites tokenizers.
-
-The folder appears complete or not at all, and the same inputs give the same bytes. Knows how to carry out a plan on
-files, but not how the plan was made.
+The folder appears complete or not at all, and the same inputs give the same bytes.
 """
 
 from __future__ import annotations

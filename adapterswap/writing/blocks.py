@@ -1,13 +1,11 @@
 """The numbers of full weights: read a tensor's sources block by block, add up in float32, round once.
 
-A block is a range of rows. Memory is bounded by blocks rather than tensors wherever the method allows it. Knows files
-and plans; computes nothing.
+A block is a range of rows. Memory is bounded by blocks rather than tensors wherever the method allows it. In every span
 
-W' = Σ c_i·W_i + (1 - Σ c_i)·W_base + [c_1·s_1·B_1, …]·[A_1; …]
+    W' = b·W + Σ c_i·W_i + [c_1·s_1·B_1, …]·[A_1; …]
 
 torch computes products of factors, and everything on a GPU. numpy computes averages of stored weights on the CPU, which
-saves the import of torch, and nonlinear methods (`methods`), which need whole tensors. Knows blocks; reads and writes
-nothing.
+saves the import of torch, and nonlinear methods (`methods`), which need whole tensors.
 """
 
 from __future__ import annotations

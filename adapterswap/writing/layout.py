@@ -1,14 +1,5 @@
 """The layout of a plan's adapter: its tensors, ranks and scales, and the config that PEFT reads.
 
-Knows how PEFT computes scales and matches patterns; knows nothing of where modules come from.
-
-Reads no tensors, but looks up the base if it takes part in an average.
-
-trained tokens without LoRA.
-
-The config is the experts' own. `planning.checks.check_written` has checked that settings for all modules agree; values
-that differ go into the patterns. Reads no tensors.
-
 * `exact`: a copied module keeps its tensors, rank and alpha; a blend Σ c_i s_i B_i A_i is the rank concatenation
   A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'. The scale s' of blends is the adapter's most frequent one, so
   if the experts' scales agree, even a reader that ignores the patterns computes the right sum.
@@ -16,7 +7,8 @@ that differ go into the patterns. Reads no tensors.
   no patterns. In float16 small numbers lose digits, so that s' is the power of two nearest to the most frequent scale:
   every engine reads the global alpha, and B stays as large as it was.
 
-Reads no tensors.
+The config is the experts' own. `experts.config.check_written` has checked that settings for all modules agree; values
+that differ go into the patterns. No tensor is read; the base is looked up if it takes part in an average.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The output as data: its form, its tensors, the pieces of each; and computed tensors kept until they are written.
 
-By default both start one thread per core, and threads that wait for a core spin. Knows nothing of what is computed.
-
-Knows bytes and shapes, but not their meaning.
-
-Shared by `layout`, which decides on them, and the executors, which compute and write them. Contains no rules and reads
-nothing.
+`layout` decides on the pieces, and the executors compute and write them, in threads: numpy and torch would each start
+one thread per core, and threads that wait for a core spin, so both are limited here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Reduce modules to a rank: linear blends above `max_rank`, and every nonlinear blend.
 
-Of low-rank factors, `joint.truncate` is exact and cheaper. The randomized SVD is torch's, after Halko,
-Martinsson & Tropp 2011 (arXiv:0909.4061). Knows matrices, nothing of adapters or plans.
-
-Linear blends have low rank, and `joint.truncate` truncates them without forming ΔW. Nonlinear ones (TIES, DARE,
-pruning) have full rank: their ΔW is formed, one module at a time, and approximated. Knows plans and forms.
+Linear blends have low rank, and `joint.truncate` truncates them without forming ΔW: exact and cheaper. Nonlinear ones
+(TIES, DARE, pruning) have full rank: their ΔW is formed, one module at a time, and approximated by torch's randomized
+SVD, after Halko, Martinsson & Tropp 2011 (arXiv:0909.4061).
 """
 
 from __future__ import annotations

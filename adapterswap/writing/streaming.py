@@ -1,13 +1,7 @@
 """Execute a plan of full weights: several threads read, compute and write one tensor after another into shards.
 
-Each thread reads, computes and writes its own items, so that one can read while another computes. Knows nothing of
-tensors.
-
-By default the skeleton's shards and their names are kept; another size can be requested in Hugging Face's notation.
-Knows names, shapes and bytes; reads and writes nothing.
-
-One thread can read and hash while another computes, and memory holds one block per thread. Knows plans and files;
-computes nothing itself.
+By default the skeleton's shards and their names are kept; another size can be requested in Hugging Face's notation. One
+thread can read and hash while another computes, and memory holds one block per thread.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Write a safetensors file: copy byte ranges while hashing and checking the sources, and compute blends.
 
-`layout` decides which pieces make up a tensor.
-
-Bytes go from file to file through one small buffer, so memory does not grow with the adapter. Knows byte ranges,
-nothing of plans.
-
-Knows layouts and files. Memory stays small: copies go through one buffer per expert, and blends are computed one tensor
-at a time.
+Memory does not grow with the adapter: copies go from file to file through one small buffer per expert, and blends are
+computed one tensor at a time. `layout` decides which pieces make up a tensor.
 """
 
 from __future__ import annotations

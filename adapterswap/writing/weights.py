@@ -1,13 +1,11 @@
 """Write full weights from a plan: weights, config, tokenizer, record, card; a quantised base is dequantised first.
 
-They are copied from the skeleton. config.json is rewritten if the result has another dtype or vocabulary size, or an
-untied head, and the tokenizer is the experts' if they have tokens or a chat template of their own. Knows Hugging Face's
-file names; nothing of tensors.
-
-The folder is an ordinary checkpoint, from which merging can stream. Knows bases and transformers; nothing of plans.
+config.json is copied from the skeleton, and rewritten if the result has another dtype or vocabulary size, or an untied
+head. The tokenizer is the experts' if they have tokens or a chat template of their own. A dequantised base is an
+ordinary checkpoint in a temporary folder, from which merging can stream.
 
 Memory is bounded by a few blocks of rows, not by the model; only nonlinear methods need whole tensors. The folder
-appears whole or not at all, and the same inputs give the same bytes. Knows plans, but not the requests behind them.
+appears whole or not at all, and the same inputs give the same bytes.
 """
 
 from __future__ import annotations
