@@ -200,8 +200,7 @@ def command(
 def _by_rules(prepared: PreparedSweep) -> Iterator[tuple[Cell, Plan]]:
     """The compositions made by rules; their names do not show their layers."""
     for cell in prepared.grid.cells:
-        plan = prepared.plans[cell.cell]
-        if plan is not None and "rules=" in cell.configuration:
+        if "rules=" in cell.configuration and (plan := prepared.plans[cell.cell]) is not None:
             yield cell, plan
 
 

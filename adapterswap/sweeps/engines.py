@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from adapterswap.evaluation.vllm_engine import Needs, VLLMEngine
     from adapterswap.planning.plan import Plan
 
+    Asked = Mapping[tuple[tuple[str, ...], Any], tuple[Questions, tuple[Request, ...]]]
+
 
 @contextmanager
 def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[Judge]:
@@ -33,27 +35,34 @@ def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[J
     require("vllm")
     _check_merged(prepared)
     settings = prepared.settings
+    asked = asked_of_all(prepared)
     with VLLMEngine(
-        prepared.base, needs(prepared), settings.engine_args, device=device, dtype=dtype, seed=settings.seed
+        prepared.base, needs(prepared, asked), settings.engine_args, device=device, dtype=dtype, seed=settings.seed
     ) as engine:
-        yield EngineJudge(prepared, engine)
+        yield EngineJudge(prepared, engine, asked)
 
 
-def needs(prepared: PreparedSweep) -> Needs:
+def asked_of_all(prepared: PreparedSweep) -> Asked:
+    """What the tasks ask of cells on all documents, by the cells' tasks."""
+    return {(tasks, None): _asked(prepared, tasks) for tasks in dict.fromkeys(c.tasks for c in prepared.grid.cells)}
+
+
+def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
     """What vLLM must be able to hold for all cells of a sweep."""
     from adapterswap.evaluation.compositions import needs_of
 
-    requests = (
-        request for tasks in {cell.tasks for cell in prepared.grid.cells} for request in _asked(prepared, tasks)[1]
-    )
+    requests = (request for _, of_tasks in asked.values() for request in of_tasks)
     return needs_of(_as_adapters(prepared), requests, prepared.recipe.settings.in_flight, prepared.shapes)
 
 
 def _as_adapters(prepared: PreparedSweep) -> dict[str, tuple[Plan, Mapping[str, Any]]]:
-    """The compositions that vLLM holds as adapters, by their short names, and how each is reduced."""
+    """The compositions that vLLM holds as adapters, by their short names, and how each is reduced.
+
+    Of those that differ only in their zones, the checked ones: they have every layer with each of its rules.
+    """
     return {
         cell.short: (plan, cell.output)
-        for cell in prepared.grid.cells
+        for cell in prepared.plans.checked
         if (plan := prepared.plans[cell.cell]) is not None and way_of(prepared, cell) != "merged"
     }
 
@@ -62,7 +71,7 @@ def needed(prepared: PreparedSweep) -> dict[str, Any]:
     """vLLM's settings for a sweep, the numbers in its slots for adapters, and the cell with the highest rank."""
     from adapterswap.evaluation.compositions import rank_of
 
-    all_needs = needs(prepared)
+    all_needs = needs(prepared, asked_of_all(prepared))
     ranks = {name: rank_of(plan, output) for name, (plan, output) in _as_adapters(prepared).items()}
     highest = max(ranks, key=lambda name: ranks[name], default=None)
     settings = {**all_needs.settings(), **prepared.settings.engine_args}
@@ -72,10 +81,10 @@ def needed(prepared: PreparedSweep) -> dict[str, Any]:
 class EngineJudge:
     """Cells in vLLM, with a window of them in flight; see `Judge`."""
 
-    def __init__(self, prepared: PreparedSweep, engine: VLLMEngine) -> None:
+    def __init__(self, prepared: PreparedSweep, engine: VLLMEngine, asked: Asked) -> None:
         self._prepared, self._engine = prepared, engine
         self._in_flight = prepared.recipe.settings.in_flight
-        self._asked: dict[Any, tuple[Questions, tuple[Request, ...]]] = {}
+        self._asked = dict(asked)
         self._errors: dict[str, float] = {}
         around = engine.described
         versions = around.pop("versions")
@@ -135,7 +144,7 @@ def _check_merged(prepared: PreparedSweep) -> None:
     from adapterswap.model.checkpoints import open_checkpoint
     from adapterswap.planning.making import merge_plan
 
-    for cell in prepared.grid.cells:
+    for cell in prepared.plans.checked:
         plan = prepared.plans[cell.cell]
         if (
             plan is not None

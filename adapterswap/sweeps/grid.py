@@ -311,15 +311,13 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
 
 def _with_defaults(candidates: list[_Candidate], num_layers: int) -> Iterator[tuple[_Candidate, bool]]:
     """Every composition, and whether it is the papers' default of its row; of two equal ones the first is."""
-    rows: dict[Any, list[_Candidate]] = {}
+    rows: dict[Any, dict[str, _Candidate]] = {}
     for candidate in candidates:
-        row = rows.setdefault(candidate.setting, [])
-        if not any(
-            (candidate.composition, candidate.output) == (earlier.composition, earlier.output) for earlier in row
-        ):
-            row.append(candidate)
+        settings = repr((_as_data(candidate.composition), sorted(candidate.output.items())))
+        rows.setdefault(candidate.setting, {}).setdefault(settings, candidate)
     defaults = set()
-    for setting, row in rows.items():
+    for setting, different in rows.items():
+        row = list(different.values())
         index = default_of([candidate.composition for candidate in row], num_layers)
         if index is not None:
             defaults.add((setting, row[index].short))

@@ -26,7 +26,7 @@ from adapterswap.errors import RunError
 from adapterswap.files.folders import scratch_folder
 from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
-from adapterswap.sweeps.grid import Assignment, Cell
+from adapterswap.sweeps.grid import Assignment, Cell, composition_of
 from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.results import CellResult, TaskValue
 
@@ -77,16 +77,15 @@ def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
 
     vLLM switches between adapters that are written first.
     """
-    from adapterswap.live import why_not_live
-
-    plan = prepared.plans[cell.cell]
-    if plan is None:
+    composition = composition_of(cell)
+    if composition is None:
         return "switched"
-    if plan.is_model or cell.output.get("full_rank"):
+    experts = set(composition.expert_names)
+    if not experts <= prepared.adapters.keys() or cell.output.get("full_rank"):
         return "merged"
     if prepared.settings.engine == "vllm":
-        return "merged" if prepared.beyond_vllm & set(plan.experts) else "reduced"
-    return "switched" if not cell.output and why_not_live(plan) is None else "reduced"
+        return "merged" if prepared.beyond_vllm & experts else "reduced"
+    return "switched" if not cell.output and prepared.plans.is_live(cell) else "reduced"
 
 
 def agreed(known: Mapping[str, Any], described: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ This way all mistakes are reported early and together.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -144,7 +144,7 @@ class PreparedSweep:
         tasks: name → task.
         settings: how tasks are evaluated.
         grid: the cells.
-        plans: cell → its plan; None for the base.
+        plans: cell → its plan, made when it is read; None for the base.
         described: all of it as plain data, without paths of this machine: the content of sweep.json before the judge
             adds the versions and the settings of the model.
     """
@@ -157,7 +157,7 @@ class PreparedSweep:
     tasks: Mapping[str, TaskInfo]
     settings: Settings
     grid: Grid
-    plans: Mapping[str, Plan | None]
+    plans: Plans
     described: Mapping[str, Any]
 
     @property
@@ -195,7 +195,7 @@ class PreparedSweep:
 def prepare(
     recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False, trust_task_code: bool = False
 ) -> PreparedSweep:
-    """Open everything that a recipe names, and plan every cell.
+    """Open everything that a recipe names, and check every cell.
 
     Args:
         recipe: the recipe.
@@ -240,10 +240,8 @@ def prepare(
     # The weights of a base on the Hub are downloaded now only if experts are compared with them.
     merged = any(cell.output.get("full_rank") for cell in grid.cells) and base.source.revision is None
     stored = open_checkpoint(recipe.base_model) if full or merged else None
-    plans: dict[str, Plan | None] = {}
-    for cell in grid.cells:
-        with problems.collect():
-            plans[cell.cell] = _plan(cell, recipe, experts, num_layers, stored)
+    plans = Plans(recipe, experts, num_layers, stored, grid.cells)
+    plans.check(problems)
     problems.raise_if_any()
     sides = {name: side for name, (_, side) in places.items()}
     prepared = PreparedSweep(recipe, base, num_layers, experts, sides, tasks, settings, grid, plans, {})
@@ -282,35 +280,133 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
         )
 
 
-def _plan(
-    cell: Cell, recipe: SweepRecipe, experts: Mapping[str, Expert], num_layers: int, stored: Checkpoint | None
-) -> Plan | None:
-    """The plan of a cell; None for the base. `stored` are the base's weights if a cell is merged into them."""
-    from adapterswap.live import why_not_live
-    from adapterswap.writing.loadable import check_form
+class Plans(Mapping[str, "Plan | None"]):
+    """Cell → its plan; None for the base. A plan is made when it is read, and only the latest is kept.
 
-    composition = composition_of(cell)
-    if composition is None:
-        return None
-    uses_checkpoint = stored is not None and any(
-        isinstance(experts[name], Checkpoint) for name in composition.expert_names
-    )
-    try:
-        # The folder, so that a base on the Hub is not looked up again for every cell.
-        base_model = str(stored.source.folder) if uses_checkpoint and stored is not None else recipe.base_model
-        declared = composition.model_copy(update={"base_model": base_model})
-        plan = make_plan(declared, experts, num_layers=num_layers)
-        if plan.is_model:
-            _check_vocabulary(plan)
+    Args:
+        recipe, experts, num_layers: see `PreparedSweep`.
+        stored: the base's weights, if a cell is merged into them.
+        cells: all cells.
+    """
+
+    def __init__(
+        self,
+        recipe: SweepRecipe,
+        experts: Mapping[str, Expert],
+        num_layers: int,
+        stored: Checkpoint | None,
+        cells: Sequence[Cell],
+    ) -> None:
+        self._recipe, self._experts, self._num_layers, self._stored = recipe, experts, num_layers, stored
+        self._cells = {cell.cell: cell for cell in cells}
+        self._latest: tuple[str, Plan | None] = ("", None)
+        self._regular = {name for name, expert in experts.items() if _is_regular(expert, num_layers)}
+        self._live: dict[str, bool] = {}
+        self._zones: dict[str, set[Any]] = {}
+        self.checked: list[Cell] = []
+
+    def __getitem__(self, cell: str) -> Plan | None:
+        if self._latest[0] != cell:
+            self._latest = cell, self._plan(self._cells[cell])
+        return self._latest[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def check(self, problems: Problems) -> None:
+        """Plan the cells that can show a mistake, or need a rank, that no cell before them does.
+
+        What happens to a layer depends only on the rule that it gets. If every layer of the experts has the same
+        modules, cells that differ only in their zones are therefore checked by those of them in which a layer gets
+        a rule for the first time.
+        """
+        for cell in self._cells.values():
+            settings, parts = self._parts(cell)
+            seen = self._zones.setdefault(settings, set())
+            if parts is not None and parts <= seen:
+                continue
+            with problems.collect():
+                plan = self._plan(cell)
+                seen |= parts or set()
+                self._live[settings] = self._live.get(settings, True) and _is_live(plan)
+            self.checked.append(cell)
+
+    def is_live(self, cell: Cell) -> bool:
+        """Whether a cell is evaluated by switching adapters on and off."""
+        return self._live.get(self._parts(cell)[0], False) or _is_live(self[cell.cell])
+
+    def _parts(self, cell: Cell) -> tuple[str, set[Any] | None]:
+        """A cell's settings without its zones, and which layer gets which rule; None if it is to be planned itself."""
+        composition = composition_of(cell)
+        if (
+            composition is None
+            or composition.method != "layer_swap"
+            or composition.allocation is not None
+            or composition.partition is not None
+            or composition.bottom is None
+            or composition.top is None
+            or cell.output.get("full_rank")
+            or not self._regular.issuperset(composition.expert_names)
+        ):
+            return cell.cell, None
+        rules = composition.rules(self._num_layers)
+        kinds = [repr({**rule.model_dump(exclude_defaults=True), "layers": None}) for rule in rules]
+        owners = [
+            next((kind for rule, kind in zip(rules, kinds, strict=True) if rule.matches("", layer, "other")), None)
+            for layer in range(self._num_layers)
+        ]
+        settings = {key: value for key, value in cell.composition.items() if key not in _ZONES}
+        return repr((settings, cell.output)), {*enumerate(owners), tuple(kinds), frozenset(owners)}
+
+    def _plan(self, cell: Cell) -> Plan | None:
+        """The plan of a cell, checked."""
+        from adapterswap.writing.loadable import check_form
+
+        composition, stored = composition_of(cell), self._stored
+        if composition is None:
+            return None
+        uses_checkpoint = stored is not None and any(
+            isinstance(self._experts[name], Checkpoint) for name in composition.expert_names
+        )
+        try:
+            # The folder, so that a base on the Hub is not looked up again for every cell.
+            base_model = str(stored.source.folder) if uses_checkpoint and stored else self._recipe.base_model
+            declared = composition.model_copy(update={"base_model": base_model})
+            plan = make_plan(declared, self._experts, num_layers=self._num_layers)
+            if plan.is_model:
+                _check_vocabulary(plan)
+            elif cell.output.get("full_rank"):
+                if stored is not None:
+                    _check_vocabulary(merge_plan(plan, stored))  # reports mistakes before anything is evaluated
+            elif cell.output or not _is_live(plan):  # reduced to an adapter
+                check_form(plan, Form(**cell.output))
             return plan
-        if cell.output.get("full_rank"):
-            if stored is not None:
-                _check_vocabulary(merge_plan(plan, stored))  # reports mistakes before anything is evaluated
-        elif cell.output or why_not_live(plan) is not None:  # reduced to an adapter
-            check_form(plan, Form(**cell.output))
-        return plan
-    except AdapterswapError as error:
-        raise error.within(cell.short) from None
+        except AdapterswapError as error:
+            raise error.within(cell.short) from None
+
+
+_ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+
+
+def _is_live(plan: Plan | None) -> bool:
+    """Whether a plan can be computed by switching adapters on and off."""
+    from adapterswap.live import why_not_live
+
+    return plan is None or why_not_live(plan) is None
+
+
+def _is_regular(expert: Expert, num_layers: int) -> bool:
+    """Whether an expert is an adapter that adapts the same modules in every layer."""
+    if not isinstance(expert, Adapter):
+        return False
+    layers: dict[int | None, set[str]] = {layer: set() for layer in range(num_layers)}
+    for name, part in expert.parts.items():
+        if part.layer in layers:
+            layers[part.layer].add(name.replace(f".{part.layer}.", ".", 1))
+    return expert.kept_layers is None and all(names == layers[0] for names in layers.values())
 
 
 def _check_vocabulary(plan: Plan) -> None:
