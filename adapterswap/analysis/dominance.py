@@ -124,7 +124,9 @@ def suggest_owners(
         return None
     base = None if base_model is None else open_checkpoint(base_model)
     with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
-        changes = [measure(plan.adapters[name], name=name, base=base, progress=step) for name in experts]
+        changes = [
+            measure(plan.adapters[name], name=name, base=base, progress=step, norms_only=True) for name in experts
+        ]
     sizes = {each.expert: each.sizes(per_kind=per == "module", relative=base is not None) for each in changes}
     for name, block_sizes in sizes.items():
         if not any(block_sizes.values()):

@@ -98,6 +98,7 @@ def measure(
     name: str,
     base: Checkpoint | None = None,
     progress: Callable[[], None] = lambda: None,
+    norms_only: bool = False,
 ) -> Changes:
     """Measure every matrix of an expert.
 
@@ -106,13 +107,14 @@ def measure(
         name: the expert's name in the result.
         base: the expert's base. Required for a checkpoint; for an adapter it adds the base's norms.
         progress: called after every matrix.
+        norms_only: measure only norms, which for LoRA need no ΔW; `fractions` and `magnitude` need its rows.
 
     Raises:
         ExpertError: the expert has no matrix in a layer.
         AdapterswapError: see `matrices` and `delta_reader`.
     """
     check_layers(name, expert, base)
-    return Changes(name, tuple(survey({name: expert}, base, progress).changes[name]))
+    return Changes(name, tuple(survey({name: expert}, base, progress, norms_only=norms_only).changes[name]))
 
 
 def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | None) -> None:

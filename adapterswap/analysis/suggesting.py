@@ -303,7 +303,9 @@ def expert_place(expert: Expert) -> str:
 
 def _by_weights(plan: Plan, bars: Bars) -> Importance:
     with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
-        task, language = (measure(adapter, name=name, progress=step) for name, adapter in plan.experts.items())
+        task, language = (
+            measure(adapter, name=name, progress=step, norms_only=True) for name, adapter in plan.experts.items()
+        )
     return importance_of_weights(task, language, plan.one_depth("`suggest`"))
 
 

@@ -110,6 +110,7 @@ _NOTHING = 1e-6  # directions below this share of the strongest are left out
 _BLOCK, _WIDTH = 2**19, 4096  # elements and columns of ΔW that are formed at a time: the cache holds most of them
 _COUNTED = 255  # rows at a time, so that a byte can count what is true in a column
 _STORED = 2**20  # elements of a base's weight to read at a time
+_LARGE = 1e30  # a norm below this has no entry that float32 cannot hold
 _SHUFFLES = 24  # per matrix, divided among the pairs; each pair gets 2 to 8
 
 
@@ -119,7 +120,7 @@ class ModuleChange:
 
     Attributes:
         matrix: the matrix.
-        rows: the mean absolute value of each row of ΔW (out values).
+        rows: the mean absolute value of each row of ΔW (out values); may be empty if only norms were wanted.
         norm: ‖ΔW‖ (Frobenius).
         base_norm: ‖W‖ of the base; None without a base.
     """
@@ -180,6 +181,8 @@ def survey(
     experts: Mapping[str, Expert],
     base: Checkpoint | None,
     progress: Callable[[], None] = lambda: None,
+    *,
+    norms_only: bool = False,
 ) -> Survey:
     """Measure experts one by one and in pairs.
 
@@ -187,6 +190,7 @@ def survey(
         experts: by name.
         base: their base. Required for full checkpoints; for adapters it adds the base's norms.
         progress: called once per matrix, for all experts together.
+        norms_only: for a single expert, do not form ΔW = B·A if its norm is all that is needed.
     """
     matrices_by_expert = {name: matrices(expert, base) for name, expert in experts.items()}
     names = list(dict.fromkeys(name for held in matrices_by_expert.values() for name in held))
@@ -197,7 +201,7 @@ def survey(
 
         def measure(name: str) -> _Measured:
             held = {expert: own[name] for expert, own in matrices_by_expert.items() if name in own}
-            return _measure(held, readers, _base_norm(name, base, files))
+            return _measure(held, readers, _base_norm(name, base, files), norms_only=norms_only)
 
         dense = any(isinstance(expert, Checkpoint) for expert in experts.values())  # one at a time: they are large
         for name, measured in zip(names, map(measure, names) if dense else map_in_threads(measure, names), strict=True):
@@ -215,7 +219,9 @@ def survey(
 _Measured = tuple[dict[str, ModuleChange], dict[tuple[str, str], ModuleInterference]]
 
 
-def _measure(held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_norm: float | None) -> _Measured:
+def _measure(
+    held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_norm: float | None, *, norms_only: bool
+) -> _Measured:
     """Measure one matrix of all experts that have it."""
     deltas = {expert: readers[expert](matrix) for expert, matrix in held.items()}
     for first, second in combinations(deltas, 2):
@@ -228,13 +234,15 @@ def _measure(held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_nor
     joint = Joint(list(factors.values())) if factors else None
     place = {expert: index for index, expert in enumerate(factors)}
     couples = list(combinations(deltas, 2))
-    dense = _by_blocks(deltas, held, couples)
     norms = {
-        expert: joint.norm([float(index == place[expert]) for index in range(len(place))])
-        if joint is not None and expert in place
-        else math.sqrt(dense.squares[expert])
-        for expert in deltas
+        expert: joint.norm([float(index == place[expert]) for index in range(len(place))]) if joint else 0.0
+        for expert in factors
     }
+    # An entry that overflows or is not finite shows in the norm, and is named when ΔW is formed.
+    if norms_only and norms.keys() == deltas.keys() and not couples and max(norms.values()) < _LARGE:
+        return {expert: ModuleChange(held[expert], np.empty(0), norms[expert], base_norm) for expert in held}, {}
+    dense = _by_blocks(deltas, held, couples)
+    norms = {expert: norms[expert] if expert in norms else math.sqrt(dense.squares[expert]) for expert in deltas}
     changes = {expert: ModuleChange(held[expert], dense.means[expert], norms[expert], base_norm) for expert in held}
     if not couples:
         return changes, {}

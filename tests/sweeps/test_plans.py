@@ -35,7 +35,8 @@ def test_plans_and_ways_are_those_of_each_cell_alone(
     assert len(prepared.plans.checked) < len(cells) / 2
     for cell in reversed(cells):
         composition, plan = composition_of(cell), prepared.plans[cell.cell]
-        assert composition is not None and plan is not None
+        assert composition is not None
+        assert plan is not None
         alone = compose(composition.model_copy(update={"num_layers": prepared.num_layers}), experts)
         assert terms(plan) == terms(alone), cell.short
         expected = "switched" if not cell.output and why_not_live(alone) is None else "reduced"
