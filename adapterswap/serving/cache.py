@@ -152,7 +152,7 @@ class Cache:
 
         self.open()
         entry = self._entries / key
-        if self._touch(entry) and _stamps(entry) == self._sound.get(key):
+        if self._touch(entry) and stamps_in(entry) == self._sound.get(key):
             return entry
         try:
             with FileLock(self._locks / key, timeout=_WAIT_S):
@@ -208,20 +208,20 @@ class Cache:
         try:
             make(building)
             sync_folder(building)
-            content = json.dumps({name: sha256_of(building / name) for name in _stamps(building)})
+            content = json.dumps({name: sha256_of(building / name) for name in stamps_in(building)})
             with replacing(self._hashes / key, building.with_suffix(".json")) as hashes:
                 hashes.write_text(content, encoding="utf-8")
             _put(building, self._entries / key)
             sync_one(self._entries)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-        self._sound[key] = _stamps(self._entries / key)
+        self._sound[key] = stamps_in(self._entries / key)
 
     def _is_sound(self, key: str) -> bool:
         """Whether the files of the folder named `key` are those that were written."""
         entry = self._entries / key
         with suppress(OSError, AdapterswapError):  # what cannot be read is damaged
-            stamps = _stamps(entry)
+            stamps = stamps_in(entry)
             if read_json(self._hashes / key) == {name: sha256_of(entry / name) for name in stamps}:
                 self._sound[key] = stamps
                 return True
@@ -235,7 +235,7 @@ class Cache:
         return False
 
 
-def _stamps(folder: Path) -> dict[str, tuple[int, ...]]:
+def stamps_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """The stamps of a folder's files by name, without hidden files; empty if it cannot be read."""
     with suppress(OSError):  # NFS keeps replaced files that are still open under hidden names
         return {name: stamp((folder / name).stat()) for name in os.listdir(folder) if not name.startswith(".")}

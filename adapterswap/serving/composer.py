@@ -16,11 +16,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from adapterswap import __version__
 from adapterswap.changes.copies import check_base
@@ -44,8 +45,9 @@ from adapterswap.planning.base import check_base_weights
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.rules import BASE
 from adapterswap.planning.targets import WORDS, Target, check_expert, report
-from adapterswap.serving.cache import Cache, Memo, content_hash
+from adapterswap.serving.cache import Cache, Memo, content_hash, stamps_in
 from adapterswap.serving.names import Manifest, UnknownNameError, composition_of
 from adapterswap.writing.adapter import Prepared, prepare, write_prepared
 from adapterswap.writing.layout import total_rank
@@ -118,11 +120,19 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engin
     memo.put(key, True)
 
 
+class _Planned(NamedTuple):
+    """What is kept of a name's plan: what it does, its folder's name, and the stamps of the files it depends on."""
+
+    fingerprint: str
+    key: str
+    stamps: dict[str, dict[str, tuple[int, ...]]]
+
+
 class NamedComposer:
     """Composes by name, for one base and one manifest. Several threads may use it.
 
-    A local expert is opened again for every composition, so later compositions follow a change on disk, in folders with
-    other names. An expert on the Hub is looked up once.
+    Later compositions follow a change of a local expert on disk, in folders with other names. As long as no file of the
+    experts and the base changes, a name is planned once. An expert on the Hub is looked up once.
 
     Args:
         manifest: the experts and the names that may be requested.
@@ -148,6 +158,7 @@ class NamedComposer:
         self._names = [config, version("transformers")]
         self._shapes = base_shapes(base_model, cache.memo)
         self._from_hub: dict[str, Adapter] = {}
+        self._planned: dict[str, _Planned] = {}  # by requested name
         self._served: dict[str, set[str]] = {}  # compositions, and the names by which each was requested
         self._lock = threading.Lock()
         self._allowed = None if manifest.allow is None else {self._rules(name) for name in manifest.allow}
@@ -172,17 +183,29 @@ class NamedComposer:
 
         def write(path: Path) -> None:
             nonlocal written
-            self._write(plan, path)
+            current = plan or self.plan(name)
+            if self.key(current) != planned.key:
+                raise ExpertError(
+                    f"an expert of {shown(name)} changed while it was requested", "Request it again", parameter="name"
+                )
+            self._write(current, path)
             written = True
 
         with self._hidden_paths():
-            plan = self.plan(name)
-            self._admit(name, _fingerprint(plan))
+            known, plan = self._planned.get(name), None
+            if known is not None and known.stamps == self._stamps(known.stamps):
+                planned = known
+            else:
+                stamps = self._stamps(composition_of(name, self.manifest.experts).expert_names)
+                plan = self.plan(name)
+                planned = _Planned(_fingerprint(plan), self.key(plan), stamps)
+            self._admit(name, planned.fingerprint)
             try:
-                folder = self.cache.get(self.key(plan), write)
+                folder = self.cache.get(planned.key, write)
             except BaseException:
                 self.release(name)
                 raise
+            self._planned[name] = planned
         if written:
             composed(time.perf_counter() - begun)
         return folder
@@ -194,6 +217,13 @@ class NamedComposer:
         """
         with self._lock:
             self._forget(name)
+            self._planned.pop(name, None)
+
+    def _stamps(self, experts: Iterable[str]) -> dict[str, dict[str, tuple[int, ...]]]:
+        """The stamps of the files in the folders of the experts and the base, by which a change is noticed."""
+        folders = {name: expand(self.manifest.experts[name]) for name in experts if name != BASE}
+        folders |= {name: self._from_hub[name].source.folder for name in folders if name in self._from_hub}
+        return {name: stamps_in(folder) for name, folder in (*folders.items(), (BASE, self._base.folder))}
 
     def plan(self, name: str) -> Plan:
         """The plan for `name`, checked as far as possible before tensors are read; raises the errors of `folder`."""

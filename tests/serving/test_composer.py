@@ -156,6 +156,31 @@ def test_hashes_kept_by_an_older_version_are_not_used(composer: Compose, experts
     assert record["experts"]["math"]["sha256"][file.name] == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def test_a_name_is_planned_again_only_if_an_expert_changed(
+    composer: Compose, experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = composer()
+    folder = served.folder("math+swahili")
+    content = (folder / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(folder)
+    assert served.folder("math+swahili") == folder  # planned again, because the cache lost it
+    assert (folder / "adapter_model.safetensors").read_bytes() == content
+    opened: list[str] = []
+    monkeypatch.setattr(
+        "adapterswap.serving.composer.open_adapter", lambda path: opened.append(path) or open_adapter(path)
+    )
+    assert served.folder("math+swahili") == folder
+    assert opened == []
+    config = json.loads((experts / "math" / "adapter_config.json").read_text())
+    config["lora_alpha"] *= 2
+    (experts / "math" / "adapter_config.json").write_text(json.dumps(config))
+    assert served.folder("math+swahili") != folder
+    assert len(opened) == 2
+    served.release("math+swahili")
+    assert served.folder("math+swahili") != folder
+    assert len(opened) == 4
+
+
 def test_a_damaged_composition_is_composed_again(composer: Compose) -> None:
     folder = composer().folder("math+swahili")
     whole = (folder / "adapter_model.safetensors").read_bytes()
