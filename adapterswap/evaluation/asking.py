@@ -24,7 +24,7 @@ from adapterswap.evaluation.evaluating import as_result, harness, padded, run_ha
 from adapterswap.evaluation.harness import EvaluatedModel, seed_of
 from adapterswap.evaluation.results import EvaluationResult, check_texts
 from adapterswap.evaluation.settings import Settings
-from adapterswap.model.loading import Base, generation_config
+from adapterswap.model.loading import OpenedBase, generation_config
 from adapterswap.processes import Processes
 
 
@@ -108,7 +108,7 @@ class _Paper(EvaluatedModel):
     """
 
     def __init__(
-        self, base: Base, loaded: Any, settings: Settings, answers: Mapping[Request, Answer] | None = None
+        self, base: OpenedBase, loaded: Any, settings: Settings, answers: Mapping[Request, Answer] | None = None
     ) -> None:
         self._generation_config = generation_config(base)
         stand_in = SimpleNamespace(
@@ -195,7 +195,7 @@ class Questions:
         tasks, settings, documents: see `evaluating.evaluate`.
     """
 
-    base: Base
+    base: OpenedBase
     tasks: tuple[str, ...]
     settings: Settings
     documents: Mapping[str, Collection[int]] | None = None

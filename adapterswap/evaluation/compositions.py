@@ -13,7 +13,7 @@ from adapterswap.evaluation.vllm_engine import Needs, longest_of
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import scratch_folder
 from adapterswap.model.base import base_at
-from adapterswap.model.loading import Base
+from adapterswap.model.loading import OpenedBase
 from adapterswap.planning.plan import Plan
 from adapterswap.serving.composer import check_fits, for_any_engine, largest_rank
 from adapterswap.serving.vllm import RANKS
@@ -24,7 +24,7 @@ Output = Mapping[str, Any]
 """How a composition is reduced: `max_rank`, `max_error`, or `full_rank` for full weights; empty if it is not."""
 
 
-def shapes_of(base: Base) -> dict[str, str]:
+def shapes_of(base: OpenedBase) -> dict[str, str]:
     """Each module of the base that LoRA can adapt, with its shape in the format of `LoraModule.shape`."""
     weights = base_at(base.source.folder, f"the base {base.reference}")
     return {name: weight.shape for name, weight in weights.items()}

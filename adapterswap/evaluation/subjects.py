@@ -31,7 +31,7 @@ from adapterswap.files.hashes import sha256_of
 from adapterswap.files.tensorfile import read_header
 from adapterswap.files.text import read_json
 from adapterswap.model.layers import check_depth_of, num_layers_in_config
-from adapterswap.model.loading import Base, choose_device, load_weights, open_base, quiet_peft
+from adapterswap.model.loading import OpenedBase, choose_device, load_weights, open_base, quiet_peft
 from adapterswap.model.sources import (
     CONFIG,
     PROVENANCE,
@@ -87,7 +87,7 @@ def find_adapter(reference: str) -> Source:
 
 @contextmanager
 def load_subject(
-    base: Base,
+    base: OpenedBase,
     *,
     adapter: Source | None = None,
     plan: Plan | None = None,
@@ -132,12 +132,12 @@ def load_subject(
         yield model.eval()
 
 
-def _depth(base: Base) -> int | None:
+def _depth(base: OpenedBase) -> int | None:
     return num_layers_in_config(base.config.to_dict())
 
 
 def describe_subject(
-    base: Base,
+    base: OpenedBase,
     *,
     adapter: Source | None = None,
     plan: Plan | None = None,
@@ -247,7 +247,7 @@ class Evaluation:
         inputs: paths that the output may not overlap.
     """
 
-    base: Base
+    base: OpenedBase
     tasks: tuple[str, ...]
     settings: Settings
     subject: Mapping[str, Any]

@@ -29,7 +29,7 @@ from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, RunError, UnsupportedError, reason_of
 from adapterswap.evaluation.asking import Answer, FullWeights, Generation, Likelihood, Request, Subject
 from adapterswap.files.folders import scratch_folder
-from adapterswap.model.loading import Base, generation_config
+from adapterswap.model.loading import OpenedBase, generation_config
 from adapterswap.model.sources import CONFIG, WEIGHTS
 from adapterswap.serving.vllm import RANKS
 
@@ -104,7 +104,7 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, base: Base, needs: Needs, arguments: Mapping[str, Any], *, device: str, dtype: str, seed: int
+        self, base: OpenedBase, needs: Needs, arguments: Mapping[str, Any], *, device: str, dtype: str, seed: int
     ) -> None:
         require("vllm")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # errors in a step arrive here

@@ -27,7 +27,7 @@ _DTYPES = ("auto", *FLOAT_NAMES)
 
 
 @dataclass(frozen=True)
-class Base:
+class OpenedBase:
     """A base without its weights.
 
     Attributes:
@@ -43,7 +43,7 @@ class Base:
     tokenizer: Any
 
 
-def open_base(reference: str) -> Base:
+def open_base(reference: str) -> OpenedBase:
     """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`."""
     require("models")
     from transformers import AutoTokenizer
@@ -63,10 +63,10 @@ def open_base(reference: str) -> Base:
             "Pass a folder or Hub id whose config.json and tokenizer transformers can read without remote code",
             parameter="base_model",
         ) from None
-    return Base(reference, source, config, tokenizer)
+    return OpenedBase(reference, source, config, tokenizer)
 
 
-def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
+def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> Any:
     """Load the causal language model, on the CPU unless `options` say otherwise.
 
     Args:
@@ -107,7 +107,7 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
     return model
 
 
-def generation_config(base: Base) -> Any:
+def generation_config(base: OpenedBase) -> Any:
     """The model's own generation settings, as `load_weights` would find them."""
     from transformers import GenerationConfig
 
@@ -120,7 +120,7 @@ def _shape(sizes: Sequence[int]) -> str:
     return "×".join(map(str, sizes))
 
 
-def empty_model(base: Base) -> Any:
+def empty_model(base: OpenedBase) -> Any:
     """The causal language model's modules without weights; see `empty_language_model`."""
     return empty_language_model(base.config, f"The base model {base.reference}")
 

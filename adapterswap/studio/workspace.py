@@ -34,7 +34,7 @@ from adapterswap.lab.world import LANGUAGES
 from adapterswap.live import LiveComposer, stream
 from adapterswap.live.inventory import layers_of_base
 from adapterswap.model.layers import known_depth
-from adapterswap.model.loading import Base, choose_device, load_weights, open_base
+from adapterswap.model.loading import OpenedBase, choose_device, load_weights, open_base
 from adapterswap.planning.composing import compose
 from adapterswap.planning.composition import Composition, own_name
 from adapterswap.planning.plan import Plan
@@ -170,7 +170,7 @@ class Workspace:
     """
 
     base_model: str
-    base: Base
+    base: OpenedBase
     num_layers: int
     references: dict[str, str]
     experts: dict[str, Adapter]

@@ -26,7 +26,7 @@ from adapterswap.experts.adapter import Adapter, open_expert
 from adapterswap.files.hashes import sha256_of
 from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, model_fingerprints, open_checkpoint
 from adapterswap.model.layers import check_depth_of, known_depth, num_layers_in_config
-from adapterswap.model.loading import Base, open_base
+from adapterswap.model.loading import OpenedBase, open_base
 from adapterswap.model.sources import WEIGHTS
 from adapterswap.planning.making import make_plan, merge_plan
 from adapterswap.planning.plan import Plan
@@ -150,7 +150,7 @@ class PreparedSweep:
     """
 
     recipe: SweepRecipe
-    base: Base
+    base: OpenedBase
     num_layers: int
     experts: Mapping[str, Expert]
     sides: Mapping[str, str]
@@ -419,7 +419,7 @@ def _check_vocabulary(plan: Plan) -> None:
             )
 
 
-def _num_layers(base: Base, from_recipe: int | None) -> int:
+def _num_layers(base: OpenedBase, from_recipe: int | None) -> int:
     from_config = num_layers_in_config(base.config.to_dict())
     check_depth_of(base.reference, from_config, from_recipe, "Leave num_layers out, or correct it")
     remedy = "Add `num_layers:` to the recipe"

@@ -7,7 +7,7 @@ from typing import Any
 
 from adapterswap.dependencies import require
 from adapterswap.errors import BaseModelError, DependencyError, Problems, RunError
-from adapterswap.model.loading import Base, load_weights, open_base
+from adapterswap.model.loading import OpenedBase, load_weights, open_base
 from adapterswap.processes import count_processes
 from adapterswap.training.recipe import Quantization, TrainingOptions, TrainRecipe
 
@@ -56,7 +56,7 @@ def check_libraries(recipe: TrainRecipe) -> None:
     problems.raise_if_any()
 
 
-def open_trainable(reference: str) -> Base:
+def open_trainable(reference: str) -> OpenedBase:
     """Open the base's config and tokenizer, and add a pad token if there is none."""
     base = open_base(reference)
     if base.tokenizer.eos_token_id is None:
@@ -70,7 +70,7 @@ def open_trainable(reference: str) -> Base:
     return base
 
 
-def load_trainable(base: Base, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:
+def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:
     """Load the model with the recipe's dtype, attention and quantization.
 
     With an adapter, the base has the dtype of the computation. Without one, the trained weights have

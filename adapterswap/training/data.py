@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from adapterswap.errors import BaseModelError, DataError
 from adapterswap.files.text import shown
-from adapterswap.model.loading import Base
+from adapterswap.model.loading import OpenedBase
 from adapterswap.planning.composition import SIDES
 from adapterswap.training.hygiene import MATH, Screen
 from adapterswap.training.loading import SourceCounts, load_table
@@ -123,7 +123,7 @@ class Data:
     rows: RowCounts
 
 
-def load_data(recipe: TrainRecipe, base: Base) -> Data:
+def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
     """Load, tokenise, shuffle and split the recipe's rows."""
     joined, sides, sources, counts = _tokens(recipe.datasets, recipe, base)
     chance = np.random.default_rng(recipe.training.data_seed)
@@ -183,7 +183,7 @@ def _groups(sides: NDArray[np.str_], used_rows: NDArray[np.int64], recipe: Train
 
 
 def _tokens(
-    datasets: Sequence[DatasetSource], recipe: TrainRecipe, base: Base
+    datasets: Sequence[DatasetSource], recipe: TrainRecipe, base: OpenedBase
 ) -> tuple[Tokens, NDArray[np.str_], list[Any], TokenCounts]:
     """The rows of all sources, the side of each row, the counts of each source, and the counts of tokens."""
     options = recipe.training

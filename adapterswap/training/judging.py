@@ -24,7 +24,7 @@ from adapterswap.evaluation.tasks import load_tasks, task_files, task_fingerprin
 from adapterswap.files.folders import replacing, sync_folder
 from adapterswap.files.hashes import fingerprints
 from adapterswap.files.text import read_json
-from adapterswap.model.loading import Base
+from adapterswap.model.loading import OpenedBase
 from adapterswap.processes import Processes
 from adapterswap.progress import ProgressRow
 from adapterswap.training.recipe import TrainRecipe
@@ -61,7 +61,7 @@ class Examination:
     fingerprints: Mapping[str, str]
 
 
-def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examination:
+def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> Examination:
     """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are reported before training."""
     options = recipe.selection
     assert options is not None

@@ -14,7 +14,7 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.files.folders import OutputKind
 from adapterswap.files.text import expand, write_json
-from adapterswap.model.loading import Base, open_base
+from adapterswap.model.loading import OpenedBase, open_base
 from adapterswap.model.sources import TRAINING_RECORD, identity_of
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
@@ -34,7 +34,7 @@ def write_expert(
     folder: Path,
     model: Any,
     recipe: TrainRecipe,
-    base: Base,
+    base: OpenedBase,
     targets: TrainingTargets,
     report: TrainReport,
     *,
@@ -56,7 +56,7 @@ def write_weights(
     folder: Path,
     model: Any,
     recipe: TrainRecipe,
-    base: Base,
+    base: OpenedBase,
     targets: TrainingTargets,
     *,
     weights: dict[str, Any] | None = None,
@@ -78,7 +78,7 @@ def write_weights(
         file.chmod(mode)  # safetensors makes them readable for their owner only
 
 
-def _save_model(folder: Path, model: Any, base: Base, weights: dict[str, Any] | None) -> None:
+def _save_model(folder: Path, model: Any, base: OpenedBase, weights: dict[str, Any] | None) -> None:
     """Save the model's weights, with the base's own config and tokenizer, because trainers change them."""
     from transformers import GenerationConfig
 
@@ -100,7 +100,7 @@ def _round(model: Any, weights: dict[str, Any] | None, dtype: Any) -> None:
         weights[name] = tensor.to(chosen)  # type: ignore[index]
 
 
-def describe(recipe: TrainRecipe, base: Base, targets: TrainingTargets, report: TrainReport) -> dict[str, Any]:
+def describe(recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport) -> dict[str, Any]:
     """The content of training.json."""
     resolved = recipe.resolved()
     del resolved["out_path"]
@@ -143,7 +143,7 @@ def _public(path: str) -> str:
     return Path(path).name if expand(path).is_absolute() else path
 
 
-def _tidy_config(path: Path, base: Base, targets: TrainingTargets) -> None:
+def _tidy_config(path: Path, base: OpenedBase, targets: TrainingTargets) -> None:
     """Sort PEFT's lists, whose order changes from run to run, and replace the base's local path.
 
     PEFT also shortens module names to endings that mean the same in this model; the requested names are clearer.
@@ -159,7 +159,7 @@ def _tidy_config(path: Path, base: Base, targets: TrainingTargets) -> None:
     write_json(path, config, sort_keys=True)
 
 
-def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
+def _card(recipe: TrainRecipe, base: OpenedBase, report: TrainReport) -> str:
     rows = report.rows
     adapted = recipe.adapter.method == "lora"
     hub = base.source.revision is not None

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from adapterswap.errors import RunError, UnsupportedError
-from adapterswap.model.loading import Base
+from adapterswap.model.loading import OpenedBase
 from adapterswap.planning.composition import SIDES, Side
 from adapterswap.processes import Processes
 from adapterswap.progress import ProgressRow
@@ -247,7 +247,7 @@ def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig
 
 
 def build_trainer(
-    recipe: TrainRecipe, base: Base, model: Any, targets: TrainingTargets, train: Any, parts: Sequence[int],
+    recipe: TrainRecipe, base: OpenedBase, model: Any, targets: TrainingTargets, train: Any, parts: Sequence[int],
     validation: Any, *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: ProgressRow,
 ) -> ExpertTrainer:  # fmt: skip
     """A trainer ready to train.

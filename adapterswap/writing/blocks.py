@@ -70,7 +70,7 @@ class ResultTensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """The bytes of rows of one source tensor; `expert` is `base` for the base."""
 
     expert: str
@@ -92,14 +92,14 @@ class Block:
     span: Span
     start: int
     stop: int
-    whole: tuple[Part, ...]
-    base: tuple[Part, ...] = ()
-    factors: tuple[tuple[Part, Part], ...] = ()
-    opaque: tuple[Mapping[str, Part], ...] = ()
+    whole: tuple[SourcePart, ...]
+    base: tuple[SourcePart, ...] = ()
+    factors: tuple[tuple[SourcePart, SourcePart], ...] = ()
+    opaque: tuple[Mapping[str, SourcePart], ...] = ()
     origin: int = 0
 
     @property
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SourcePart]:
         """All parts that were read."""
         yield from self.whole
         yield from self.base
@@ -161,7 +161,7 @@ def read_blocks(result: ResultTensor, files: Mapping[Path, int], entered: Entere
     owner, tensor = result.slot.owner or BASE, result.copied.tensor
     for start, stop in row_ranges(tensor.nbytes, _COPIED):
         raw = read_bytes(files[result.copied.path], tensor, start, stop)
-        yield Block(result, result.slot.ordinary, start, stop, (Part(owner, tensor, raw),))
+        yield Block(result, result.slot.ordinary, start, stop, (SourcePart(owner, tensor, raw),))
     entered.copied[owner, tensor.name] = tensor
 
 
@@ -212,7 +212,7 @@ class _Reader:
         self._entered = entered
         self._digests: defaultdict[tuple[str, str], hashlib._Hash] = defaultdict(hashlib.sha256)
 
-    def elements(self, expert: str, whole: Whole, start: int, stop: int) -> Part:
+    def elements(self, expert: str, whole: Whole, start: int, stop: int) -> SourcePart:
         """Elements `start` to `stop` of a tensor of an expert."""
         tensor = whole.tensor
         size = DTYPE_BYTES[tensor.dtype]
@@ -221,7 +221,7 @@ class _Reader:
         digest.update(raw.data)
         if stop * size == tensor.nbytes:
             self._entered.computed[expert, tensor.name] = (tensor, digest.hexdigest())
-        return Part(expert, tensor, raw)
+        return SourcePart(expert, tensor, raw)
 
     def skip(self, expert: str, whole: Whole, start: int, stop: int) -> None:
         """Hash elements of a tensor that the result does not use; those after its end are left out."""
@@ -229,35 +229,35 @@ class _Reader:
         if start < stop and not whole.rows:
             self.elements(expert, whole, start, stop)
 
-    def factors(self, term: Term[LowRank], matrix: int) -> tuple[Part, Part]:
+    def factors(self, term: Term[LowRank], matrix: int) -> tuple[SourcePart, SourcePart]:
         """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""
         file = self._files[term.change.path]
         if term.lora.experts > 1 or term.change.within is not None:
             within = term.change.within or ExpertRows(matrix, 0, term.lora.out_features)
             return self._of_expert(term.expert, term.lora, within, file)
         a, b = (
-            Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            SourcePart(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
             for tensor in (term.lora.a, term.lora.b)
         )
         return a, b
 
-    def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[Part, Part]:
+    def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[SourcePart, SourcePart]:
         """One expert's rows of A, and its columns of B, which are `lora.experts` apart in the file."""
         size, rank = DTYPE_BYTES[lora.a.dtype] * lora.in_features, lora.rank
         place = within.expert * rank
         a = read_bytes(file, lora.a, place * size, (place + rank) * size)
         b = self._entered.columns_by_expert(file, lora)[within.expert, within.start : within.stop]
         return (
-            Part(expert, replace(lora.a, shape=(rank, lora.in_features)), a),
-            Part(expert, replace(lora.b, shape=b.shape), b.reshape(-1).view(np.uint8)),
+            SourcePart(expert, replace(lora.a, shape=(rank, lora.in_features)), a),
+            SourcePart(expert, replace(lora.b, shape=b.shape), b.reshape(-1).view(np.uint8)),
         )
 
-    def opaque(self, term: Term[Opaque]) -> dict[str, Part]:
+    def opaque(self, term: Term[Opaque]) -> dict[str, SourcePart]:
         """All tensors of a module, including those that it shares."""
         file = self._files[term.change.path]
         tensors = {**term.change.part.tensors, **term.change.part.shared}
         return {
-            name: Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            name: SourcePart(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
             for name, tensor in tensors.items()
         }
 
@@ -319,7 +319,7 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
         yield Chunk(result.place.start + block.start * size, data)
 
 
-def _check(part: Part) -> None:
+def _check(part: SourcePart) -> None:
     if part.tensor.dtype not in FLOATS:
         return
     for start in range(0, part.raw.size, _CHECKED):
@@ -334,7 +334,7 @@ def _torch_dtype(dtype: str) -> Any:
     return next(getattr(torch, name) for name, stored in FLOAT_NAMES.items() if stored == dtype)
 
 
-def _tensor(part: Part, device: str) -> Any:
+def _tensor(part: SourcePart, device: str) -> Any:
     """A part's numbers as a float32 vector on the device."""
     import torch
 
@@ -366,7 +366,7 @@ def needs_torch(slot: Slot, span: Span, device: str) -> bool:
     return bool(span.opaque) or (slot.is_linear and (bool(span.low_rank) or device != "cpu"))
 
 
-def _weighted(block: Block) -> Iterator[tuple[float, Part]]:
+def _weighted(block: Block) -> Iterator[tuple[float, SourcePart]]:
     """The stored weights of the sum, each with its coefficient; the base comes last."""
     terms = (*block.span.whole, *block.span.base)
     return zip((term.coefficient for term in terms), (*block.whole, *block.base), strict=True)
@@ -441,7 +441,7 @@ def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
         return finite_bytes(total + np.float32(span.rest) * base if span.rest else total, place.dtype, slot.name)
 
 
-def _factors(term: Term[LowRank], parts: tuple[Part, Part], kept_rows: Rows) -> Factors:
+def _factors(term: Term[LowRank], parts: tuple[SourcePart, SourcePart], kept_rows: Rows) -> Factors:
     """A low-rank term's factors of ΔW (out×in), with zeros in rows that are not kept."""
     a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in parts)
     factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
@@ -450,7 +450,7 @@ def _factors(term: Term[LowRank], parts: tuple[Part, Part], kept_rows: Rows) -> 
 
 
 def _merged(
-    term: Term[Opaque], tensors: Mapping[str, Part], base: Delta, slot: Slot, *, as_delta: bool = False
+    term: Term[Opaque], tensors: Mapping[str, SourcePart], base: Delta, slot: Slot, *, as_delta: bool = False
 ) -> Delta:
     """An opaque term's W_i, or its ΔW_i, as the model stores it."""
     decoded = {name: decode(part.raw, part.tensor.dtype, part.tensor.shape) for name, part in tensors.items()}

@@ -26,7 +26,7 @@ from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, write_json
 from adapterswap.model.base import read_config
 from adapterswap.model.checkpoints import COMPANIONS, MODEL_CONFIG, MODEL_INDEX, Checkpoint, read_checkpoint
-from adapterswap.model.loading import Base, load_weights
+from adapterswap.model.loading import OpenedBase, load_weights
 from adapterswap.model.sources import PROVENANCE
 from adapterswap.model.tokenizers import BASE_FOLDER, read_tokens, tokenizer_bytes, write_united
 from adapterswap.planning.base import check_base_weights
@@ -181,7 +181,7 @@ def _load(base: Checkpoint, settings: dict[str, Any]) -> Any:
     later = settings.get("quant_method") == "bitsandbytes"  # it dequantises a model after loading
     if not later:
         config.quantization_config = {**settings, "dequantize": True}
-    opened = Base(str(base.source.folder), base.source, config, None)
+    opened = OpenedBase(str(base.source.folder), base.source, config, None)
     try:
         model = load_weights(opened, config=config, device_map="cpu")
         model = model.dequantize() if later else model

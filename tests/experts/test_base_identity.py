@@ -18,7 +18,7 @@ import adapterswap
 from adapterswap.errors import BaseModelError, ExpertError
 from adapterswap.evaluation.subjects import load_subject
 from adapterswap.live.loading import load_expert
-from adapterswap.model.loading import Base
+from adapterswap.model.loading import OpenedBase
 from adapterswap.model.sources import Source, recorded_base
 from adapterswap.serving.cache import Cache
 from adapterswap.serving.composer import NamedComposer
@@ -127,7 +127,7 @@ def use_live(world: World, base: Path, out: Path) -> object:
 
 
 def evaluate(world: World, base: Path, out: Path) -> object:
-    opened = Base(str(base), Source(base, base.name), AutoModelForCausalLM.from_pretrained(base).config, None)
+    opened = OpenedBase(str(base), Source(base, base.name), AutoModelForCausalLM.from_pretrained(base).config, None)
     adapter = world.expert("math", records="a")
     with load_subject(opened, adapter=Source(adapter, adapter.name), device="cpu") as model:
         return model

@@ -19,7 +19,7 @@ import adapterswap
 from adapterswap import Composition
 from adapterswap.errors import AdapterswapError, CompositionError, ExpertError
 from adapterswap.evaluation.subjects import load_subject
-from adapterswap.model.loading import Base
+from adapterswap.model.loading import OpenedBase
 from adapterswap.model.sources import Source
 from adapterswap.serving.vllm import other_bases
 from adapterswap.tools.verification import verify
@@ -225,7 +225,7 @@ def test_evaluate_compares_the_depth_with_the_base_that_it_loads(
 ) -> None:
     """The base was not available locally when the composition was planned."""
     source = Source(base("llama"), "llama")
-    opened = Base("org/base", source, transformers.AutoConfig.from_pretrained(base("llama")), None)
+    opened = OpenedBase("org/base", source, transformers.AutoConfig.from_pretrained(base("llama")), None)
     plan = adapterswap.layer_swap(math, swahili)
     assert isinstance(plan, adapterswap.Plan)
     with (
