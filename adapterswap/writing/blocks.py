@@ -194,8 +194,8 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
             opaque = tuple(map(reader.opaque, span.opaque))
             origin = span.start if slot.matrices > 1 else 0
             yield Block(result, span, start, stop, whole, base, () if first else factors, opaque, origin)
-    for (expert, _), change in used.items():
-        for first, last in row_ranges(max(0, change.tensor.shape[0] - slot.shape[0]) if slot.spans else 0, step):
+    for (expert, _), change in used.items() if slot.spans else ():
+        for first, last in row_ranges(max(0, change.tensor.shape[0] - slot.shape[0]), step):
             reader.skip(expert, change, (slot.shape[0] + first) * columns, (slot.shape[0] + last) * columns)
 
 
