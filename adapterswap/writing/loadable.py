@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -242,9 +243,10 @@ def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
     """
     if reference is None or all(name in HEADS or _PARTS.search(name) for name in names):
         return False
-    try:
-        _, config = base_config(reference)
-    except AdapterswapError:  # the config is not available, and nothing else needs it
+    config = cached_base_config(reference)  # before the Hub is asked, which takes longer than a swap
+    with suppress(AdapterswapError):  # if the config is not available: nothing else needs it
+        config = config or base_config(reference)[1]
+    if config is None:
         return False
     return language_config(config) is not config or any(name.startswith("backbone.") for name in names)
 
