@@ -36,6 +36,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
         r"--engine vllm|--compare-engines",
         "needs vLLM: tests/sweeps/test_engines.py",
     ),
+    ("docs/recipes.md", r"lightonai/", "needs the Hub: tests/recipes/test_sweeps.py finds the layers of a stand-in"),
     ("*", r"--ray", "needs a Ray cluster: tests/sweeps/test_cluster.py"),
     ("*", r"^curl |\n *curl ", "needs a server: tests/serving asks running ones"),
     (
