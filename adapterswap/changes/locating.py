@@ -18,6 +18,7 @@ from adapterswap.errors import BaseModelError, ExpertError, Problems, Unsupporte
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
 from adapterswap.experts.keys import is_bias
 from adapterswap.files.tensorfile import Tensor
+from adapterswap.model.architectures import architecture_of
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.model.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
 
@@ -151,14 +152,10 @@ def locate_all(
     return Places(stored, located, tied)
 
 
-# The types of models in transformers whose layers share weights.
-_SHARING_LAYERS = ("zamba", "zamba2")  # a tuple, since a damaged config may say anything
-
-
 def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
     """Refuse an adapter that changes one of several modules with one weight: an encoder-decoder's shared embeddings,
     or blocks that layers share."""
-    if model.config.get("model_type") in _SHARING_LAYERS:
+    if architecture_of(model.config).shares_blocks:
         for part in (part for part in adapter.parts.values() if part.layer is not None):
             weight = model.base.get(model.base.find(part.name, adapter.container) or "")
             if weight is not None and weight.tied:

@@ -21,6 +21,7 @@ from adapterswap.errors import BaseModelError, ExpertError, Problems, Unsupporte
 from adapterswap.files.hashes import fingerprints, sha256_of
 from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
 from adapterswap.files.text import exists, read_json
+from adapterswap.model.architectures import architectures_in
 from adapterswap.model.base import Base, FusedParameter, base_at
 from adapterswap.model.layers import (
     EMBEDDINGS,
@@ -104,9 +105,6 @@ def _num_layers(tensors: Iterable[str], container: str) -> int:
 
 MODEL_CONFIG = "config.json"
 MODEL_INDEX = "model.safetensors.index.json"
-
-# The model types of transformers 5 that are built from Conv1D.
-_CONV1D_TYPES = frozenset({"clvp_decoder", "decision_transformer", "gpt-sw3", "gpt2", "imagegpt", "openai-gpt"})
 
 # The small files that a model needs besides its config and weights.
 COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
@@ -205,8 +203,7 @@ class Checkpoint:
 
     @cached_property
     def _conv1d_keys(self) -> frozenset[str]:
-        types = set(_model_types(self.config))
-        if types.isdisjoint(_CONV1D_TYPES) and not any(
+        if not any(architecture.has_conv1d for architecture in architectures_in(self.config)) and not any(
             len(shape) == 2 and shape[0] != shape[1] and self.is_transposed(key) for key, shape in self._shapes.items()
         ):
             return frozenset()
@@ -273,13 +270,6 @@ class Checkpoint:
             return None
         embedding, head = self.base.tied_head
         return self._stored_keys.get(embedding, embedding), self._stored_keys.get(head, head)
-
-
-def _model_types(config: Mapping[str, Any]) -> Iterator[Any]:
-    yield str(config.get("model_type"))
-    for nested in config.values():
-        if isinstance(nested, Mapping):
-            yield from _model_types(nested)
 
 
 def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Checkpoint:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
+from adapterswap.model.architectures import architecture_of
 from adapterswap.model.sources import read_provenance
 
 Kind = Literal["attention", "mlp", "other"]
@@ -381,10 +382,9 @@ def extra_rows(config: Mapping[str, Any], module: str) -> int:
     if module.rpartition(".")[2] not in EMBEDDINGS:
         return 0
     language = language_config(config)
-    model_type, more = str(language.get("model_type")), language.get("additional_vocab_size")
-    if model_type.startswith("molmo2"):
-        return more if type(more) is int else 0
-    return 8 if model_type.startswith("mllama") else 0
+    rows = architecture_of(language).extra_rows
+    more = language.get(rows) if isinstance(rows, str) else rows
+    return more if type(more) is int else 0
 
 
 def format_layers(layers: Iterable[int]) -> str:

@@ -22,6 +22,7 @@ from adapterswap.experts.names import check_distinct
 from adapterswap.experts.trial import try_in_peft
 from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import Tensor
+from adapterswap.model.architectures import architecture_of
 from adapterswap.model.base import Base, base_at, empty_model
 from adapterswap.model.checkpoints import MODEL_CONFIG
 from adapterswap.model.layers import HEADS, is_ahead, language_config, layer_container
@@ -67,29 +68,14 @@ _OLD_PREFIX = "language_model."  # multimodal models of transformers 4; a few au
 
 _PARTS = re.compile(r"(^|\.)(language_model|text_model|model\.visual)\.")
 
-# Types of models whose experts PEFT fuses for certain → the config key with the width of an expert.
-_KNOWN_TO_FUSE = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
 _KNOWN_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
-
-# Types of models whose modules PEFT 0.21 loses in part: it renames LoRA's keys, which have their final names, by
-# transformers' rules for the keys of checkpoints, and these rules change such names again.
-# A tuple, since a damaged config may say anything.
-_RENAMED_TWICE = (
-    "inkling2",
-    "inkling2_text",
-    "laguna",
-    "mistral_large4",
-    "mistral_large4_text",
-    "pi0",
-    "unlimited_ocr",
-)
 
 
 def check_renaming(plan: Plan, layout: Layout) -> None:
     """Check that PEFT loads every factor into this type of base; only the types that may lose some are tried."""
     reference = plan.base_reference
     config = cached_base_config(reference) if reference else None
-    if reference is None or config is None or config.get("model_type") not in _RENAMED_TWICE:
+    if reference is None or config is None or not architecture_of(config).renamed_twice:
         return
     import torch
     from peft import PeftConfig
@@ -300,7 +286,7 @@ def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) ->
 
     This saves a trial in PEFT, which needs torch, transformers, PEFT and an empty model.
     """
-    key = _KNOWN_TO_FUSE.get(str(config.get("model_type")))
+    key = architecture_of(config).expert_width
     hidden, inner = config.get("hidden_size"), config.get(key or "")
     count = config.get("num_experts", config.get("num_local_experts"))
     if key is None or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
