@@ -53,6 +53,9 @@ PIECES = OutputKind(None, names=lambda: ("layer-*.gguf", "zone-*.gguf", "outside
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 _BLOCK = 32  # numbers of a row that share a scale in Q8_0, so the length of a row must be a multiple of it
 _LARGEST_F16 = 65504.0
+# The largest relative errors of a tensor that only the format's digits cause. Below float16's normal numbers, which also
+# are q8_0's scales, more is lost, up to everything.
+_MOST_LOST = {"f16": 2.0**-8, "q8_0": 2.0**-5}
 _ALIGNMENT = 32  # bytes; the default of GGUF files
 
 
@@ -169,7 +172,7 @@ def export(
     Raises:
         UnsupportedError: the base's architecture cannot be exported; an expert changes a module to which llama.cpp
             applies no LoRA (trained in full, or a tied embedding or head); rows do not fit q8_0; a number overflows
-            f16.
+            f16, or is so small that f16 or q8_0 would change it by more than their usual rounding.
         DependencyError: the package gguf is missing.
         BaseModelError: no base is named, or its config lacks its sizes.
         ExpertError: an expert does not fit the base, or holds NaN or infinity.
@@ -366,17 +369,28 @@ def _aligned(place: int) -> int:
 
 def _encoded(tensor: GgufTensor, files: Mapping[Path, int], outtype: str, gguf: ModuleType) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor."""
+    kind = gguf.GGMLQuantizationType[outtype.upper()]
     if outtype == "q8_0":  # each block has a scale in float16, its largest number / 127
         values = tensor.values(files)
         fits = bool(np.abs(values).max(initial=0) <= 127 * _LARGEST_F16)
-        encoded = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0).reshape(-1) if fits else None
+        encoded = gguf.quants.quantize(values, kind).reshape(-1) if fits else None
     else:
         dtype = _DTYPES[outtype]
         copied = tensor.copied(files, dtype)
         if copied is not None:
             return copied
-        encoded = encode(tensor.values(files), dtype)
+        values = tensor.values(files)
+        encoded = encode(values, dtype)
         fits = check_finite(encoded, dtype)
+    if fits and outtype in _MOST_LOST:
+        written = gguf.quants.dequantize(encoded, kind).reshape(values.shape)
+        lost, norm = (float(np.linalg.norm(part.astype(np.float64))) for part in (values - written, values))
+        if lost > _MOST_LOST[outtype] * norm:
+            raise UnsupportedError(
+                f"{tensor.name} holds numbers too small for {outtype}, which would change it by {lost / norm:.1%}",
+                "Pass `outtype=bf16` or `outtype=f32`",
+                parameter="outtype",
+            )
     if not fits:
         raise UnsupportedError(
             f"{tensor.name} holds numbers beyond the range of {outtype}", "Pass `outtype=f32`", parameter="outtype"

@@ -152,6 +152,25 @@ def test_numbers_are_rounded_once(outtype: str, tmp_path: Path) -> None:
             assert np.array_equal(rounded[name], values.astype(kind).astype(np.float32))
 
 
+@pytest.mark.parametrize(("outtype", "size", "fits"), [("f16", 1e-3, True), ("f16", 1e-6, False), ("q8_0", 1e-6, False)])
+def test_numbers_too_small_for_the_format_are_refused(outtype: str, size: float, fits: bool, tmp_path: Path) -> None:
+    width = 32
+    base = base_folder(tmp_path / "base", hidden_size=width, intermediate_size=2 * width, head_dim=width)
+    content = {
+        name: (dtype, shape, (np.frombuffer(raw, np.float32) * np.float32(size)).tobytes())
+        for name, (dtype, shape, raw) in crafting.tensors(rank=32, width=width).items()
+    }
+    folder = crafting.adapter(tmp_path / "one", content, crafting.config(r=32))
+    if fits:
+        asw.export(folder, tmp_path / "one.gguf", base_model=base, outtype=outtype)
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        asw.export(folder, tmp_path / "one.gguf", base_model=base, outtype=outtype)
+    assert caught.value.parameter == "outtype"
+    assert not (tmp_path / "one.gguf").exists()
+    asw.export(folder, tmp_path / "one.gguf", base_model=base, outtype="bf16")
+
+
 def test_pieces_together_equal_the_whole_file(math: Path, base: Path, tmp_path: Path) -> None:
     whole, pieces = (
         asw.export(math, tmp_path / name, base_model=base, pieces=name == "pieces") for name in ("m.gguf", "pieces")
