@@ -53,8 +53,8 @@ PIECES = OutputKind(None, names=lambda: ("layer-*.gguf", "zone-*.gguf", "outside
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 _BLOCK = 32  # numbers of a row that share a scale in Q8_0, so the length of a row must be a multiple of it
 _LARGEST_F16 = 65504.0
-# The largest relative errors of a tensor that only the format's digits cause. Below float16's normal numbers, which also
-# are q8_0's scales, more is lost, up to everything.
+# The largest relative errors of a tensor that the format's digits cause. Below float16's normal numbers, which q8_0's
+# scales are too, more is lost, up to everything.
 _MOST_LOST = {"f16": 2.0**-8, "q8_0": 2.0**-5}
 _ALIGNMENT = 32  # bytes; the default of GGUF files
 

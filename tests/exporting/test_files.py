@@ -152,7 +152,9 @@ def test_numbers_are_rounded_once(outtype: str, tmp_path: Path) -> None:
             assert np.array_equal(rounded[name], values.astype(kind).astype(np.float32))
 
 
-@pytest.mark.parametrize(("outtype", "size", "fits"), [("f16", 1e-3, True), ("f16", 1e-6, False), ("q8_0", 1e-6, False)])
+@pytest.mark.parametrize(
+    ("outtype", "size", "fits"), [("f16", 1e-3, True), ("f16", 1e-6, False), ("q8_0", 1e-6, False)]
+)
 def test_numbers_too_small_for_the_format_are_refused(outtype: str, size: float, fits: bool, tmp_path: Path) -> None:
     width = 32
     base = base_folder(tmp_path / "base", hidden_size=width, intermediate_size=2 * width, head_dim=width)
