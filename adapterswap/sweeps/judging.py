@@ -248,6 +248,8 @@ def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, 
             for sample in evaluation.samples
             if sample.task == task.name and metric in sample.scores.get(filter_name, {})
         }
+        if not prepared.tasks[name].averaged:  # a perplexity's documents have log-likelihoods, of which more is better
+            docs = {}
         plain_scores = {key: score["value"] for key, score in scores.items()}
         value, stderr = primary["value"], primary["stderr"]
         if not all(map(math.isfinite, docs.values())):  # without the score of a document the mean cannot be compared

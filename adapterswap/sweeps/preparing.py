@@ -6,7 +6,8 @@ This way all mistakes are reported early and together.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -104,8 +105,18 @@ def _describe_task(
     select, report = selection.split(num_docs)
     better = _better(task).get(metric) is not False
     return TaskInfo(
-        name, role, language_of(name), (metric, filter_name), better, num_docs, select, report, task_fingerprint(task)
-    )
+        name, role, language_of(name), (metric, filter_name), better, num_docs, select, report, task_fingerprint(task),
+        averaged=_is_mean(task.aggregation()[metric]),
+    )  # fmt: skip
+
+
+def _is_mean(aggregate: Callable[[list[float]], float]) -> bool:
+    """Whether a task's aggregation is the mean of its documents' numbers, whatever it is called."""
+    numbers = [0.0, 0.25, 1.0]
+    try:
+        return math.isclose(aggregate(numbers), math.fsum(numbers) / len(numbers))
+    except Exception:  # it takes something else than numbers, and may be the user's own
+        return False
 
 
 def _better(task: Any) -> Mapping[str, bool]:

@@ -36,6 +36,8 @@ class TaskInfo:
         select: the documents on which configurations are chosen.
         report: the other documents, on which the chosen ones are reported.
         sha256: of its questions and its scoring, see `task_fingerprint`; None for tasks of the lab.
+        averaged: whether the primary score is the mean of the documents' scores, as a perplexity is not. Known while a
+            sweep runs; afterwards, `TaskValue.docs` is empty where it is not.
     """
 
     name: str
@@ -47,6 +49,7 @@ class TaskInfo:
     select: tuple[int, ...]
     report: tuple[int, ...]
     sha256: str | None = None
+    averaged: bool = field(default=True, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -83,8 +86,8 @@ class TaskValue:
         value: the primary score over all documents; None if it is not a finite number.
         stderr: its standard error; None if it is unknown.
         scores: every score, by `metric,filter`.
-        docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++), and if `value`
-            is None.
+        docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++, perplexity),
+            and if `value` is None.
         cut: how many outputs ended at the token limit; None for tasks that compare likelihoods.
     """
 

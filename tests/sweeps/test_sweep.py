@@ -262,22 +262,27 @@ def test_a_primary_score_may_be_chosen(recipe: Recipe) -> None:
     assert chosen.tasks["mgsm_direct_sw"].primary == ("exact_match", "flexible-extract")
 
 
-def test_targets_of_opposite_directions_are_refused(recipe: Recipe, tmp_path: Path) -> None:
-    """A mean of accuracy and perplexity has no best; beside a target, either may be reported."""
-    (tmp_path / "rows.json").write_text('{"text": "Haba na haba"}\n{"text": "Maji ni uhai"}\n', encoding="utf-8")
+def _words_task(folder: Path) -> dict[str, Any]:
+    """The settings under which `pico_words` is a task: the likelihood of a sentence's second word."""
+    rows = [f'{{"text": "{text}"}}' for text in ("Haba na haba", "Maji ni uhai", "Pole pole", "Asante sana")]
+    (folder / "rows.json").write_text("\n".join(rows) + "\n", encoding="utf-8")
     task = {
         "task": "pico_words", "output_type": "loglikelihood", "dataset_path": "json", "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.json")}, "cache_dir": str(tmp_path / "cache")},
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}, "cache_dir": str(folder / "cache")},
         "doc_to_text": "{{text.split(' ')[0]}}", "doc_to_target": "{{' ' + text.split(' ')[1]}}",
         "metric_list": [
             {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
             {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
         ],
     }  # fmt: skip
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "words.json").write_text(json.dumps(task), encoding="utf-8")
-    (tmp_path / "tasks" / "words.json").rename(tmp_path / "tasks" / "words.yaml")  # JSON is YAML
-    settings = {"num_fewshot": 0, "limit": 2, "include_path": str(tmp_path / "tasks")}
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "words.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    return {"num_fewshot": 0, "limit": 4, "include_path": str(folder / "tasks")}
+
+
+def test_targets_of_opposite_directions_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    """A mean of accuracy and perplexity has no best; beside a target, either may be reported."""
+    settings = _words_task(tmp_path)
     both = {"tasks": ["mgsm_direct_sw", "pico_words"], "settings": settings}
     assert prepare(recipe(**both)).tasks["pico_words"].higher_is_better
     chosen = {"primary": {"pico_words": "perplexity"}}
@@ -285,3 +290,18 @@ def test_targets_of_opposite_directions_are_refused(recipe: Recipe, tmp_path: Pa
         prepare(recipe(**both, **chosen))
     beside = {"tasks": ["mgsm_direct_sw"], "retention": ["pico_words"], "settings": settings}
     assert not prepare(recipe(**beside, **chosen)).tasks["pico_words"].higher_is_better
+
+
+def test_a_perplexity_chooses_nothing(recipe: Recipe, tmp_path: Path) -> None:
+    """Its documents have log-likelihoods, whose mean would choose the worst configuration as the lowest."""
+    words = {"tasks": ["pico_words"], "settings": _words_task(tmp_path), "compositions": [{"bottom": [0, 1], "top": 1}]}
+    run = sweep(recipe(**words, primary={"pico_words": "perplexity"}), tmp_path / "run")
+    for result in run.results:
+        value = result.results["pico_words"]
+        assert value.docs == {}
+        assert value.value is not None
+        assert value.value > 1
+    (row,) = (row for row in summarize(run) if row.family == "layer_swap")
+    assert (row.best, row.chosen_at, row.configurations) == (None, None, 2)
+    by_accuracy = sweep(recipe(**words), tmp_path / "by_accuracy")
+    assert all(result.results["pico_words"].docs for result in by_accuracy.results)
