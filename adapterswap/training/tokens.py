@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapterswap.errors import BaseModelError, DataError
+from adapterswap.files.text import shown
 from adapterswap.training.recipe import DatasetSource, Template
 
 ChatTemplate = Callable[..., str]
@@ -186,15 +187,19 @@ def _chat(conversation: Conversation, chat: ChatTemplate) -> Renderer:
     def render(row: Mapping[str, Any]) -> Example | None:
         messages = conversation(row) or []
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            return None
         try:
-            trained = tuple(
-                (
-                    chat(messages[:turn], tokenize=False, add_generation_prompt=True),
-                    None if turn == len(messages) - 1 else chat(messages[: turn + 1], tokenize=False),
-                )
-                for turn in turns
-            )
-            return Example(chat(messages, tokenize=False), trained, chat=True) if trained else None
+            text = chat(messages, tokenize=False)
+            trained = []
+            for turn in turns:
+                before = chat(messages[:turn], tokenize=False, add_generation_prompt=True)
+                is_last = turn == len(messages) - 1
+                after = None if is_last else _through_turn(text, chat(messages[: turn + 1], tokenize=False))
+                end = len(text) if after is None else _common(after, text)
+                _check_written(messages[turn]["content"], text[_common(before, text) : end])
+                trained.append((before, after))
+            return Example(text, tuple(trained), chat=True)
         except TemplateError as error:
             raise DataError(
                 f"the tokenizer's chat template rejects the messages: {error}",
@@ -203,6 +208,29 @@ def _chat(conversation: Conversation, chat: ChatTemplate) -> Renderer:
             ) from None
 
     return render
+
+
+def _through_turn(text: str, alone: str) -> str:
+    """The text up to the end of a turn, to compare with that of the conversation; `alone` if nothing follows.
+
+    The two differ inside the turn if a template leaves something out once others follow, as Qwen3's does with the
+    reasoning. The turn then ends where the longest end of `alone` does.
+    """
+    shared = _common(alone, text)
+    rest = alone[shared:]
+    size = next((size for size in range(len(rest), 0, -1) if text.startswith(rest[-size:], shared)), 0)
+    return text[: shared + size] if size else alone
+
+
+def _check_written(content: str, written: str) -> None:
+    """Refuse a template that does not write what the assistant says; it may leave out reasoning before it."""
+    last_line = content.rpartition("</think>")[2].strip().rpartition("\n")[2]
+    if last_line not in written:
+        raise DataError(
+            f"the tokenizer's chat template does not write the assistant's turn {shown(content)}",
+            "Use `prompt` and `completion` with chat_template: false, or a tokenizer whose template takes plain text",
+            parameter="datasets",
+        )
 
 
 _BATCH = 1000
@@ -376,7 +404,7 @@ def _row(
     return np.array(ids, np.int32), mask, moved
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
     """The length of the common prefix."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:

@@ -147,6 +147,36 @@ def test_messages_train_on_every_turn_of_the_assistant(tmp_path: Path) -> None:
     assert counts.empty == 2
 
 
+def _reasoning(messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool = False) -> str:
+    """Like Qwen3's template, which writes the reasoning of the last turn only."""
+    text = "".join(
+        f"<{message['role']}>" + "<think></think>" * (message is messages[-1] and message["role"] == "assistant")
+        + message["content"].rpartition("</think>")[2] + "</>"
+        for message in messages
+    )  # fmt: skip
+    return text + "<assistant>" * add_generation_prompt
+
+
+def test_every_turn_is_trained_on_if_a_template_writes_the_last_one_otherwise(tmp_path: Path) -> None:
+    turns = [("user", "a"), ("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")]
+    write_jsonl(tmp_path / "rows.jsonl", [{"m": [{"role": role, "content": text} for role, text in turns]}])
+    _, [example] = load(tmp_path, path="rows.jsonl", messages="m", chat=_reasoning)
+    first = "<user>a</><assistant>"
+    second = f"{first}b</><user>c</><assistant>"
+    assert example == Example(f"{second}<think></think>d</>", ((first, f"{first}b</>"), (second, None)), chat=True)
+
+
+def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(tmp_path: Path) -> None:
+    """Templates of some vision models take lists of parts, and write nothing of plain text."""
+
+    def parts(messages: list[dict[str, str]], **options: bool) -> str:
+        return _template([{**message, "content": ""} for message in messages], **options)
+
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with refused(DataError, "datasets", match="row 0 .*does not write .*' 3'"):
+        load(tmp_path, path="rows.jsonl", **PAIR, chat=parts, chat_prompts=True)
+
+
 @pytest.mark.parametrize(
     ("source", "named"),
     [
