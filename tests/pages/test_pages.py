@@ -47,6 +47,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("*", r"^adapterswap lab", "trains for minutes: tests/lab trains for less"),
     ("*", r"^adapterswap train train/", "needs data from the Hub: tests/recipes trains on rows like them"),
     ("docs/methods.md", r"^python benchmarks", "trains for an hour: tests/lab/test_methods_lab.py trains a little"),
+    ("docs/published.md", r"^python benchmarks", "needs the Hub: tests/recipes/test_fusionbench.py, on a small T5"),
     ("docs/models.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
     ("docs/engines.md", r"from transformers import|hotswap", "tests/live/test_recipes.py compares it with PEFT"),
     (
