@@ -107,6 +107,14 @@ _OPTIONS = (
         "`math` without layers takes the rest. Repeatable; the first match wins.",
     ),
     click.option(
+        "--chain",
+        "chains",
+        multiple=True,
+        metavar="NAME=A,B",
+        help="With --expert: adapters that were trained one on top of another, the first on the base; rules then use "
+        "NAME. Repeatable.",
+    ),
+    click.option(
         "--method",
         type=_MethodName(),
         metavar="NAME",
@@ -225,6 +233,7 @@ def composition_from_options(
     fields |= _more_parameters(options.get("more_parameters", ()), fields)
     fields |= {"base_model": base_model} if base_model else {}
     fields |= {"allow_negative": True} if options.get("allow_negative") else {}
+    fields |= {"chains": chains} if (chains := _chains(options.get("chains", ()))) else {}
     tasks, languages = options["task_expert"], options["language_expert"]
     experts, rules = options.get("experts", ()), options.get("rules", ())
     if recipe:
@@ -243,6 +252,8 @@ def composition_from_options(
                 "Pass experts with either --expert or --task-expert and --language-expert, not both."
             )
         return _by_rules(named_experts(experts), rules, fields)
+    if chains:
+        raise click.UsageError("--chain requires the adapters that it names: pass --expert NAME=PATH.")
     if not tasks or not languages:
         raise click.UsageError("Pass --task-expert and --language-expert, or --expert and --rule, or a recipe.")
     return validate({**fields, **_name_experts(tasks, languages)}, Composition, where="the options")
@@ -284,6 +295,19 @@ def named_experts(options: tuple[str, ...]) -> dict[str, str]:
             raise click.UsageError(f"--expert {name} was passed twice.")
         experts[name] = expand_text(place)
     return experts
+
+
+def _chains(options: tuple[str, ...]) -> dict[str, list[str]]:
+    """The adapters of `--chain NAME=A,B`, by the chain's name."""
+    chains: dict[str, list[str]] = {}
+    for option in options:
+        name, _, parts = option.partition("=")
+        if not name or not parts:
+            raise click.UsageError(f"--chain {option!r} is not NAME=A,B.")
+        if name in chains:
+            raise click.UsageError(f"--chain {name} was passed twice.")
+        chains[name] = parts.split(",")
+    return chains
 
 
 def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
@@ -330,11 +354,14 @@ def _all_combined(experts: dict[str, str], fields: dict[str, Any]) -> dict[str, 
         raise click.UsageError("Pass a --rule for the experts, or a --method that combines them all.")
     if fields.keys() & {"task_weight", "language_weight"}:
         raise click.UsageError("Put weights into a rule: --rule 'math*2 + swahili'.")
+    chains = fields.get("chains", {})
+    in_chains = {part for parts in chains.values() for part in parts}
+    names = [*chains, *(name for name in experts if name not in in_chains)]
     if fields["method"] != "soup":
-        return {**fields, "task": list(experts), "language": [BASE]}
+        return {**fields, "task": names, "language": [BASE]}
     # A soup with the base on the other side would be half of the experts' average.
     others = {key: value for key, value in fields.items() if key not in ("method", "weights")}
-    rule: dict[str, Any] = {"blend": dict.fromkeys(experts, 1)}
+    rule: dict[str, Any] = {"blend": dict.fromkeys(names, 1)}
     return {**others, "rules": [{**rule, "weights": "magnitude"} if fields.get("weights") == "magnitude" else rule]}
 
 

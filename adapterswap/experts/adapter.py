@@ -319,6 +319,8 @@ class Adapter:
             of another class or version of the model.
         original: new name → name in the file, without wrappers, for modules that were renamed; see `experts.names`.
         base_fingerprints: the local base's weights, by the record in its folder; empty if that does not say.
+        trained_on: of an adapter on top of others in a chain: the base that its own file names, into which those are
+            merged. `config` names the base of the chain's first.
     """
 
     source: Source
@@ -333,6 +335,7 @@ class Adapter:
     original: Mapping[str, str] = field(default_factory=dict)
     opaque: Mapping[str, OpaqueModule] = field(default_factory=dict)
     base_fingerprints: Mapping[str, str] = field(default_factory=dict)
+    trained_on: str | None = None
 
     def __repr__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})

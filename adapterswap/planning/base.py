@@ -7,13 +7,13 @@ the mistakes that it finds to a `Problems`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, Problems
+from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
 from adapterswap.experts.keys import is_bias
 from adapterswap.experts.names import under_canonical_names
@@ -312,6 +312,7 @@ def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
 
 
 _Problem = tuple[str, str]  # the message and the remedy
+_Identity = tuple[str | None, str]  # the SHA-256 of an adapter's config and weights
 
 _RESAVED = "If both hold the same weights in different files, delete `fingerprints` from the record in {}'s folder"
 
@@ -335,6 +336,16 @@ def check_bases(
         by_weights: also compare weights, and look for chains. Records were checked when they were written.
     """
     reported = set()
+    for name, expert in experts.items() if by_weights else ():
+        if declared is not None and isinstance(expert, Adapter) and _lies_on_merged(expert, declared):
+            reported.add(name)
+            problems.add(
+                f"{name} was trained on {expert.config.base_model}, into which adapters are merged, and not on "
+                f"{declared}",
+                f"Use them as one expert: `chains={{NAME: [FIRST, {name}]}}`; or pass the base that it was trained on",
+                parameter="base_model",
+                kind=ExpertError,
+            )
     for (one, first), (two, second) in combinations(experts.items(), 2):
         problem = _weights_differ(one, first, two, second) if by_weights else None
         if isinstance(first, Adapter) and isinstance(second, Adapter) and problem is None:
@@ -427,17 +438,87 @@ def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | 
     for name, part, later, on_top in ((one, first, two, second), (two, second, one, first)):
         if _is_merged_into(part, on_top):
             message = f"{later} was trained on top of {name}, which is merged into its base {on_top.config.base_model}"
-            return message, f"Compose adapters that were trained on one base: {later} alone holds only what it adds"
+            return message, f"Use both as one expert: `chains={{NAME: [{name}, {later}]}}`"
     return None
 
 
 def _is_merged_into(part: Adapter, on_top: Adapter) -> bool:
     """Whether the base of `on_top` is on this machine, and its record names `part` among the merged experts."""
-    named = on_top.config.base_reference
-    folder = None if named is None else cached_base_folder(named)
+    return _identity(part) in (_merged_into_base(on_top.config.base_reference) or ())
+
+
+def _lies_on_merged(adapter: Adapter, declared: str) -> bool:
+    """Whether adapters are merged into an adapter's base, and not into the declared one, by the records beside them."""
+    if same_base(adapter.config.base_model, declared):
+        return False
+    merged = _merged_into_base(adapter.config.base_reference)
+    return merged is not None and merged != _merged_into_base(declared)
+
+
+def _identity(adapter: Adapter) -> _Identity:
+    return adapter.config.sha256, sha256_of(adapter.file.path)
+
+
+def _merged_into_base(base: str | None) -> list[_Identity] | None:
+    """The adapters that are merged into a base, by the record beside it; None if that is not known."""
+    folder = None if base is None else cached_base_folder(base)
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
-        for merged in read_provenance(folder)["experts"].values() if folder else ():
-            hashes = merged["sha256"]
-            if hashes.get(CONFIG) == part.config.sha256 and hashes.get(WEIGHTS) == sha256_of(part.file.path):
-                return True
-    return False
+        merged = [expert["sha256"] for expert in read_provenance(folder)["experts"].values()] if folder else []
+        return [(hashes[CONFIG], hashes[WEIGHTS]) for hashes in merged] or None
+    return None
+
+
+def with_chains(
+    experts: Mapping[str, Expert], chains: Mapping[str, Sequence[str]], problems: Problems, *, recorded: bool
+) -> tuple[dict[str, Expert], tuple[str, ...]]:
+    """The experts, with all adapters of a chain on the base of its first, and what could not be checked of them.
+
+    Args:
+        experts: by name.
+        chains: by name: the adapters, each trained on top of those before it.
+        problems: collects experts that cannot be on top of others, and those that are not by the record of their base.
+        recorded: the chains come from a record, and were checked when it was written.
+    """
+    based, notes = dict(experts), list[str]()
+    for parts in chains.values():
+        before: list[Adapter] = []
+        for name in (name for name in parts if name in experts):
+            adapter, lower = experts[name], parts[max(0, len(before) - 1)]
+            if not isinstance(adapter, Adapter) or (before and (adapter.opaque or adapter.saved)):
+                what = "a full checkpoint" if isinstance(adapter, Checkpoint) else "not only plain LoRA"
+                problems.add(
+                    f"{name} is {what}, but only plain LoRA can be added on top of {lower} in a chain"
+                    if before
+                    else f"{name} is {what}, but a chain begins with an adapter",
+                    "Merge them one after another with `merge`",
+                    parameter="chains",
+                    kind=UnsupportedError,
+                )
+                break
+            if before:
+                if not recorded:
+                    with problems.collect():
+                        notes += _check_on_top(name, adapter, lower, before)
+                first = before[0]
+                config = replace(adapter.config, base_model=first.config.base_model, revision=first.config.revision)
+                based[name] = replace(
+                    adapter, config=config, base_fingerprints=first.base_fingerprints,
+                    trained_on=adapter.config.base_model,
+                )  # fmt: skip
+            before.append(adapter)
+    return based, tuple(notes)
+
+
+def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adapter]) -> Iterator[str]:
+    """Check that an adapter was trained on top of those `before` it, the last of which is called `lower`; a note if it
+    cannot be known."""
+    merged = _merged_into_base(adapter.config.base_reference)
+    others = merged is not None and merged not in ([_identity(before[-1])], [_identity(part) for part in before])
+    if others or any(_is_merged_into(adapter, part) for part in before):
+        raise ExpertError(
+            f"{name} was not trained on top of {lower}, by the records of what is merged into their bases",
+            "Name the adapters of the chain in the order in which they were trained",
+            parameter="chains",
+        )
+    if merged is None:
+        yield f"Not checked whether {name} was trained on top of {lower}: no record says what is merged into its base"

@@ -131,6 +131,11 @@ class Composition(MethodFields):
     experts: dict[str, str] = Field(
         default_factory=dict, description="Name → folder or Hub id. The name `base` is reserved: no change."
     )
+    chains: dict[str, tuple[str, ...]] = Field(
+        default={},
+        description="Names for adapters that were trained one on top of another, the first one on the base: {math: "
+        "[sft, dpo]}. Each chain counts as one expert, with the sum of its adapters' ΔW.",
+    )
     base_model: str | None = Field(
         default=None, description="The experts' base: a folder or Hub id, such as a local copy of their Hub base."
     )
@@ -236,6 +241,7 @@ class Composition(MethodFields):
         for name in self.experts:
             if reason := why_no_name(name):
                 raise FieldMistake(reason, "experts")
+        self._check_chains()
         for side, names in (("task", self.task), ("language", self.language)):
             if not names:
                 raise FieldMistake(f"`{side}` is empty: name at least one expert", side)
@@ -286,13 +292,33 @@ class Composition(MethodFields):
         self._check_rules()
         return self
 
+    def _check_chains(self) -> None:
+        named = set(self._names)
+        for chain, parts in self.chains.items():
+            if reason := why_no_name(chain):
+                raise FieldMistake(reason, "chains")
+            if chain in self.experts:
+                raise FieldMistake(f"a chain and an expert are both called {chain!r}: rename one of them", "chains")
+            if chain not in named:
+                raise FieldMistake(f"nothing uses the chain {chain!r}: name it as an expert, or remove it", "chains")
+            if len(parts) < 2 or len(set(parts)) < len(parts) or {BASE, *self.chains} & {*parts}:
+                raise FieldMistake(
+                    f"the chain {chain!r} must list two adapters or more, none twice, and no chain or `base`", "chains"
+                )
+            if alone := sorted(named & {*parts[1:]}):
+                raise FieldMistake(
+                    f"{alone[0]} was trained on top of {parts[parts.index(alone[0]) - 1]}, so it cannot be used alone: "
+                    f"use the chain {chain!r}",
+                    "chains",
+                )
+
     def _check_rules(self) -> None:
         """Check that rules can be made, as far as that does not depend on the number of layers."""
         rules = self.allocation or ()
         averages = {name for rule in rules for name in rule.averages}
         if self.allocation is None:
             averages = {name for names in (self.task, self.language) for name in _Side(names).averages}
-        if clash := sorted(averages & {*self.experts, *self.expert_names}):
+        if clash := sorted(averages & {*self.experts, *self.expert_names, *self.chains}):
             raise FieldMistake(f"an average and an expert are both called {clash[0]!r}: rename one of them", "experts")
         if self.allocation is not None:
             return
@@ -353,12 +379,16 @@ class Composition(MethodFields):
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """The experts that the rules name, in order, without `base`."""
-        if self.allocation is not None:
-            named = [name for rule in self.allocation for name in rule.experts]
-        else:
-            named = [*self.task, *self.language]
+        """The experts that the rules name, in order, without `base`; for a chain, its adapters."""
+        named = (part for name in self._names for part in self.chains.get(name, (name,)))
         return tuple(dict.fromkeys(name for name in named if name != BASE))
+
+    @property
+    def _names(self) -> list[str]:
+        """The experts and chains that the rules name, in order; one may be named twice."""
+        if self.allocation is not None:
+            return [name for rule in self.allocation for name in rule.experts]
+        return [*self.task, *self.language]
 
     @property
     def names_layers(self) -> bool:
@@ -410,6 +440,9 @@ class Composition(MethodFields):
             CompositionError: see `zones`; or `stack` is set, but the model does not have an encoder and a decoder.
             FieldError: the weights cannot be blended.
         """
+        return tuple(rule.chained(self.chains) for rule in self._rules(num_layers, full=full))
+
+    def _rules(self, num_layers: NumLayers, *, full: bool = False) -> tuple[Rule, ...]:
         if isinstance(num_layers, int) and self.stack != "both":
             raise CompositionError(
                 f"`stack` is {self.stack!r}, but the base does not have both an encoder and a decoder",
@@ -424,7 +457,7 @@ class Composition(MethodFields):
                 average.model_copy(update={**_within(stack, range(depth_of(stack, num_layers))), "modules": ("other",)})
                 for stack in self.stacks(num_layers)
             ]
-            return (*everywhere, *self.rules(num_layers))
+            return (*everywhere, *self._rules(num_layers))
         if self.method == "soup":
             return (self._blend(),)
         if self.method == "task_arithmetic":
@@ -481,6 +514,7 @@ class Composition(MethodFields):
                 zones = {} if self.partition else self._settled_zones(num_layers)
         fields |= {"seed"} if self.is_random else set()
         fields |= {"task_type"} if self.task_type else set()
+        fields |= {"chains"} if self.chains else set()
         fields |= {"allow_negative"} if self.allow_negative else set()
         content = self.model_dump(mode="json", include=fields, by_alias=True, exclude_none=True)
         if self.allocation is not None:  # without defaults, which may belong to the rule's other form (expert or blend)

@@ -68,8 +68,8 @@ def marks(plan: Plan) -> list[Mark]:
 
 
 def owner_label(slot: Slot) -> str | None:
-    """The owner's name in the strip: an expert, `base`, or the average that the rule names; None for a blend."""
-    return slot.owner or (slot.rule.average_owner if slot.rule else None)
+    """The owner's name in the strip: an expert, `base`, or the rule's average or chain; None for a blend."""
+    return slot.owner or (slot.rule.joint_owner if slot.rule else None)
 
 
 def strip(plan: Plan) -> str:

@@ -43,6 +43,7 @@ from adapterswap.planning.base import (
     settle_depth,
     unchecked_bases,
     under_one_name,
+    with_chains,
 )
 from adapterswap.planning.checks import (
     check_architecture,
@@ -117,6 +118,8 @@ def make_plan(
     problems.raise_if_any()
     check_names(names, experts, problems, composition.allocation)
     opened = {name: experts[name] for name in names if name in experts}
+    opened, chained = with_chains(opened, composition.chains, problems, recorded=recorded)
+    problems.raise_if_any()
     if composition.names_layers:
         for name, expert in opened.items():
             with problems.collect():
@@ -136,7 +139,7 @@ def make_plan(
         with problems.collect():
             check_base_weights(plan.recorded_bases, plan.base_at_hand)
         check_used(plan, names, problems)
-        plan = replace(plan, notes=(*plan.notes, *unchecked_bases(opened, composition.base_model)))
+        plan = replace(plan, notes=(*plan.notes, *unchecked_bases(opened, composition.base_model), *chained))
     problems.raise_if_any()
     return plan
 

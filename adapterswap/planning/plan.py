@@ -255,7 +255,7 @@ class Plan:
         recipes that it extends. `check_inputs` ignores Hub ids among them."""
         return [
             *(expert.source.folder for expert in self.experts.values()),
-            *(adapter.config.base_model for adapter in self.adapters.values()),
+            *(name for adapter in self.adapters.values() for name in (adapter.config.base_model, adapter.trained_on)),
             self.composition.base_model,
             self.base.source.folder if self.base else None,
             *self.composition.recipe_files,

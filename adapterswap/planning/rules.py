@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from adapterswap.errors import FieldError, check_type, did_you_mean
 from adapterswap.files.yaml import FieldMistake
@@ -389,6 +389,8 @@ class Rule(MethodFields):
     )
     optional: bool = Field(default=False, description="The rule may match nothing; otherwise that is an error.")
 
+    _chains: Mapping[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)  # the composition's
+
     if TYPE_CHECKING:  # the registry says which parameters there are
 
         def __init__(self, **fields: Any) -> None: ...
@@ -501,16 +503,27 @@ class Rule(MethodFields):
 
     @property
     def sides(self) -> dict[str, dict[str, float]]:
-        """The sides that the rule combines: the name of an expert or an average → its experts and their shares.
+        """The sides that the rule combines: the name of an expert, average or chain → its experts and their shares.
 
-        The base is left out but counts in an average: the average of an expert and the base is half the expert.
+        The base is left out but counts in an average: the average of an expert and the base is half the expert. Each
+        adapter of a chain has the share of the chain.
         """
         names = [self.expert] if self.expert is not None else list(self.blend or {})
-        members = {name: self.averages.get(name, (name,)) for name in names if name != BASE}
-        return {
-            side: {expert: 1 / len(experts) for expert in experts if expert != BASE}
-            for side, experts in members.items()
-        }
+        sides: dict[str, dict[str, float]] = {name: {} for name in names if name != BASE}
+        for side, shares in sides.items():
+            members = self.averages.get(side, (side,))
+            for expert in (part for member in members for part in self._chains.get(member, (member,))):
+                if expert != BASE:
+                    shares[expert] = shares.get(expert, 0.0) + 1 / len(members)
+        return sides
+
+    def chained(self, chains: Mapping[str, tuple[str, ...]]) -> Rule:
+        """The rule with the chains among its experts, each as the adapters that it consists of."""
+        if not chains.keys() & set(self.experts):
+            return self
+        copy = self.model_copy()
+        copy._chains = chains
+        return copy
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -518,9 +531,9 @@ class Rule(MethodFields):
         return tuple(dict.fromkeys(expert for shares in self.sides.values() for expert in shares))
 
     @property
-    def average_owner(self) -> str | None:
-        """The average of several experts that owns the modules, if one does."""
-        return self.expert if self.expert in self.averages else None
+    def joint_owner(self) -> str | None:
+        """The average or chain of several experts that owns the modules, if one does."""
+        return self.expert if self.expert in {*self.averages, *self._chains} else None
 
     def side_weights(self) -> dict[str, float]:
         """The factor of each side's ΔW: 1 for an owner, w_i/Σw or w_i for a blend. The base and zeros are left out.

@@ -327,7 +327,7 @@ def adapter_source(adapter: Adapter, sha256: str) -> SourceRecord:
     return _source(
         adapter,
         sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
-        base_model=public_name(adapter.config.base_model),
+        base_model=public_name(adapter.trained_on or adapter.config.base_model),
         base_revision=adapter.config.revision,
     )
 

@@ -76,7 +76,7 @@ def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapter
             for expert, share in shares.items()
             if name in modules_of[expert]
         ]
-        means = row_magnitudes(parts[0][1] if parts[0][0] == 1 else concatenate(parts), name)
+        means = row_magnitudes(_joined(parts), name)
         total, rows = total + float(means.sum()), rows + means.size
     return total / rows
 
@@ -176,12 +176,18 @@ def side_factors(
     for term in slot.terms:
         share = sides[term.side][term.expert] if term.side in sides else 1.0
         parts_of.setdefault(term.side, []).append((share, read(term.expert, term.lora)))
-    combined = {side: parts[0][1] if parts[0][0] == 1 else concatenate(parts) for side, parts in parts_of.items()}
+    combined = {side: _joined(parts) for side, parts in parts_of.items()}
     for side, factors in combined.items():
         rows = (kept_rows or {}).get((side, slot.name))
         if rows is not None:
             combined[side] = factors.masked(rows)
     return combined
+
+
+def _joined(parts: list[tuple[float, Factors]]) -> Factors:
+    """Σ share·ΔW as factors."""
+    (share, factors), *more = parts
+    return factors if share == 1 and not more else concatenate(parts)
 
 
 def _magnitude_weights(rule: Rule, weights: Mapping[str, float], magnitudes: Mapping[str, float]) -> dict[str, float]:
