@@ -9,6 +9,7 @@ of the composition.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -435,10 +436,11 @@ def _experts_of(share: str) -> Sequence[str]:
 
 def _distinct(parts: Sequence[Part]) -> list[Part]:
     """The parts, with numbers after names that occur twice: blends of the same experts with other weights."""
-    counts: dict[str, int] = {}
+    taken: set[str] = set()
     renamed = []
     for part in parts:
-        count = counts[part.name] = counts.get(part.name, 0) + 1
-        name = part.name if count == 1 else f"{part.name}-{count}"
-        renamed.append(Part(name, part.layers, part.kind, part.tensors))
+        names = (part.name if number == 1 else f"{part.name}-{number}" for number in itertools.count(1))
+        name = next(name for name in names if name.casefold() not in taken)  # disks may ignore case
+        taken.add(name.casefold())
+        renamed.append(replace(part, name=name))
     return renamed

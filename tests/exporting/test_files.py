@@ -219,6 +219,22 @@ def test_zones_where_layers_are_divided(math: Path, base: Path, tmp_path: Path) 
     assert all(np.array_equal(held[name], whole[name]) for name in whole)
 
 
+def test_zones_have_files_of_their_own(base: Path, tmp_path: Path) -> None:
+    """The number after a second zone of the same experts may give the name of a third one; one of both was lost."""
+    experts: dict[str, asw.Adapter] = {}
+    targets = ["q_proj", "k_proj", "down_proj"]
+    for seed, name in enumerate(("math", "Math", "math-2")):
+        content = crafting.tensors(seed=seed)
+        content |= {key.replace("q_proj", "k_proj"): tensor for key, tensor in content.items() if "q_proj" in key}
+        folder = crafting.adapter(tmp_path / str(seed), content, crafting.config(target_modules=targets))
+        experts[name] = asw.open_adapter(folder)
+    rules = [f"{module} of {name}" for module, name in zip(targets, experts, strict=True)]
+    plan = asw.compose(Composition.model_validate({"rules": rules, "base_model": str(base)}), experts)
+    names = sorted(file.path.name for file in plan.export(tmp_path / "zones", pieces="zone").files)
+    assert sorted(path.name for path in (tmp_path / "zones").iterdir()) == names
+    assert len({name.casefold() for name in names}) == 3  # on disks that ignore case, too
+
+
 @pytest.mark.parametrize("pieces", ["layers", 1, None], ids=str)
 def test_another_way_to_divide(pieces: Any, math: Path, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError) as caught:
