@@ -473,6 +473,10 @@ def read_adapter(source: Source) -> Adapter:
         problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
     for name in sorted(pairs.keys() & full.keys()):
         problems.add(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
+    kept = None
+    with problems.collect():
+        parts_read: list[Part] = [*modules.values(), *opaque.values(), *full.values()]
+        kept = recorded_layers(folder, [(part.name, part.layer) for part in parts_read])
     if not modules and not opaque and not tied and not problems:
         problems.add(
             f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
@@ -485,7 +489,7 @@ def read_adapter(source: Source) -> Adapter:
         by_layer(modules),
         by_layer(full),
         container,
-        recorded_layers(folder),
+        kept,
         ignored,
         renamed=renamed,
         opaque=by_layer(opaque),

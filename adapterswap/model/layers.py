@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
 from adapterswap.model.architectures import architecture_of
-from adapterswap.model.sources import read_provenance
+from adapterswap.model.sources import PROVENANCE, read_provenance
 
 Kind = Literal["attention", "mlp", "other"]
 Stack = Literal["encoder", "decoder"]
@@ -431,11 +431,24 @@ def every_layer(num_layers: NumLayers) -> list[tuple[Stack | None, int]]:
     return [(stack, layer) for stack, depth in num_layers.items() for layer in range(depth)]
 
 
-def recorded_layers(folder: Path) -> KeptLayers | None:
-    """The layers of the slice in a folder, from its adapterswap.json; None if it is not a slice."""
+def recorded_layers(folder: Path, parts: Iterable[tuple[str, int | None]] = ()) -> KeptLayers | None:
+    """The layers of the slice in a folder, from its adapterswap.json; None if it is not a slice.
+
+    Raises an `ExpertError` if an adapter's `parts` (names and layers) are in other layers: another program has replaced
+    the weights since, and left the record.
+    """
     record = read_provenance(folder)
     try:
         recorded = record["slice"]
-        return KeptLayers.of(recorded["layers"], recorded.get("stack"))
+        kept = KeptLayers.of(recorded["layers"], recorded.get("stack"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    depth = record.get("num_layers")  # layers that predict further tokens follow, and count as outside the layers
+    inside = [(name, i) for name, i in parts if i is not None and not (isinstance(depth, int) and i >= depth)]
+    if (odd := next((name for name, layer in inside if not kept.has(stack_of(name), layer)), None)) is not None:
+        raise ExpertError(
+            f"{folder / PROVENANCE} says that the adapter is a slice with the {kept}, but it has {odd}: the weights "
+            "were replaced later",
+            f"Delete {PROVENANCE} there if the weights are right, or slice the expert again",
+        )
+    return kept

@@ -274,7 +274,7 @@ def convert(
             opened = read_adapter(replace(source, folder=lowered))
         opened = replace(
             opened, source=source, base_fingerprints=recorded_base(source.folder),
-            kept_layers=recorded_layers(source.folder),
+            kept_layers=recorded_layers(source.folder, [(part.name, part.layer) for part in opened.parts.values()]),
         )  # fmt: skip
         expert = expert_name(adapter, {}, "expert")
         prepared = prepare(_plan_of(opened, expert, base_model), form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,16 @@ def test_layers_that_a_slice_lacks_are_reset(expert: Callable[..., Path], tmp_pa
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, core))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_weights_that_replaced_those_of_a_slice(expert: Callable[..., Path], tmp_path: Path) -> None:
+    """PEFT, which saves an expert over a slice, leaves its record; `merge` and `convert` dropped the other layers."""
+    core = adapterswap.write_adapter(adapterswap.slice_layers(expert(seed=1), "2-4"), tmp_path / "core")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(expert(seed=2) / name, core)
+    with refused(ExpertError):
+        adapterswap.merge(core, out_path=tmp_path / "merged")
+    with refused(ExpertError, "adapter"):
+        adapterswap.convert(core, tmp_path / "converted")
+    (core / "adapterswap.json").unlink()
+    assert adapterswap.open_adapter(core).modules.keys() == adapterswap.open_adapter(expert(seed=2)).modules.keys()
