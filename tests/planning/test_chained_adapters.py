@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from conftest import CONFIGS, LAYERS, load_base, merged_weights
+from conftest import CONFIGS, LAYERS, load_base, logits, merged_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file
@@ -118,6 +118,14 @@ def test_a_chain_within_an_average(chain: dict[str, Path], tmp_path: Path) -> No
     first, second = deltas(chain["sft"]), deltas(chain["dpo"])
     for name, delta in written.items():
         close(delta, first[name] + second[name] / 2, name=name)
+
+
+def test_a_running_model_adds_both(chain: dict[str, Path], tmp_path: Path) -> None:
+    experts = {name: str(chain[name]) for name in ("sft", "dpo", "sw")}
+    composer = adapterswap.LiveComposer.from_experts(load_base(chain["base"]), experts)
+    composer.set(adapterswap.Composition(chains={"math": ("sft", "dpo")}, task="math", language="sw", bottom=2, top=1))
+    full = composed(chain, task="math", bottom=2, top=1).merge(out_path=tmp_path / "full")
+    close(logits(composer.model), logits(load_base(full)), depth=LAYERS)
 
 
 def test_the_command_and_the_record(chain: dict[str, Path], run: Callable[..., Result], tmp_path: Path) -> None:
