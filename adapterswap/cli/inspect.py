@@ -55,6 +55,8 @@ def _print(inspection: Inspection) -> None:
         _print_gguf(inspection, inspection.expert)
     else:
         _print_model(inspection, inspection.expert)
+    if inspection.trained_from is not None:
+        echo(f"trained from {inspection.trained_from}")
     if inspection.record is not None:
         record = inspection.record
         experts = ", ".join(f"{name} from {source}" for name, source in record.experts.items())

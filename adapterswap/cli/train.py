@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value, such as training.seed=1.")
 @click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write, instead of the recipe's.")
 @click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="Base to train on, instead of the recipe's.")
+@click.option(
+    "--start", type=EXPERT, metavar="PATH|ID", help="Adapter to start from, or the recipe (.yaml) of a composition."
+)
 @click.option("--seed", type=int, help="Short for --set training.seed=N --set training.data_seed=N.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Short for --set training.device=…")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Short for --set training.dtype=…")
@@ -39,6 +42,7 @@ def command(
     overrides: tuple[str, ...],
     out_path: str | None,
     base_model: str | None,
+    start: str | None,
     seed: int | None,
     device: str | None,
     dtype: str | None,
@@ -56,7 +60,7 @@ def command(
     training.json next to the weights. On several devices: accelerate launch -m adapterswap train RECIPE.
     """
     push = Push.of(options)
-    short = {"base_model": base_model, "training.device": device, "training.dtype": dtype}
+    short = {"base_model": base_model, "start": start, "training.device": device, "training.dtype": dtype}
     short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     run_recipe = _read(recipe, settings)
@@ -143,6 +147,8 @@ def _print_estimate(expected: TrainEstimate) -> None:
     rows, memory = expected.rows, {part: human_bytes(size) for part, size in expected.memory.items()}
     share = expected.trainable_parameters / expected.base_parameters
     _print_line("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
+    if expected.start:
+        _print_line("start", expected.start)
     _print_line("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
     _print_line("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
     for source in rows.sources:

@@ -31,8 +31,8 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
     PATH is an adapter, a model or a GGUF file (or a folder of pieces) that adapterswap wrote. Its record names the
     sources: those from the Hub are found automatically; pass folders with --expert. The files of an extracted adapter
     are compared by their SHA-256; with --expert full=PATH and --base-model, so is the error of every module's ΔW. So
-    are those of a converted adapter, if an SVD or a pickle was involved, and its source's. Exits with 1 if anything
-    differs.
+    are those of a converted adapter, if an SVD or a pickle was involved, and its source's; and those of an adapter that
+    was trained from another one (--expert start=PATH). Exits with 1 if anything differs.
     """
     from adapterswap.tools.verification import verify
 
@@ -75,6 +75,8 @@ def _checked(verification: Verification) -> str:
         return "every tensor, the config and the record match the sources"
     if verification.unchecked:
         return "the files match the record"
+    if verification.made == "trained":
+        return "the files and the start match the record; nothing was trained again"
     if verification.made == "converted":
         return "the files and the source match the record; nothing was converted again"
     return "the files match the record, and every module has the recorded error of ΔW"

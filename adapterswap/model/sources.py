@@ -362,9 +362,7 @@ def check_format(value: object, place: object, *, parameter: str | None = None) 
 
 def recorded_base(folder: Path) -> dict[str, str]:
     """The fingerprints of the base that an expert's own record names; empty if it names none."""
-    training = folder.parent if folder.name.startswith("checkpoint-") else folder  # other checkpoints of the same run
-    trained = [_content(place / TRAINING_RECORD) for place in dict.fromkeys((folder, training))]
-    for content in (*trained, read_provenance(folder)):
+    for content in (read_training(folder), read_provenance(folder)):
         sources = [content.get("base"), _inside(content, "extraction").get("base")]
         experts = _inside(content, "experts").values()
         recorded = [_inside(source, "fingerprints") for source in sources]
@@ -372,6 +370,13 @@ def recorded_base(folder: Path) -> dict[str, str]:
         if (found := next(filter(None, recorded), None)) is not None:
             return {str(name): str(value) for name, value in found.items()}
     return {}
+
+
+def read_training(folder: Path) -> dict[str, Any]:
+    """The training.json in an expert's folder or, for another checkpoint of the same run, in the folder above it; empty
+    if there is none or it cannot be read."""
+    above = [folder.parent] if folder.name.startswith("checkpoint-") else []
+    return next(filter(None, (_content(place / TRAINING_RECORD) for place in (folder, *above))), {})
 
 
 def _content(record: Path) -> dict[str, Any]:

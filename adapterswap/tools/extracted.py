@@ -40,7 +40,7 @@ class Verification:
         config_differs: whether the config differs from the recomputed one, or from the one that was extracted.
         config: the config's file name.
         made: how it was made. What was composed is composed again; of what was cut out of a full fine-tune, the error
-            of each module's ΔW is computed if the sources are known; nothing is converted again.
+            of each module's ΔW is computed if the sources are known; nothing is converted or trained again.
         record_differs: the keys of adapterswap.json whose values differ from the recomputed ones.
         unchecked: sources that were not compared, because their location is not known: those of an extracted adapter,
             or `base`.
@@ -52,7 +52,7 @@ class Verification:
     differing: tuple[str, ...] = ()
     config_differs: bool = False
     config: str = CONFIG
-    made: Literal["composed", "cut", "converted"] = "composed"
+    made: Literal["composed", "cut", "converted", "trained"] = "composed"
     unchecked: tuple[str, ...] = ()
     record_differs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ from adapterswap.model.layers import (
     stack_in,
     stacked_layers_in_config,
 )
-from adapterswap.model.sources import PROVENANCE
+from adapterswap.model.sources import PROVENANCE, read_training
 
 if TYPE_CHECKING:
     from adapterswap.writing.records import CompositionRecord
@@ -37,10 +37,12 @@ class Inspection:
     Attributes:
         expert: the adapter, the full checkpoint, or the LoRA in GGUF, opened.
         record: how adapterswap composed or merged it; None if it did not.
+        trained_from: where its training started, as text; None if it started at zero, or that is not known.
     """
 
     expert: Adapter | Checkpoint | GgufAdapter
     record: CompositionRecord | None = None
+    trained_from: str | None = None
 
     def __repr__(self) -> str:
         strip = "".join(f"\n{line}" for line in self.strip)
@@ -121,7 +123,10 @@ class Inspection:
             facts = self._of_gguf(self.expert)
         else:
             facts = self._of_model(self.expert)
-        return {"kind": self.kind, "source": str(self.expert.source), **facts, **self._composed_of()}
+        return {"kind": self.kind, "source": str(self.expert.source), **facts, **self._composed_of(), **self._trained()}
+
+    def _trained(self) -> dict[str, str]:
+        return {} if self.trained_from is None else {"trained_from": self.trained_from}
 
     def _of_gguf(self, adapter: GgufAdapter) -> dict[str, Any]:
         return {
@@ -256,7 +261,15 @@ def inspect(path: str | Path) -> Inspection:
         expert = open_expert(path)
     except AdapterswapError as error:
         raise error.recast(parameter="path") from None
-    return Inspection(expert, _record(expert.source.folder))
+    return Inspection(expert, _record(expert.source.folder), _trained_from(expert.source.folder))
+
+
+def _trained_from(folder: Path) -> str | None:
+    if exists(folder / PROVENANCE) or "start" not in read_training(folder):
+        return None
+    from adapterswap.writing.records import origin_of
+
+    return str(origin_of(folder)).removeprefix("was trained from ")
 
 
 def _record(folder: Path) -> CompositionRecord | None:

@@ -32,12 +32,14 @@ from adapterswap.model.layers import recorded_layers
 from adapterswap.model.sources import (
     CONFIG,
     PROVENANCE,
+    TRAINING_RECORD,
     WEIGHTS,
     at_revision,
     base_fingerprints,
     check_format,
     find_source,
     public_name,
+    read_training,
     recorded_base,
 )
 from adapterswap.planning.composition import Composition
@@ -151,12 +153,13 @@ def verify(
     by rounding.
 
     Full weights are written again to the folder for temporary files, and need their own size there. For an extracted
-    adapter see `verify_extracted`. LoRA in GGUF is exported again; of a folder of pieces, all pieces are compared.
+    adapter see `verify_extracted`. LoRA in GGUF is exported again; of a folder of pieces, all pieces are compared. An
+    adapter that was trained from another one is compared by hashes: its files and those of its start.
 
     Args:
         path: a folder or Hub id; a GGUF file of `export`, or its folder of pieces.
         experts: the paths of the sources, by name; sources from the Hub are found automatically. The fine-tune that an
-            adapter was extracted from is called `full`.
+            adapter was extracted from is called `full`, and the adapter that training started from `start`.
         base_model: the base, if it did not come from the Hub. Full weights need it; an adapter's base is compared with
             the record.
 
@@ -179,6 +182,8 @@ def verify(
     folder = find_source(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
+    if not exists(folder / PROVENANCE) and "start" in (trained := read_training(folder)):
+        return _verify_trained(folder, trained, experts or {})
     content = _content(folder)
     record = _record(folder, content)
     if isinstance(record, ExtractionRecord):
@@ -197,6 +202,42 @@ def verify(
         else:
             _write_adapter(record, composition, opened, again)
         return _compare(folder, content, record, opened, again, base_model)
+
+
+def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapping[str, str | Path]) -> Verification:
+    """Compare a trained adapter's files, and those of its start or of the experts that were composed for it, with their
+    hashes in training.json.
+    """
+    try:
+        start = SourceRecord.model_validate(content["start"])
+        requested, written = content["recipe"]["start"], content["sha256"]
+        file_of_composition = isinstance(requested, str) and requested.endswith((".yaml", ".yml"))
+        composed = isinstance(requested, Mapping) or file_of_composition
+        sources = start.origin.experts if composed and start.origin else {"start": start}
+        differing, config = (sha256_of(folder / file) != written[file] for file in (WEIGHTS, CONFIG))
+    except (ValidationError, KeyError, TypeError):
+        raise ExpertError(
+            f"this version of adapterswap cannot read {folder / TRAINING_RECORD}", _REMEDY, parameter="path"
+        ) from None
+    if unknown := sorted(source_paths.keys() - sources.keys()):
+        raise ArgumentError(
+            f"`experts` names {unknown[0]!r}, but the adapter was trained from {', '.join(sources)}",
+            "Use one of these names",
+            parameter="experts",
+        )
+    changed, unchecked = {}, []
+    for name, source in sources.items():
+        if (reference := source_paths.get(name) or source.reference) is None:
+            unchecked.append(name)
+            continue
+        found = find_source(reference, ADAPTER_FILES, what="adapter", parameter="experts").folder
+        hashes = {file: sha256_of(found / file) for file in (WEIGHTS, CONFIG) if exists(found / file)}
+        if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
+            changed[name] = differing_files[0]
+    return Verification(
+        changed, (WEIGHTS,) if differing else (), config, made="trained", unchecked=tuple(unchecked),
+        notes=added_files(folder, content),
+    )  # fmt: skip
 
 
 def _verify_converted(

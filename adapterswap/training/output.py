@@ -13,13 +13,16 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.files.folders import OutputKind
+from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, write_json
 from adapterswap.model.loading import OpenedBase, open_base
 from adapterswap.model.sources import TRAINING_RECORD, identity_of
+from adapterswap.model.tokenizers import tokenizer_files
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
+from adapterswap.training.start import Start
 from adapterswap.training.targets import TrainingTargets
-from adapterswap.writing.adapter import CARD
+from adapterswap.writing.adapter import ADAPTER_FILES, CARD
 
 TRAINING_FORMAT = "adapterswap-training/1"
 
@@ -38,18 +41,24 @@ def write_expert(
     targets: TrainingTargets,
     report: TrainReport,
     *,
+    start: Start | None = None,
     weights: dict[str, Any] | None = None,
 ) -> None:
     """Write the trained weights (see `write_weights`), the record and the model card into `folder`.
 
     Args:
         model: a PeftModel, whose adapter is written; or the base's own model, written whole with its tokenizer.
+        start: where the adapter started, whose tokenizer is copied; None for zero.
         weights: the model's state dict, if its own parameters are not complete.
     """
     write_weights(folder, model, recipe, base, targets, weights=weights)
-    record = describe(recipe, base, targets, report)
+    for file in tokenizer_files(start.adapter.source.folder) if start else ():
+        (folder / file.name).write_bytes(file.read_bytes())
+    record = describe(recipe, base, targets, report, start)
+    if start:
+        record["sha256"] = {name: sha256_of(folder / name) for name in ADAPTER_FILES}
     write_json(folder / TRAINING_RECORD, record, sort_keys=True, allow_nan=True)  # a loss may be NaN
-    (folder / CARD).write_text(_card(recipe, base, report), encoding="utf-8")
+    (folder / CARD).write_text(_card(recipe, base, targets, report, start), encoding="utf-8")
 
 
 def write_weights(
@@ -100,7 +109,9 @@ def _round(model: Any, weights: dict[str, Any] | None, dtype: Any) -> None:
         weights[name] = tensor.to(chosen)  # type: ignore[index]
 
 
-def describe(recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport) -> dict[str, Any]:
+def describe(
+    recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport, start: Start | None = None
+) -> dict[str, Any]:
     """The content of training.json."""
     resolved = recipe.resolved()
     del resolved["out_path"]
@@ -111,6 +122,13 @@ def describe(recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, re
         resolved["hygiene"]["overlap"] = [_public(name) for name in resolved["hygiene"]["overlap"]]
     if resolved["selection"] and resolved["selection"]["include_path"]:
         resolved["selection"]["include_path"] = _public(resolved["selection"]["include_path"])
+    if start is None:
+        del resolved["start"]
+    elif isinstance(resolved["start"], str):
+        resolved["start"] = _public(resolved["start"])
+    else:
+        experts = resolved["start"].get("experts", {})
+        resolved["start"]["experts"] = {name: _public(place) for name, place in experts.items()}
     rows = asdict(report.rows)
     for counts in rows["sources"]:
         counts["source"] = _public(counts["source"])
@@ -122,6 +140,7 @@ def describe(recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, re
             "revision": base.source.revision,
             "fingerprints": identity_of(base.source),  # composing compares it: other bases may have this name
         },
+        **({"start": start.record.content()} if start else {}),
         "target_modules": targets.ends,
         "layers": targets.layers,
         "trainable_parameters": report.trainable_parameters,
@@ -159,7 +178,9 @@ def _tidy_config(path: Path, base: OpenedBase, targets: TrainingTargets) -> None
     write_json(path, config, sort_keys=True)
 
 
-def _card(recipe: TrainRecipe, base: OpenedBase, report: TrainReport) -> str:
+def _card(
+    recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport, start: Start | None
+) -> str:
     rows = report.rows
     adapted = recipe.adapter.method == "lora"
     hub = base.source.revision is not None
@@ -170,10 +191,11 @@ def _card(recipe: TrainRecipe, base: OpenedBase, report: TrainReport) -> str:
         f"tags: [{'lora, ' * adapted}adapterswap]",
         "---",
         "",
-        f"# {_kind(recipe)} expert for {base.source.name}",
+        f"# {_kind(recipe, targets)} expert for {base.source.name}",
         "",
-        f"Trained by adapterswap {__version__} on {base.source}: {_adapter_summary(recipe)}"
+        f"Trained by adapterswap {__version__} on {base.source}: {_adapter_summary(recipe, start)}"
         f"{report.trainable_parameters:,} parameters, {report.steps:,} steps, {report.tokens:,} tokens.",
+        *([f"\nThe start {start.record.origin}."] if start and start.record.origin else []),
         "",
         "| source | rows read | after filter and samples |",
         "|---|---:|---:|",
@@ -202,16 +224,17 @@ def _card(recipe: TrainRecipe, base: OpenedBase, report: TrainReport) -> str:
     return "\n".join(lines)
 
 
-def _kind(recipe: TrainRecipe) -> str:
+def _kind(recipe: TrainRecipe, targets: TrainingTargets) -> str:
     if recipe.adapter.method == "none":
         return "Full-parameter"
-    return "rsLoRA" if recipe.adapter.rslora else "LoRA"
+    return "rsLoRA" if targets.rslora else "LoRA"
 
 
-def _adapter_summary(recipe: TrainRecipe) -> str:
+def _adapter_summary(recipe: TrainRecipe, start: Start | None) -> str:
     """The adapter, and the part of the model that was trained if it was not all of it."""
     adapter = recipe.adapter
-    parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if adapter.method == "lora" else []
+    parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if adapter.method == "lora" and not start else []
+    parts += [f"started from {start.record}"] if start else []
     if adapter.partition:
         parts.append(f"the {adapter.side} side of partition {adapter.partition}")
     if adapter.layers:

@@ -1,8 +1,8 @@
 """The recipe of an expert: what to train, on which rows, with which templates, and how.
 
 Each field has its own description; unknown keys are errors. Paths of data files are relative to the recipe file that
-names them; `base_model` and `out_path` are relative to the current folder, as on the command line. Neither torch nor
-datasets is imported.
+names them; `base_model`, `start` and `out_path` are relative to the current folder, as on the command line. Neither
+torch nor datasets is imported.
 
 A template has the syntax of str.format with column names only (`{{` and `}}` stand for braces). Attributes, indices,
 conversions and format specs are refused, so a template can read nothing but the row.
@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
 
 from adapterswap.errors import DataError, FieldError
 from adapterswap.files.text import expand, is_folder
-from adapterswap.files.yaml import FiniteModel, StrictModel, list_values, read_recipe
+from adapterswap.files.yaml import MEMBER, FiniteModel, StrictModel, list_values, read_recipe
 from adapterswap.model.layers import format_layers, parse_layers
-from adapterswap.planning.composition import SIDES, Partition, Side
+from adapterswap.planning.composition import SIDES, Composition, Partition, Side
 from adapterswap.training.selection import SelectionOptions
 
 
@@ -83,7 +83,11 @@ class AdapterOptions(FiniteModel):
     method: Literal["lora", "none"] = Field(
         default="lora", description="none: no adapter; the base's own weights are trained and a whole model is written."
     )
-    r: int = Field(default=64, ge=1, description="Rank of every adapted module.")
+    r: int = Field(
+        default=64,
+        ge=1,
+        description="Rank of every adapted module. With `start`, modules that it adapts keep its ranks and scales.",
+    )
     alpha: float = Field(
         default=16, gt=0, description="LoRA's α. The scale is α/√r with rsLoRA (2 with the defaults), else α/r."
     )
@@ -92,7 +96,8 @@ class AdapterOptions(FiniteModel):
     target_modules: list[str] | None = Field(
         default=None,
         min_length=1,
-        description="Names of modules, such as q_proj. Default: all attention and MLP projections.",
+        description="Names of modules, such as q_proj. Default: all attention and MLP projections; with `start`, the "
+        "modules that it adapts.",
     )
     layers: str | None = Field(default=None, description="Layers to train: 5, 0-4, 0-4,30-31 or [0, 1]. Default: all.")
     partition: Partition | None = Field(
@@ -228,6 +233,11 @@ ROW_PATHS = ("datasets.*.path", "validation.datasets.*.path", "hygiene.overlap.*
 
 Scalar = str | int | float | bool
 
+Start = Annotated[  # the discriminator picks one form, so that a mistake is reported once
+    Annotated[str, Tag(f"{MEMBER}path")] | Annotated[Composition, Tag(f"{MEMBER}composition")],
+    Discriminator(lambda value: MEMBER + ("composition" if isinstance(value, Mapping | Composition) else "path")),
+]
+
 
 class DatasetSource(StrictModel):
     """Rows from the Hub or from files, with load_dataset's own argument names, and how a row becomes text.
@@ -331,6 +341,11 @@ class TrainRecipe(StrictModel):
 
     base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
     out_path: str | None = Field(default=None, description="The folder to write, unless you pass --out-path.")
+    start: Start | None = Field(
+        default=None,
+        description="Where the adapter starts, instead of at zero: a folder or Hub id of an adapter, the recipe of a "
+        "composition (a .yaml file), or a composition: {experts: …, task: …, language: …}.",
+    )
     adapter: AdapterOptions = Field(default=AdapterOptions(), description="The adapter.")
     datasets: Annotated[list[DatasetSource], BeforeValidator(list_values)] = Field(
         min_length=1, description="Sources of rows, joined and shuffled: a list, or a mapping with your own names."
@@ -384,6 +399,8 @@ class TrainRecipe(StrictModel):
             )
         if self.simultaneous and adapter.modules_to_save:
             raise ValueError("adapter.modules_to_save are outside the layers and belong to no side of `simultaneous`")
+        if self.start is not None and adapter.method == "none":
+            raise ValueError("`start` is an adapter, but adapter: none has none: name the start as `base_model`")
         if self.quantization and adapter.method == "none":
             raise ValueError("`quantization` freezes the base, but adapter: none trains it")
         if options.weight_dtype != "float32" and adapter.method != "none":
@@ -406,11 +423,14 @@ class TrainRecipe(StrictModel):
         include_path = self.selection.include_path if self.selection else None
         beside = [*(self.hygiene.overlap if self.hygiene else []), *([include_path] if include_path else [])]
         files = [file for source in sources for file in source.files(self.folder)]
-        return [self.base_model, *files, *(self.folder / expand(name) for name in beside), *self.recipe_files]
+        starts = self.start.experts.values() if isinstance(self.start, Composition) else [self.start]
+        return [self.base_model, *starts, *files, *(self.folder / expand(name) for name in beside), *self.recipe_files]
 
     def resolved(self) -> dict[str, Any]:
         """All values, including defaults, as plain data that can be read back."""
         content = self.model_dump(mode="json")
+        if isinstance(self.start, Composition):
+            content["start"] = self.start.model_dump(mode="json", exclude_unset=True)
         if self.adapter.method == "none":
             for key in LORA_KEYS:
                 del content["adapter"][key]

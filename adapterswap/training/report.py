@@ -245,6 +245,7 @@ class TrainEstimate:
         device, dtype: the recipe's values, with `auto` resolved.
         processes: how many processes there are.
         selection: checkpoints that would be evaluated, and documents and requests of each; None without a selection.
+        start: where the adapter starts, as a line of text; None for zero.
     """
 
     base_model: str
@@ -260,6 +261,7 @@ class TrainEstimate:
     dtype: str
     processes: int
     selection: dict[str, int] | None = None
+    start: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -124,6 +124,7 @@ def train(
     from adapterswap.training.checkpoints import Checkpoints, explained
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.output import EXPERT, write_expert, write_weights
+    from adapterswap.training.start import open_start
     from adapterswap.training.targets import find_targets
 
     checkpoints, options = Checkpoints(target), recipe.training
@@ -142,7 +143,9 @@ def train(
         inputs = [*recipe.inputs, base.source.folder]
         check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
         # A model without weights is enough to report a wrong name before rows and weights are read.
-        targets = find_targets(empty_model(base), recipe, base.config)
+        empty = empty_model(base)
+        start = open_start(recipe.start, base, empty, scratch) if recipe.start is not None else None
+        targets = find_targets(empty, recipe, base.config, start.adapter if start else None)
         bar.begin("reading rows")
         data = load_data(recipe, base)
         rows, parts = sequences(data, options)
@@ -156,7 +159,7 @@ def train(
         stopping = Stopping(processes)
         trainer = build_trainer(
             recipe, base, load_trainable(base, recipe, device=device, dtype=dtype), targets, rows, parts,
-            data.validation.dataset() if data.validation else None,
+            data.validation.dataset() if data.validation else None, start=start,
             steps=steps, device=device, dtype=dtype, processes=processes, bar=bar,
             checkpoints=checkpoints.folder if options.save_every_samples else scratch,
         )  # fmt: skip
@@ -170,7 +173,7 @@ def train(
                 recipe.selection, examination, base.tokenizer, trainer, processes=processes, bar=bar
             )
             trainer.add_callback(judge)
-        start: Path | None = None
+        checkpoint: Path | None = None
         listening: AbstractContextManager[None] = nullcontext()
         if options.save_every_samples:
             processes.wait()  # until all have checked the folder that one of them changes next
@@ -180,15 +183,17 @@ def train(
                     read["validation_rows"] = data.validation.sha256()
                 if recipe.selection:
                     read["selection_tasks"] = examination.fingerprints
-                start = checkpoints.prepare(
+                if start:
+                    read["start_files"] = start.record.sha256
+                checkpoint = checkpoints.prepare(
                     recipe.resolved(), read, base.source.folder, resume=resume, processes=processes.count
                 )
-            start = processes.from_main(start)
+            checkpoint = processes.from_main(checkpoint)
             trainer.add_callback(stopping)
             listening = stopping.listening()
         began = time.monotonic()
         with explained("a checkpoint", checkpoints.folder), listening, suppress(Enough):
-            trainer.train(resume_from_checkpoint=str(start) if start else None)
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if stopping.stopped is not None:
             raise RunError(
                 f"training was stopped by SIGTERM after step {stopping.stopped} of {steps}",
@@ -201,7 +206,7 @@ def train(
         report = TrainReport(
             path=target,
             steps=trainer.state.global_step,
-            resumed_from=int(start.name.rpartition("-")[2]) if start else None,
+            resumed_from=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
             train_losses=_losses(trainer.state.log_history, "loss"),
             eval_losses=_losses(trainer.state.log_history, "eval_loss"),
             rows=data.rows,
@@ -221,7 +226,7 @@ def train(
             ):
                 for step in judge.restored() if judge else ():
                     write_weights(folder / f"checkpoint-{step}", trainer.model, recipe, base, targets)
-                write_expert(folder, trainer.model, recipe, base, targets, report, weights=weights)
+                write_expert(folder, trainer.model, recipe, base, targets, report, start=start, weights=weights)
             if not options.keep_checkpoints:
                 checkpoints.remove()
         processes.wait()
@@ -296,14 +301,16 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
     from adapterswap.training.base import device_and_dtype, open_trainable
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.report import memory, rows_a_step, steps_between
+    from adapterswap.training.start import open_start
     from adapterswap.training.targets import find_targets
 
-    with isolated():
+    with isolated(), scratch_folder("training") as scratch:
         options, processes = recipe.training, count_processes()
         base = open_trainable(recipe.base_model)
         device, dtype = device_and_dtype(options)
         model = empty_model(base)
-        targets = find_targets(model, recipe, base.config)
+        start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
+        targets = find_targets(model, recipe, base.config, start.adapter if start else None)
         data = load_data(recipe, base)
         _, parts = sequences(data, options)
         steps = _steps(recipe, parts, processes)
@@ -324,6 +331,7 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         base_parameters = sum(parameter.numel() for parameter in model.parameters())
         return TrainEstimate(
             base_model=str(base.source),
+            start=start.describe(targets) if start else None,
             target_modules=targets.ends,
             trained_modules=len(targets.modules),
             trainable_parameters=targets.parameters,

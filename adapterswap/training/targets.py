@@ -6,10 +6,12 @@ Reads names, shapes and the config of a model without weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from adapterswap.errors import FieldError, Problems
+from adapterswap.errors import FieldError, Problems, UnsupportedError
+from adapterswap.experts.adapter import Adapter
+from adapterswap.experts.config import scale
 from adapterswap.model.base import Base
 from adapterswap.model.layers import (
     check_one_list,
@@ -21,7 +23,8 @@ from adapterswap.model.layers import (
     parse_layers,
 )
 from adapterswap.planning.composition import SIDES, Partition, Side, partition_sides
-from adapterswap.training.recipe import TrainRecipe
+from adapterswap.training.recipe import AdapterOptions, TrainRecipe
+from adapterswap.writing.layout import Shape, written_scale
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class TrainingTargets:
         layers: PEFT's layers_to_transform; None for all layers, or if `names` are full names.
         conv1d: whether the modules store their weights transposed (GPT-2).
         sides: the side of each module with `simultaneous`; otherwise empty.
+        shapes: with `start`, the rank, α and scale of each module, trained or not; otherwise empty.
+        rslora: whether the scale is α/√r, not α/r.
     """
 
     names: list[str]
@@ -47,6 +52,8 @@ class TrainingTargets:
     layers: list[int] | None
     conv1d: bool
     sides: Mapping[str, Side]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    rslora: bool = True
 
     def side_of(self, parameter: str) -> Side | None:
         """The side of a parameter of the model or of its adapter; None if it is frozen."""
@@ -60,10 +67,10 @@ class TrainingTargets:
         return parameter.rpartition(".")[0] in self.modules
 
 
-def find_targets(model: Any, recipe: TrainRecipe, config: Any) -> TrainingTargets:
-    """Find the modules of `model` that the recipe trains."""
+def find_targets(model: Any, recipe: TrainRecipe, config: Any, start: Adapter | None = None) -> TrainingTargets:
+    """Find the modules of `model` that the recipe trains; `start` is the adapter that it starts from."""
     choice = _Targeted(model, recipe, config)
-    return choice.weights() if recipe.adapter.method == "none" else choice.adapters()
+    return choice.weights() if recipe.adapter.method == "none" else choice.adapters(start)
 
 
 class _Targeted:
@@ -77,25 +84,38 @@ class _Targeted:
         self.container = layer_container(self.matrices)
         self.simultaneous = recipe.simultaneous
 
-    def adapters(self) -> TrainingTargets:
-        options = self.options
-        ends = sorted(set(options.target_modules)) if options.target_modules else self._projections()
+    def adapters(self, start: Adapter | None) -> TrainingTargets:
+        options, started = self.options, sorted(start.modules) if start else []
+        ends = sorted(set(options.target_modules)) if options.target_modules else started or self._projections()
         layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
-        self._check(ends, layers)
+        self._check_start(started)
+        self._check(ends if options.target_modules else [], layers)
         named = {name: weight for name, weight in self.adaptable.items() if _named(name, ends)}
         chosen, sides = self._owned({name: weight for name, weight in named.items() if self._in(layers, name)})
+        if not chosen:
+            raise FieldError(
+                "the start adapts no module in the layers that the recipe trains",
+                "Name modules in adapter.target_modules; they start at zero",
+                parameter="adapter.layers",
+            )
+        adapted = {name: self.adaptable[name] for name in (*chosen, *started)}
+        ends = sorted({_last_part(name) for name in chosen}) if start else ends
         ends = [end for end in ends if any(_named(name, [end]) for name in chosen)]
-        names, layers = self._targets_for_peft(chosen, ends)
+        names, layers = self._targets_for_peft(adapted, sorted({*ends, *map(_last_part, started)}))
         saved = [module for name, module in self.model.named_modules() if _named(name, options.modules_to_save)]
+        shapes = _shapes(start, adapted, options) if start else {}
+        ranks = {name: shapes[name].rank if start else options.r for name in chosen}
         return TrainingTargets(
             names=names,
             ends=ends,
             modules=frozenset(chosen),
-            parameters=sum(options.r * (weight.in_features + weight.out_features) for weight in chosen.values())
+            parameters=sum(ranks[name] * (part.in_features + part.out_features) for name, part in chosen.items())
             + sum(parameter.numel() for module in saved for parameter in module.parameters()),
             layers=layers,
-            conv1d=all(weight.transposed and not weight.embedding for weight in chosen.values()),
+            conv1d=all(weight.transposed and not weight.embedding for weight in adapted.values()),
             sides=sides,
+            shapes=shapes,
+            rslora=start.config.rslora if start else options.rslora,
         )
 
     def weights(self) -> TrainingTargets:
@@ -172,6 +192,20 @@ class _Targeted:
             )
         return sorted({_shortest_end(name, projections, self.adaptable, self.container) for name in projections})
 
+    def _check_start(self, names: Sequence[str]) -> None:
+        """Raise if TRL would not apply the start's LoRA to a module, or not train it."""
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        tied = head is not None and bool(self.config.get_text_config().tie_word_embeddings)
+        for name in names:
+            module, saved = self.model.get_submodule(name), _named(name, self.options.modules_to_save)
+            if module is head or (tied and module is embeddings) or saved:
+                reason = "adapter.modules_to_save trains in full" if saved else "is tied to the head or is the head"
+                raise UnsupportedError(
+                    f"the start adapts {name}, which {reason}, so training cannot start from it",
+                    "Merge it into the base with `merge`, and pass the result as `base_model` instead",
+                    parameter="start",
+                )
+
     def _check(self, names: Sequence[str], layers: Sequence[int] | None) -> None:
         problems, options = Problems(FieldError), self.options
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -219,6 +253,22 @@ class _Targeted:
                 parameter="adapter.layers",
             )
         problems.raise_if_any()
+
+
+def _shapes(start: Adapter, adapted: Iterable[str], options: AdapterOptions) -> dict[str, Shape]:
+    """The rank, α and scale of each module: the start's own, and the recipe's for modules that it does not adapt."""
+    shapes, rslora = {}, start.config.rslora
+    for name in adapted:
+        if (module := start.modules.get(name)) is not None:
+            shapes[name] = Shape(module.rank, module.alpha, module.scale)
+        else:
+            wanted = scale(options.r, options.alpha, options.rslora)
+            shapes[name] = Shape(options.r, *written_scale(options.r, rslora, wanted))
+    return shapes
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _named(name: str, ends: Sequence[str]) -> bool:

@@ -35,7 +35,9 @@ from adapterswap.progress import ProgressRow
 from adapterswap.training.checkpoints import seal
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.report import choose_schedule, rows_a_step, steps_between
+from adapterswap.training.start import Start, take_over
 from adapterswap.training.targets import TrainingTargets
+from adapterswap.writing.layout import most_common
 
 
 def side_of_step(step: int, steps_per_switch: int) -> Side:
@@ -232,11 +234,15 @@ class Sealing(TrainerCallback):  # type: ignore[misc]
 
 def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig:
     """PEFT's config of the adapter."""
+    shapes = {name: (shape.rank, shape.alpha) for name, shape in targets.shapes.items()}
+    rank, alpha = most_common(shapes.values(), default=(options.r, options.alpha))
     return LoraConfig(
         task_type="CAUSAL_LM",
-        r=options.r,
-        lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,
-        use_rslora=options.rslora,
+        r=rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        use_rslora=targets.rslora,
+        rank_pattern={name: own for name, (own, _) in shapes.items() if own != rank},
+        alpha_pattern={name: own for name, (_, own) in shapes.items() if own != alpha},
         lora_dropout=options.dropout,
         target_modules=targets.names,
         layers_to_transform=targets.layers,
@@ -248,13 +254,15 @@ def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig
 
 def build_trainer(
     recipe: TrainRecipe, base: OpenedBase, model: Any, targets: TrainingTargets, train: Any, parts: Sequence[int],
-    validation: Any, *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: ProgressRow,
+    validation: Any, *, start: Start | None, steps: int, device: str, dtype: str, checkpoints: Path,
+    processes: Processes, bar: ProgressRow,
 ) -> ExpertTrainer:  # fmt: skip
     """A trainer ready to train.
 
     Args:
         train, validation: datasets with input_ids and labels (and seq_lengths if packed); validation may be None.
         parts: how many rows of `train` each side has.
+        start: where the adapter starts; None for zero.
         steps: how many steps the run has, for schedules that decay at the end.
         checkpoints: the folder for checkpoints.
     """
@@ -278,6 +286,8 @@ def build_trainer(
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:  # TRL rounds the adapters on a quantized base to bfloat16
                 parameter.data = parameter.data.float()
+    if start is not None:
+        take_over(trainer.model, start, targets.modules)
     if turns := recipe.simultaneous:
         if trainer.is_fsdp_enabled:
             raise UnsupportedError(

@@ -28,6 +28,7 @@ from adapterswap.model.sources import (
     parse_hub_id,
     public_name,
     read_provenance,
+    read_training,
 )
 from adapterswap.planning.composing import kept_layers
 from adapterswap.planning.plan import Plan
@@ -81,10 +82,13 @@ class Origin(BaseModel):
     experts: dict[str, SourceRecord] = {}
     slice: SliceRecord | None = None
     extraction: ExtractionOrigin | None = None
+    start: SourceRecord | None = Field(default=None, description="Where its training started, by training.json.")
 
     def __str__(self) -> str:
         if self.extraction is not None:
             return f"was extracted from {self.extraction.full}"
+        if self.start is not None:
+            return f"was trained from {self.start}" + (f", which {self.start.origin}" if self.start.origin else "")
         sources = ", ".join(f"{name} ({source})" for name, source in self.experts.items())
         return f"was composed from {sources}" if self.slice is None else f"keeps the {self.slice} of {sources}"
 
@@ -366,18 +370,20 @@ def _source(expert: Adapter | Checkpoint, **fields: Any) -> SourceRecord:
     source = expert.source
     if expert.base_fingerprints:
         fields["base_fingerprints"] = dict(expert.base_fingerprints)
-    if (origin := _origin(source.folder)) is not None:
+    if (origin := origin_of(source.folder)) is not None:
         fields["origin"] = origin
     return SourceRecord(source=source.name, revision=source.revision, **fields)
 
 
-def _origin(folder: Path) -> Origin | None:
-    """How the expert in a folder was made, by its own record; None if adapterswap did not make it."""
+def origin_of(folder: Path) -> Origin | None:
+    """How the expert in a folder was made, by its own record; None if adapterswap made it from nothing but its base."""
     record = read_record(folder)
     if record is None:
-        return None
-    if isinstance(record, ExtractionRecord):
-        content: dict[str, Any] = {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
+        if "start" not in (trained := read_training(folder)):
+            return None
+        content: dict[str, Any] = _shortened({"start": trained["start"]}, _DEPTH - 1)
+    elif isinstance(record, ExtractionRecord):
+        content = {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
     else:
         recorded = record.content()
         keys = ("num_layers", "composition", "experts", "rules", "slice")
@@ -387,7 +393,7 @@ def _origin(folder: Path) -> Origin | None:
 
 def _shortened(origin: dict[str, Any], generations: int) -> dict[str, Any]:
     """An origin, cut off after this many generations."""
-    for expert in origin.get("experts", {}).values():
+    for expert in (*origin.get("experts", {}).values(), *([origin["start"]] if "start" in origin else [])):
         if not generations:
             expert.pop("origin", None)
         elif isinstance(expert.get("origin"), dict):

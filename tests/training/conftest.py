@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -77,6 +80,24 @@ def two_sides(folder: Path) -> list[dict[str, Any]]:
         }
         for side, rows in (("task", task), ("language", language))
     ]
+
+
+def make_expert(
+    base: Path, folder: Path, seed: int = 0, kind: type = LoraConfig, *, copies: bool = False, **changes: Any
+) -> Path:
+    """An adapter that PEFT made and saved, with random values everywhere."""
+    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes}
+    if kind is LoraConfig:
+        options = {"r": 4, "lora_alpha": 8, "use_rslora": True, **options}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), kind(**options))
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.1 * torch.randn_like(parameter) + (1.0 if "magnitude" in name else 0.0)
+    model.save_pretrained(folder, save_embedding_layers=copies)  # True: with a copy of the base's own embedding
+    return folder
 
 
 @pytest.fixture

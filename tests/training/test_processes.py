@@ -21,7 +21,7 @@ from adapterswap.errors import RunError
 from adapterswap.experts.adapter import open_adapter
 from adapterswap.training import TrainRecipe, train
 
-from .conftest import echo_rows, two_sides
+from .conftest import echo_rows, make_expert, two_sides
 from .test_turns import is_language_in_a
 
 MakeRecipe = Callable[..., TrainRecipe]
@@ -44,7 +44,7 @@ def check_the_failure(done: subprocess.CompletedProcess[str], folder: Path, reci
 
 
 @pytest.mark.slow
-def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     options = {
         "max_steps": 8, "batch_size": 2, "gradient_accumulation": 2, "weight_decay": 0.1, "max_grad_norm": 0.5,
         "gradient_checkpointing": True, "schedule": "constant",
@@ -52,6 +52,9 @@ def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: Make
     recipes = {
         "plain": make_recipe(validation={"rows": 8}, training=options),
         "turns": make_recipe(datasets=two_sides(tmp_path), simultaneous={"partition": "A"}, training=options),
+        "start": make_recipe(
+            start=str(make_expert(pico("llama"), tmp_path / "expert")), adapter={"layers": "0-3"}, training=options
+        ),
         "full": make_recipe(adapter="none", training=options | {"learning_rate": 0.001}),
     }
     failing = make_recipe(training={"max_steps": 8, "save_every_samples": 16})

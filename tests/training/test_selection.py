@@ -32,7 +32,7 @@ from adapterswap.files.yaml import shipped_recipes
 from adapterswap.training import TrainRecipe, TrainReport, estimate, judging, train
 from adapterswap.training.selection import JudgedCheckpoint, SelectionOptions, best_first, is_judged, worn_out
 
-from .conftest import echo_rows, word_tokenizer
+from .conftest import echo_rows, make_expert, word_tokenizer
 
 MakeRecipe = Callable[..., TrainRecipe]
 
@@ -138,10 +138,16 @@ def test_the_best_checkpoint_is_written_with_its_table(tmp_path: Path, selecting
     assert sorted(path.name for path in kept.iterdir()) == sorted(f"checkpoint-{step}" for step in found.kept)
 
 
+@pytest.mark.parametrize("started", [False, True])
 def test_a_score_equals_evaluating_the_written_expert(
-    tmp_path: Path, selecting: MakeRecipe, own_tasks: Path, pico: Callable[[str], Path]
+    tmp_path: Path, selecting: MakeRecipe, own_tasks: Path, pico: Callable[[str], Path], started: bool
 ) -> None:
-    report = train(selecting(tasks=["pico_last", "pico_first"], keep_best=2), out_path=tmp_path / "e", progress=False)
+    """Also where modules of a start have ranks of their own and are not all trained."""
+    start = {"start": str(make_expert(pico("llama"), tmp_path / "start", rank_pattern={"q_proj": 2}))}
+    recipe = selecting(
+        tasks=["pico_last", "pico_first"], keep_best=2, **(start | {"adapter": {"layers": "0-3"}} if started else {})
+    )
+    report = train(recipe, out_path=tmp_path / "e", progress=False)
     assert report.selection is not None
     for step, folder in zip(report.selection.kept, [report.path, *report.path.glob("checkpoint-*")], strict=True):
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pico("llama")), folder)
