@@ -21,10 +21,19 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from adapterswap.errors import AdapterswapError, RunError
+from adapterswap.planning.rules import BASE
 from adapterswap.studio.choice import Choice
 from adapterswap.studio.controls import Controls
 from adapterswap.studio.strip import error_html
-from adapterswap.studio.trying import COLUMNS, answers_html, columns, score_html, timing_text, waiting_html
+from adapterswap.studio.trying import (
+    COLUMNS,
+    answers_html,
+    columns,
+    meaning_html,
+    score_html,
+    timing_text,
+    waiting_html,
+)
 from adapterswap.studio.workspace import Visitors, Workspace
 
 Draw = Callable[[Choice], Mapping[str, str]]
@@ -75,10 +84,6 @@ class Answering:
         self._draw = draw
         self._visitors = Visitors()
         self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
-        self._right: dict[str, str] = {}
-        for language in workspace.lab.languages if workspace.lab else ():
-            for problem in workspace.lab.problems if workspace.lab else ():
-                self._right[problem.prompt(language)] = problem.answer
 
     @property
     def route(self) -> Route:
@@ -143,7 +148,7 @@ class Answering:
                 yield json.dumps(item).encode() + b"\n"
 
     def _answer(self, request: _Request, left: threading.Event) -> Iterator[Mapping[str, str]]:
-        """Updates of the page: the drawn parts, `written`, `timing`, and the `scores` on the lab's problems."""
+        """Updates of the page: the drawn parts, `meaning`, `written`, `timing`, and `scores` on the lab's problems."""
         workspace, names, choice = self._workspace, self._names, request.choice
         if request.draw:
             yield self._draw(choice)
@@ -154,8 +159,10 @@ class Answering:
             return
         try:
             compared = columns(workspace, choice, request.shown)
-            yield {"written": waiting_html(compared, names)}
-            right = self._right.get(choice.prompt)
+            lab = workspace.lab
+            yield {"meaning": meaning_html(lab, choice.prompt), "written": waiting_html(compared, names)}
+            known = lab.known.get(choice.prompt) if lab else None
+            right = lab.problems[known[1]].answer if lab and known else None
             for answers in workspace.answers(
                 choice.prompt, [column.composition for column in compared], max_new_tokens=request.tokens,
                 chat=request.chat, stopped=left,
@@ -167,9 +174,11 @@ class Answering:
                         "written": answers_html(compared, answers, names, right=right),
                         "timing": timing_text(answers, rows=len(compared)),
                     }
-            if workspace.lab is not None and not left.is_set():
+            if lab is not None and not left.is_set():
                 scores = workspace.scores(workspace.composition(choice), stopped=left)
                 if scores is not None:
-                    yield {"scores": score_html(scores)}
+                    yield {"scores": score_html(scores, {}, names)}
+                    others = {name: workspace.scores_alone(name, stopped=left) for name in (BASE, *choice.task[:1])}
+                    yield {"scores": score_html(scores, {n: s for n, s in others.items() if s is not None}, names)}
         except AdapterswapError as error:
             yield {"written": error_html(error), "timing": "", "scores": ""}

@@ -50,7 +50,7 @@ const ask = async ({ draw, answer, values }) => {
   owed = last.draw;
   if (draw) {
     clearTimeout(rewrite);
-    rewrite = setTimeout(() => trigger("submit"), 200); // update Take home, but only after the first tokens
+    rewrite = setTimeout(() => trigger("submit"), 200); // update Export, but only after the first tokens
   }
   const mine = (going = new AbortController());
   try {

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import gradio as gr
 
 from adapterswap.errors import ArgumentError
-from adapterswap.methods.method import Parameter
-from adapterswap.methods.registry import PARAMETERS, find_method, names_of
+from adapterswap.methods.method import Method, Parameter, SpanMethod
+from adapterswap.methods.registry import PARAMETERS, find_method, in_adapters, names_of
 from adapterswap.model.layers import Kind
 from adapterswap.planning.composition import ZONES, Composition, Partition
 from adapterswap.planning.rules import BASE
@@ -21,6 +21,7 @@ from adapterswap.studio.choice import Choice
 from adapterswap.studio.workspace import Workspace
 
 _PARTITION = "partition "
+WEIGHTS = ("task_weight", "language_weight", "weights")
 _DENSITY = 0.5  # the initial value of a required parameter
 _LABELS = {
     "bottom": "Bottom layers", "top": "Top layers",
@@ -29,10 +30,42 @@ _LABELS = {
 
 
 def presets() -> list[tuple[str, str]]:
-    """(title, name) of the layer swap by zones, the second paper's partitions, and every other method."""
-    zones, *others = names_of()
-    partitions = [(f"Partition {name} of the second paper", _PARTITION + name) for name in get_args(Partition)]
-    return [("Layer swap by zones", zones), *partitions, *((find_method(name).title, name) for name in others)]
+    """(title, name) of what can be composed: the layer swap, the second paper's partitions, and the other methods.
+
+    Methods that a running model cannot hold come last. Methods that only full weights can hold are left out.
+    """
+    methods = {name: find_method(name) for name in names_of()[1:]}
+    methods = {name: method for name, method in methods.items() if in_adapters(method) != "no"}
+    partitions = [(title_of({"partition": name}), _PARTITION + name) for name in get_args(Partition)]
+    answering = [(title_of({"method": name}), name) for name, method in methods.items() if _answers(method)]
+    to_files = [
+        (f"Files only: {title_of({'method': name})}", name) for name, method in methods.items() if not _answers(method)
+    ]
+    return [(title_of({}), "layer_swap"), *partitions, *answering, *to_files]
+
+
+def preset_of(fields: Mapping[str, Any]) -> str:
+    """The name of a choice's preset."""
+    return _PARTITION + str(fields["partition"]) if "partition" in fields else str(fields.get("method", "layer_swap"))
+
+
+def is_offered(fields: Mapping[str, Any]) -> bool:
+    """Whether the controls can show a choice's method."""
+    return preset_of(fields) in {name for _, name in presets()}
+
+
+def title_of(fields: Mapping[str, Any]) -> str:
+    """What the page calls a choice's method."""
+    if "partition" in fields:
+        return f"Partition {fields['partition']} of the second paper"
+    name = fields.get("method", "layer_swap")
+    title = "layer swap" if name == "layer_swap" else find_method(str(name)).title
+    return title[0].upper() + title[1:]
+
+
+def _answers(method: Method) -> bool:
+    """Whether a running model can hold the method's result: a weighted sum of the experts."""
+    return method.linear or isinstance(method, SpanMethod)
 
 
 @dataclass(frozen=True)
@@ -83,11 +116,10 @@ class Controls:
         with gr.Row():
             for parameter in PARAMETERS.values():
                 add[parameter.name] = _control(parameter)
-        with gr.Accordion("More", open=False):
-            add["outside"] = gr.Radio(
-                ["average", "task", "language"], label="Embeddings, heads and towers", value="average"
-            )
-            add["weights"] = gr.Radio(["equal", "magnitude"], label="Blend weights", value="equal")
+        add["outside"] = gr.Radio(
+            ["average", "task", "language"], label="Embeddings, heads and towers", value="average"
+        )
+        add["weights"] = gr.Radio(["equal", "magnitude"], label="Blend weights", value="equal")
         for name, component in add.items():
             component.elem_id = f"set-{name}"
         for name, update in zip(add, self.updates(choice), strict=True):
@@ -100,6 +132,10 @@ class Controls:
         """The `elem_id` of each slider → its place among `components`, counted from the end: -1 is the last."""
         components = enumerate(self.components.values(), -len(self.components))
         return {component.elem_id: place for place, component in components if isinstance(component, gr.Slider)}
+
+    def averages(self, transitions: Sequence[int]) -> bool:
+        """Whether a layer swap with these transition zones averages a module, so that weights count."""
+        return any(transitions) or self._workspace.changes_outside
 
     def choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str = "") -> Choice:
         """The choice that the controls' values describe: the preset's fields that differ from their defaults."""
@@ -125,19 +161,18 @@ class Controls:
     def updates(self, choice: Choice) -> list[dict[str, Any]]:
         """An update of each control that shows a choice, valid or not."""
         fields = choice.fields
-        partition, method = fields.get("partition"), str(fields.get("method", "layer_swap"))
-        known = {name for _, name in presets()}
-        preset = _PARTITION + str(partition) if partition else method
-        preset = preset if preset in known else "layer_swap"
+        preset = preset_of(fields) if is_offered(fields) else "layer_swap"
         offer = _Offer.of(preset)
-        offered = {name: name in offer.fields for name in (*ZONES, "task_weight", "language_weight", *PARAMETERS)}
-        values = {"task": list(choice.task), "language": list(choice.language), "preset": preset}
+        values: dict[str, Any] = {"task": list(choice.task), "language": list(choice.language), "preset": preset}
         values |= {name: _number(fields.get(name), default) for name, default in self._defaults(offer).items()}
+        useless = set() if self._workspace.changes_outside else {"outside"}
+        if preset == "layer_swap" and not self.averages([values[name] for name in ZONES[2:]]):
+            useless |= {*WEIGHTS}
+        offered = ({"task", "language", "preset"} | {*offer.fields}) - useless
         names = list(self._workspace.experts)
         choices = {"task": {"choices": names}, "language": {"choices": [*names, BASE]}}
         return [
-            gr.update(value=values[name], visible=offered.get(name, True), **choices.get(name, {}))
-            for name in self.components
+            gr.update(value=values[name], visible=name in offered, **choices.get(name, {})) for name in self.components
         ]
 
     def _defaults(self, offer: _Offer) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _POLICY = (
 _HEADERS = {
     "content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"
 }  # fmt: skip
-_MOST_BYTES = 4_000_000  # of a request: a file for Judge, as JSON
+_MOST_BYTES = 4_000_000  # of a request: a file for Evaluate, as JSON
 _POSTED = {"/studio/answer", *(f"/gradio_api/{name}" for name in ("run/predict", "queue/join", "cancel", "reset"))}
 
 

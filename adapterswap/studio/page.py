@@ -1,4 +1,4 @@
-"""The studio's page: Compose beside Try, Take home, Understand and Judge.
+"""The studio's page: Compose beside Try, Export, Analyze and Evaluate.
 
 Connects controls to the workspace's functions and shows what they return or raise. A visitor's composition is held by
 the address of their page, not by the server.
@@ -10,6 +10,7 @@ import json
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -19,15 +20,16 @@ from gradio.exceptions import ComponentProcessingError, InvalidPathError
 
 from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError
 from adapterswap.files.folders import scratch_folder
+from adapterswap.planning.composition import ZONES
 from adapterswap.planning.rules import BASE
-from adapterswap.studio import judging
+from adapterswap.studio import evaluating
 from adapterswap.studio.answering import Answering
 from adapterswap.studio.choice import LONGEST_PROMPT, Choice, check_values, first_choice, from_address
-from adapterswap.studio.controls import Controls, packed
+from adapterswap.studio.controls import WEIGHTS, Controls, is_offered, packed, title_of
+from adapterswap.studio.exporting import FILES, lines, write_file
 from adapterswap.studio.guarding import REFUSED
-from adapterswap.studio.strip import error_html, legend_html, strip_html, text
-from adapterswap.studio.takeaway import FILES, lines, write_file
-from adapterswap.studio.trying import COLUMNS, analysis_html, suggestion_html, waiting_html
+from adapterswap.studio.strip import error_html, strip_html, text
+from adapterswap.studio.trying import COLUMNS, analysis_html, columns, suggestion_html, waiting_html
 from adapterswap.studio.workspace import Visitors, Workspace
 
 _NEXT = "the next expert"
@@ -40,7 +42,7 @@ _PROBLEM = "document.addEventListener('studio:problem', (event) => { props.value
 _STOP = "() => { document.dispatchEvent(new CustomEvent('studio:stop')); return []; }"
 _ROWS = f"""element.addEventListener("change", async (event) => {{
   const [file] = event.target.files;
-  props.value = file ? await file.slice(0, {judging.LARGEST_FILE + 1}).text() : "";
+  props.value = file ? await file.slice(0, {evaluating.LARGEST_FILE + 1}).text() : "";
 }});"""
 _REPLACE = "(address) => { history.replaceState(null, '', address + location.hash); return []; }"
 
@@ -74,27 +76,29 @@ class _Page:
         self.workspace = workspace
         self.names = list(workspace.experts)
         self.first = first_choice(self.names, workspace.num_layers)
-        self.judges = Visitors()
-        self.known: dict[str, tuple[str, int]] = {}  # prompt → the problem's language and number
-        for language in workspace.lab.languages if workspace.lab else ():
-            for number, problem in enumerate(workspace.lab.problems if workspace.lab else (), 1):
-                self.known[problem.prompt(language)] = (language, number)
+        self.evaluations = Visitors()
+        self.first_number = 1
+        if workspace.lab is not None:
+            with suppress(AdapterswapError):  # the page shows why the composition has no answers
+                self.first_number += workspace.first_problem(workspace.composition(self.first))
 
     def build(self) -> Any:
         with _Blocks(analytics_enabled=False, title="adapterswap studio", delete_cache=(600, 3600)) as blocks:
             self._head()
-            with gr.Row(equal_height=False):
-                with gr.Column(scale=5, min_width=320, elem_classes="compose"):
+            with gr.Row(equal_height=False, elem_id="studio"):  # page.css places the columns
+                with gr.Column(min_width=0, elem_classes="drawing"):
+                    self._draw()
+                with gr.Column(min_width=0, elem_classes="compose"):
                     self._compose()
-                with gr.Column(scale=6, min_width=320), gr.Tabs():
+                with gr.Column(min_width=0, elem_classes="panels"), gr.Tabs():
                     with gr.Tab("Try"):
                         self._try()
-                    with gr.Tab("Take home", render_children=True):  # updated while hidden, too
-                        self._take_home()
-                    with gr.Tab("Understand") as self.understand_tab:
-                        self._understand()
-                    with gr.Tab("Judge"):
-                        self._judge()
+                    with gr.Tab("Export", render_children=True):  # updated while hidden, too
+                        self._export()
+                    with gr.Tab("Analyze") as self.analyze_tab:
+                        self._analyze()
+                    with gr.Tab("Evaluate"):
+                        self._evaluate()
             self._wire(blocks)
         blocks.studio_routes = [Answering(self.workspace, self.names, self.controls, self._drawn).route]
         return blocks
@@ -103,30 +107,29 @@ class _Page:
 
     def _head(self) -> None:
         workspace = self.workspace
-        self.head = gr.HTML(self._head_html(), js_on_load=_asset("names.js"))
+        gr.HTML(
+            f'<div id="head"><h1>adapterswap studio</h1><p>{text(workspace.base_model)}, {workspace.num_layers} '
+            "layers. Choose which expert each layer comes from, and watch the answers change.</p></div>",
+            js_on_load=_asset("names.js"),
+        )
         for name, fault in workspace.faults.items():
             gr.HTML(f"<p>{text(name)} could not be opened:</p>{error_html(fault)}")
         for name, fault in workspace.not_live.items():
             gr.HTML(f"<p>{text(name)} can be composed but cannot answer prompts here:</p>{error_html(fault)}")
 
-    def _head_html(self) -> str:
-        workspace = self.workspace
-        return (
-            f'<div id="head"><h1>adapterswap studio</h1><p>{text(workspace.base_model)}, {workspace.num_layers} '
-            f"layers</p>{legend_html(self.names, workspace.references)}</div>"
-        )
-
-    def _compose(self) -> None:
+    def _draw(self) -> None:
         drawn = self._drawn(self.first)
         self.strip = gr.HTML(drawn.get("strip", ""), js_on_load=_asset("page.js"), elem_id="strip")
         self.problem = gr.HTML(drawn["problem"], js_on_load=_PROBLEM, elem_id="problem", visible=True)
+
+    def _compose(self) -> None:
         with gr.Row(equal_height=True):
             self.brush = gr.Radio(
-                [_NEXT, *self.names, BASE], value=_NEXT, label="Assign clicked layers to", elem_id="brush"
+                [_NEXT, *self.names, BASE], value=_NEXT, label="A click gives the layer to", elem_id="brush"
             )
         with gr.Row():
             self.defaults = gr.Button("Use the paper's layers", size="sm", min_width=140)
-            self.clear = gr.Button("Undo clicks", size="sm", min_width=120)
+            self.clear = gr.Button("Undo clicks", size="sm", min_width=120, elem_id="undo")
         self.controls = Controls(self.workspace, self.first)
         self.painted = gr.JSON({}, visible="hidden")  # not `State`, which the browser cannot read
         with gr.Row(visible=self.workspace.allow_paths, equal_height=True):
@@ -139,9 +142,11 @@ class _Page:
         with gr.Row(visible=lab is not None, equal_height=True):
             spoken = list(lab.languages) if lab else ["en"]
             self.spoken = gr.Radio(spoken, value=spoken[0], label="Problem language", scale=2, min_width=120)
-            self.number = gr.Slider(1, 100, step=1, value=1, label="Problem", scale=4, min_width=180, buttons=[])
+            self.number = gr.Slider(
+                1, 100, step=1, value=self.first_number, label="Problem", scale=4, min_width=180, buttons=[]
+            )
         self.prompt = gr.Textbox(
-            self._problem_text(spoken[0], 1),
+            self._problem_text(spoken[0], self.first_number),
             label="Prompt",
             lines=2,
             max_lines=8,
@@ -149,12 +154,12 @@ class _Page:
             max_length=LONGEST_PROMPT,
         )
         with gr.Row(equal_height=True):
-            self.go = gr.Button("Answer", variant="primary", size="md", elem_id="go", min_width=100)
-            self.stop = gr.Button("Stop", size="md", min_width=80)
+            self.go = gr.Button("Answer", variant="primary", size="md", elem_id="go", min_width=160, scale=0)
+            self.stop = gr.Button("Stop", size="md", min_width=80, scale=0, elem_id="stop")
         sliders = text(json.dumps(self.controls.sliders))
         self.answers = gr.HTML(
-            f'<div id="written" aria-live="polite" aria-busy="true" data-sliders="{sliders}">'
-            f"{waiting_html([], self.names)}</div>"
+            f'<div id="meaning"></div><div id="written" aria-live="polite" aria-busy="true" data-sliders="{sliders}">'
+            f"{waiting_html(columns(self.workspace, self.first, [*COLUMNS]), self.names)}</div>"
             '<div id="timing"></div><div id="scores"></div>',
             js_on_load=_asset("answers.js"), elem_id="answers",
         )  # fmt: skip
@@ -167,7 +172,7 @@ class _Page:
             self.chat = gr.Checkbox(chat, label="Apply the chat template", visible=chat)
             self.tokens = gr.Slider(1, 512, value=24 if lab else 64, step=1, label="Maximum new tokens", buttons=[])
 
-    def _take_home(self) -> None:
+    def _export(self) -> None:
         self.max_rank = gr.Number(0, label="Maximum rank (0: no limit)", precision=0, minimum=0, elem_id="max-rank")
         self.taken = gr.HTML("", js_on_load=_asset("copy.js"), elem_id="taken")
         self.address = gr.Textbox(self.first.address(), visible="hidden", elem_id="address")
@@ -179,7 +184,7 @@ class _Page:
         self.made = gr.File(label="Ready to download", visible=False, elem_id="made", interactive=False)
         self.make_problem = gr.HTML("")
 
-    def _understand(self) -> None:
+    def _analyze(self) -> None:
         gr.HTML(
             '<p class="timing">Where each expert changed the base, layer by layer, and how the changes of two experts '
             "compare.</p>"
@@ -187,13 +192,13 @@ class _Page:
         with gr.Row():
             self.measure = gr.Button("Measure again", size="sm")
             self.suggest = gr.Button("Suggest layers", size="sm", elem_id="suggest")
-            self.use = gr.Button("Use the suggestion", size="sm", interactive=False, elem_id="use-suggestion")
+            self.use = gr.Button("Use the suggestion", size="sm", visible=False, elem_id="use-suggestion")
         self.suggested = gr.HTML("", elem_id="suggested")
         self.zones = gr.State(None)
         self.measured = gr.HTML("", elem_id="measured")
 
-    def _judge(self) -> None:
-        known = judging.tasks(self.workspace)
+    def _evaluate(self) -> None:
+        known = evaluating.tasks(self.workspace)
         with gr.Row(equal_height=True):
             self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
             self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180, buttons=[])
@@ -203,13 +208,15 @@ class _Page:
             visible=False, elem_id="rows",
         )  # fmt: skip
         with gr.Row(equal_height=True):
-            self.judge = gr.Button("Judge this composition", variant="primary", size="md", elem_id="judge")
-            self.judge_stop = gr.Button("Stop", size="md", min_width=80)
-        self.progress = gr.HTML("", elem_id="judging")
-        self.kept = gr.BrowserState([], storage_key="adapterswap-judged", secret="adapterswap")
-        self.table = gr.HTML(judging.table_html([]), elem_id="judged")
-        with gr.Row():
-            self.export = gr.Button("Export as CSV", size="sm", elem_id="export")
+            self.evaluate = gr.Button(
+                "Evaluate this composition", variant="primary", size="md", elem_id="evaluate", min_width=270, scale=0
+            )
+            self.evaluate_stop = gr.Button("Stop", size="md", min_width=80, scale=0, elem_id="evaluate-stop")
+        self.progress = gr.HTML("", elem_id="evaluating")
+        self.kept = gr.BrowserState([], storage_key="adapterswap-evaluated", secret="adapterswap")
+        self.table = gr.HTML(evaluating.table_html([]), elem_id="evaluated")
+        with gr.Row(elem_id="kept"):
+            self.save_table = gr.Button("Export as CSV", size="sm", elem_id="export")
             self.forget = gr.Button("Clear the table", size="sm")
         self.exported = gr.File(label="Ready to download", visible=False, interactive=False, elem_id="exported")
 
@@ -225,7 +232,7 @@ class _Page:
 
     def _picture(self, choice: Choice) -> str:
         plan = self.workspace.plan(self.workspace.composition(choice))
-        return strip_html(plan, self.names, painted=list(choice.painted))
+        return strip_html(plan, self.names, title=title_of(choice.fields), painted=list(choice.painted))
 
     def _drawn(self, choice: Choice) -> dict[str, str]:
         """Strip, problem and address of a choice. If it cannot be planned, there is no strip and the last one stays."""
@@ -261,24 +268,29 @@ class _Page:
         return f'<div class="take">{"".join(sections)}</div>'
 
     def _restore(self, query: str | None) -> list[Any]:
-        """The page for an address: [head, brush, painted, prompt, spoken, number, *controls, *what `_redraw` returns].
+        """The page for an address: [brush, painted, prompt, spoken, number, *controls, *what `_redraw` returns].
 
-        The head and the brush include experts that visitors opened after the page was built.
+        The brush offers experts that visitors opened after the page was built.
         """
         problem: AdapterswapError | None = None
         try:
             choice = from_address(query or "", self.first)
             self.workspace.composition(choice)
+            if not is_offered(choice.fields):
+                method = choice.fields["method"]
+                raise ArgumentError(f"the studio does not offer {method}", "Use `merge`", parameter="method")
         except AdapterswapError as error:
             problem, choice = error, self.first
-        prompt = choice.prompt or self._problem_text(self.spoken.value, 1)
+        prompt = choice.prompt or self._problem_text(self.spoken.value, self.first_number)
         updates = self.controls.updates(choice)
         drawn = self._redraw(choice, None)
         if problem is not None:
             drawn[1] = error_html(problem)
-        language, number = self.known.get(prompt, (gr.skip(), gr.skip()))
-        opened = [self._head_html(), gr.update(choices=[_NEXT, *self.names, BASE])]
-        return [*opened, packed(choice.painted), prompt, language, number, *updates, *drawn]
+        lab = self.workspace.lab
+        language, place = lab.known.get(prompt, (None, 0)) if lab else (None, 0)
+        shown = [language, place + 1] if language else [gr.skip(), gr.skip()]
+        brush = gr.update(choices=[_NEXT, *self.names, BASE])
+        return [brush, packed(choice.painted), prompt, *shown, *updates, *drawn]
 
     def _problem_text(self, language: str, number: float) -> str:
         if self.workspace.lab is None:
@@ -344,58 +356,58 @@ class _Page:
                 )
             found = self.workspace.suggestion(*map(str, sides))
         except AdapterswapError as error:
-            return [error_html(error), None, gr.update(interactive=False)]
-        return [suggestion_html(found), dict(found.composition), gr.update(interactive=True)]
+            return [error_html(error), None, gr.update(visible=False)]
+        return [suggestion_html(found), dict(found.composition), gr.update(visible=True)]
 
-    def _judge_now(
+    def _evaluate_now(
         self, request: gr.Request, task: str, limit: float, content: str | None, kept: Any, *inputs: Any
     ) -> Iterator[list[Any]]:
-        """Judge the composition; yields [progress, kept, table]."""
-        with self.judges.work(request.session_hash or "") as stopped:
-            yield from self._judged(stopped, task, int(limit), content, kept, *inputs)
+        """Evaluate the composition; yields [progress, kept, table]."""
+        with self.evaluations.work(request.session_hash or "") as stopped:
+            yield from self._evaluated(stopped, task, int(limit), content, kept, *inputs)
 
-    def _judged(
+    def _evaluated(
         self, stopped: threading.Event, task: str, limit: int, content: str | None, kept: Any, *inputs: Any
     ) -> Iterator[list[Any]]:
-        """What `_judge_now` yields."""
+        """What `_evaluate_now` yields."""
         choice = self._choice(*inputs)
-        rows = judging.as_rows(kept)
+        rows = evaluating.as_rows(kept)
         try:
             composition = self.workspace.composition(choice)
             self.workspace.plan(composition)
-            if task == judging.OWN_FILE and not content:
+            if task == evaluating.OWN_FILE and not content:
                 raise CompositionError("no file was chosen", "Choose one above", parameter="file")
-            own = judging.read_rows(str(content)) if task == judging.OWN_FILE else ()
+            own = evaluating.read_rows(str(content)) if task == evaluating.OWN_FILE else ()
             address = Choice(choice.task, choice.language, choice.fields, choice.painted).address()
             yield [progress_html(None), gr.skip(), gr.skip()]
-            for news in judging.judge(
+            for news in evaluating.evaluate_live(
                 self.workspace, composition, task, limit, label=label_of(choice), address=address,
                 stopped=stopped, rows=own,
             ):  # fmt: skip
-                if isinstance(news, judging.Progress):
+                if isinstance(news, evaluating.Progress):
                     yield [progress_html(news), gr.skip(), gr.skip()]
                 else:
                     rows = [*rows, news]
-                    yield ["", [asdict(row) for row in rows], judging.table_html(rows)]
-            if stopped.is_set() and (not rows or len(rows) == len(judging.as_rows(kept))):
+                    yield ["", [asdict(row) for row in rows], evaluating.table_html(rows)]
+            if stopped.is_set() and (not rows or len(rows) == len(evaluating.as_rows(kept))):
                 yield ['<p class="timing">Stopped.</p>', gr.skip(), gr.skip()]
         except AdapterswapError as error:
             yield [error_html(error), gr.skip(), gr.skip()]
 
     def _open(self, path: str) -> list[Any]:
-        """Open another expert and offer it everywhere: [head, task, language, brush, problem, path]."""
+        """Open another expert and offer it everywhere: [task, language, brush, problem, path]."""
         try:
             self.workspace.add(path.strip())
         except AdapterswapError as error:
-            return [gr.skip(), gr.skip(), gr.skip(), gr.skip(), error_html(error), gr.skip()]
+            return [gr.skip(), gr.skip(), gr.skip(), error_html(error), gr.skip()]
         self.names[:] = list(self.workspace.experts)
         choices = [gr.update(choices=each) for each in (self.names, [*self.names, BASE], [_NEXT, *self.names, BASE])]
-        return [self._head_html(), *choices, "", ""]
+        return [*choices, "", ""]
 
     def _wire_measuring(self, blocks: Any, everything: list[Any]) -> None:
-        """Connect the controls of Understand and Judge."""
+        """Connect the controls of Analyze and Evaluate."""
         once: dict[str, Any] = {"concurrency_id": "measuring", "concurrency_limit": 1, **_HIDDEN}
-        gr.on([self.understand_tab.select, self.measure.click], self._measure, self._inputs, self.measured, **once)
+        gr.on([self.analyze_tab.select, self.measure.click], self._measure, self._inputs, self.measured, **once)
         self.suggest.click(self._suggest, self._inputs, [self.suggested, self.zones, self.use], **once)
 
         def use(zones: dict[str, Any] | None, max_rank: float | None, *inputs: Any) -> list[Any]:
@@ -408,32 +420,32 @@ class _Page:
             use, [self.zones, self.max_rank, *self._inputs], [self.painted, *everything], **_FAST, **_HIDDEN
         ).success(**self._again)
         self.task.input(
-            lambda task: gr.update(visible=task == judging.OWN_FILE), self.task, self.rows, **_FAST, **_HIDDEN
+            lambda task: gr.update(visible=task == evaluating.OWN_FILE), self.task, self.rows, **_FAST, **_HIDDEN
         )
-        self.judge.click(
-            self._judge_now, [self.task, self.limit, self.rows, self.kept, *self._inputs],
+        self.evaluate.click(
+            self._evaluate_now, [self.task, self.limit, self.rows, self.kept, *self._inputs],
             [self.progress, self.kept, self.table], show_progress="hidden", concurrency_limit=None, **_HIDDEN,
         )  # fmt: skip
 
         def stop(request: gr.Request) -> None:
-            self.judges.leave(request.session_hash or "")
+            self.evaluations.leave(request.session_hash or "")
 
-        self.judge_stop.click(stop, None, None, **_FAST, **_HIDDEN)
+        self.evaluate_stop.click(stop, None, None, **_FAST, **_HIDDEN)
         blocks.unload(stop)
 
         def table(kept: Any) -> str:
-            return judging.table_html(judging.as_rows(kept))
+            return evaluating.table_html(evaluating.as_rows(kept))
 
         self.kept.change(table, self.kept, self.table, **_FAST, **_HIDDEN)  # also when the browser restores it
-        self.forget.click(lambda: [[], judging.table_html([])], None, [self.kept, self.table], **_FAST, **_HIDDEN)
+        self.forget.click(lambda: [[], evaluating.table_html([])], None, [self.kept, self.table], **_FAST, **_HIDDEN)
 
         def export(kept: Any) -> Iterator[Any]:
             with scratch_folder("studio") as folder:
-                path = folder / "judged.csv"
-                path.write_text(judging.as_csv(judging.as_rows(kept)), encoding="utf-8")
+                path = folder / "evaluated.csv"
+                path.write_text(evaluating.as_csv(evaluating.as_rows(kept)), encoding="utf-8")
                 yield gr.update(value=str(path), visible=True)
 
-        self.export.click(export, self.kept, self.exported, **_HIDDEN)
+        self.save_table.click(export, self.kept, self.exported, **_HIDDEN)
 
     def _wire(self, blocks: Any) -> None:
         controls = self.controls.components
@@ -455,6 +467,12 @@ class _Page:
         def unpaint(max_rank: float | None, *inputs: Any) -> list[Any]:
             return [{}, *self._redraw(self._choice({}, *inputs[1:]), max_rank)]
 
+        transitions = [controls[name] for name in ZONES[2:]]
+        gr.on(
+            [slider.input for slider in transitions],
+            lambda *layers: [gr.update(visible=self.controls.averages(layers))] * len(WEIGHTS),
+            transitions, [controls[name] for name in WEIGHTS], **_FAST, **_HIDDEN,
+        )  # fmt: skip
         moved = [component.input for name, component in controls.items() if name != "preset"]
         asked = [self.auto, self.shown, self.tokens, self.chat, *self._inputs]
         asking: dict[str, Any] = {"fn": None, "inputs": asked, "outputs": [], **_HIDDEN}
@@ -485,7 +503,7 @@ class _Page:
         self.address.change(None, [self.address], [], js=_REPLACE, **_HIDDEN)
         restored = blocks.load(
             self._restore, [self.address],
-            [self.head, self.brush, self.painted, self.prompt, self.spoken, self.number, *everything],
+            [self.brush, self.painted, self.prompt, self.spoken, self.number, *everything],
             js="() => location.search",
             **{**_FAST, **_HIDDEN},
         )  # fmt: skip
@@ -502,7 +520,7 @@ class _Page:
         if self.workspace.allow_paths:
             self.open.click(
                 self._open, self.path,
-                [self.head, controls["task"], controls["language"], self.brush, self.open_problem, self.path],
+                [controls["task"], controls["language"], self.brush, self.open_problem, self.path],
                 concurrency_id="measuring", concurrency_limit=1, **_HIDDEN,
             )  # fmt: skip
         for kind, button in self.make.items():
@@ -519,14 +537,14 @@ def _with_kind(make: Callable[..., Iterator[list[Any]]], kind: str) -> Callable[
     return call
 
 
-def progress_html(progress: judging.Progress | None) -> str:
+def progress_html(progress: evaluating.Progress | None) -> str:
     """A progress bar, or a note that the model is busy."""
     if progress is None or not progress.of:
         return '<p class="timing" role="status">Waiting for the model …</p>'
     share = 100 * progress.done / progress.of
     return (
         f'<div class="progress" role="status"><span>{progress.done} of {progress.of}</span>'
-        f'<span class="bar" role="progressbar" aria-label="Documents judged" aria-valuenow="{share:.0f}">'
+        f'<span class="bar" role="progressbar" aria-label="Documents evaluated" aria-valuenow="{share:.0f}">'
         f'<i style="width:{share:.1f}%"></i></span></div>'
     )
 
@@ -535,7 +553,7 @@ def label_of(choice: Choice) -> str:
     """A short label of a choice for the table of results."""
     sides = "+".join(" and ".join(names) for names in (choice.task, choice.language))
     settings = [f"{key}={value}" for key, value in choice.fields.items() if (key, value) != ("method", "layer_swap")]
-    given = [f"{len(choice.painted)} set by hand"] if choice.painted else []
+    given = [f"{len(choice.painted)} changed by hand"] if choice.painted else []
     return ", ".join([sides, *settings, *given])
 
 

@@ -52,8 +52,7 @@ def serve_page(
         A function that stops serving.
     """
     require("studio")
-    port = _free_port(host) if port is None else port
-    if not 1 <= port <= 65535:
+    if port is not None and not 1 <= port <= 65535:
         raise ArgumentError(f"`port` is {port}", "Pass a number from 1 to 65535", parameter="port")
     with ExitStack() as stack:
         stack.enter_context(torch_threads(cores() - 1))  # torch's idle threads spin, and the page would wait for a core
@@ -67,7 +66,7 @@ def serve_page(
         return stack.pop_all().close
 
 
-def _launch(workspace: Workspace, host: str, port: int, open_browser: bool, folder: Path) -> tuple[Any, str]:
+def _launch(workspace: Workspace, host: str, port: int | None, open_browser: bool, folder: Path) -> tuple[Any, str]:
     """The page of a workspace, already served, and its address; Gradio's copies of files are in `folder`."""
     os.environ.update(_QUIET)  # Gradio reads these at import and at launch
     import gradio as gr
@@ -93,6 +92,7 @@ def _launch(workspace: Workspace, host: str, port: int, open_browser: bool, fold
         button_primary_background_fill="*primary_600",
         button_primary_background_fill_hover="*primary_700",
     )
+    port = port or _free_port(host)  # late, so that no other process takes it meanwhile
     try:
         _, url, _ = page.launch(
             server_name=host, server_port=port, share=False, inbrowser=open_browser, inline=False, quiet=True,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from adapterswap.errors import AdapterswapError, printable
-from adapterswap.planning.describe import COLOURS, blend_of, draw, headline, marks, owner_label, unusual
+from adapterswap.planning.describe import COLOURS, blend_of, draw, marks, owner_label, unusual
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rules import BASE
 from adapterswap.planning.slots import Slot
@@ -39,12 +39,13 @@ class _Cell:
     shares: Mapping[str, float]
 
 
-def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[int, str]] = ()) -> str:
+def strip_html(plan: Plan, experts: Sequence[str], *, title: str, painted: Sequence[tuple[int, str]] = ()) -> str:
     """The strip of a plan.
 
     Args:
         plan: what to draw.
         experts: all experts, in the order of their colours.
+        title: the method.
         painted: the (layer, kind) pairs that were set by hand; their cells get a dot.
     """
     assert isinstance(plan.num_layers, int)  # `open_workspace` refuses all others
@@ -61,11 +62,13 @@ def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[in
             f'assign all of it">{layer}</button>{buttons}</div>'
         )
     names = "".join(f"<span>{_SHORT[kind]}</span>" for kind in kinds)
+    by_hand = f", {len(painted)} cell{'s' * (len(painted) != 1)} changed by hand" if painted else ""
     remarks = "".join(f"<li>{text(line)}</li>" for line in unusual(plan)[:_REMARKS])
     return (
-        f'<div class="strip"><p class="headline">{text(headline(plan))}</p>'
+        f'<div class="strip"><p class="headline">{text(title + by_hand)}</p>'
         f'<div class="body"><div class="kinds" aria-hidden="true"><span></span>{names}</div>'
         f'<div class="layers" role="group" aria-label="layers from bottom to top">{"".join(columns)}</div></div>'
+        '<p class="direction" aria-hidden="true">input<i></i>output</p>'
         f"{_legend(plan, experts)}" + (f'<ul class="remarks">{remarks}</ul>' if remarks else "") + "</div>"
     )
 
@@ -74,16 +77,6 @@ def error_html(error: AdapterswapError) -> str:
     """An error's message, as an alert."""
     lines = "".join(f"<li>{text(problem)}</li>" for problem in error.problems)
     return f'<div class="problem" role="alert"><ul>{lines}</ul></div>'
-
-
-def legend_html(experts: Sequence[str], references: Mapping[str, str]) -> str:
-    """The experts and their colours."""
-    items = "".join(
-        f'<span class="expert" title="{text(references.get(name, ""))}"><i style="{_ground({name: 1.0}, experts)}"></i>'
-        f"{text(name)}</span>"
-        for name in experts
-    )
-    return f'<div class="experts">{items}</div>'
 
 
 def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from adapterswap.analysis.analyzing import Analysis
 from adapterswap.analysis.suggesting import Suggestion
 from adapterswap.planning.composition import Composition
-from adapterswap.planning.rules import BASE, Rule
+from adapterswap.planning.rules import BASE
 from adapterswap.studio.choice import Choice
 from adapterswap.studio.strip import colour_of, text
+from adapterswap.studio.workspace import LabProblems, Scores, Workspace, alone
 
 if TYPE_CHECKING:
     from adapterswap.live.batching import Answers
-    from adapterswap.studio.workspace import Workspace
 
 COLUMNS = {"base": "base", "task": "task expert", "language": "language expert", "this": "this composition"}
 
@@ -51,7 +51,7 @@ def columns(workspace: Workspace, choice: Choice, shown: Sequence[str]) -> list[
         else:
             names = choice.task if kind == "task" else choice.language
             if names and names[0] != BASE:
-                found.append(Column(COLUMNS[kind], names[0], Composition(allocation=(Rule(expert=names[0]),))))
+                found.append(Column(COLUMNS[kind], names[0], alone(names[0])))
     return found
 
 
@@ -107,15 +107,33 @@ def _card(column: Column, experts: Sequence[str], body: str, mark: str) -> str:
     )
 
 
-def score_html(scores: Mapping[str, tuple[int, int]]) -> str:
-    """A bar per language with the number of problems answered correctly."""
+def meaning_html(lab: LabProblems | None, prompt: str) -> str:
+    """What one of the lab's problems says in English, and its answer; nothing for other prompts."""
+    if lab is None or prompt not in lab.known:
+        return ""
+    language, place = lab.known[prompt]
+    problem = lab.problems[place]
+    english = "" if language == "en" else f"In English: {text(problem.prompt('en').removesuffix(' <calc>'))} "
+    return f'<p class="timing">{english}Expected answer: <b>{text(problem.answer)}</b></p>'
+
+
+def score_html(scores: Scores, others: Mapping[str, Scores], experts: Sequence[str]) -> str:
+    """A bar per language with the number of problems answered correctly, and a tick for each of `others`."""
     bars = []
     for label, (right, number) in scores.items():
-        share = right / number if number else 0.0
+        colours = {name: colour_of(name, experts)[0] for name in others}
+        places = {name: 100 * others[name][label][0] / number for name in others}
+        ticks = "".join(
+            f'<i class="tick" style="left:{places[name]:.1f}%;background:{colours[name]}"></i>' for name in others
+        )
+        words = "".join(
+            f'<span><i style="background:{colours[name]}"></i>{text(name)} {others[name][label][0]}</span>'
+            for name in others
+        )
         bars.append(
-            f'<div class="score"><span>{text(label)}</span><span class="bar" role="img" '
-            f'aria-label="{right} of {number} correct"><i style="width:{100 * share:.1f}%"></i></span>'
-            f"<b>{right} / {number}</b></div>"
+            f'<div class="score"><span>{text(label)}</span><span class="bar" role="img" aria-label="{right} of '
+            f'{number} correct"><i style="width:{100 * right / number:.1f}%"></i>{ticks}</span>'
+            f"<b>{right} / {number}</b><small>{words}</small></div>"
         )
     title = "<h4>Problems that this composition solves, by language</h4>"
     return f'<div class="scores">{title}{"".join(bars)}</div>'

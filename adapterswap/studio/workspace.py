@@ -38,6 +38,7 @@ from adapterswap.model.loading import OpenedBase, choose_device, load_weights, o
 from adapterswap.planning.composing import compose
 from adapterswap.planning.composition import Composition, own_name
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.rules import BASE, Rule
 from adapterswap.serving.names import check_expert_name, read_manifest
 from adapterswap.studio.choice import Choice
 
@@ -45,6 +46,15 @@ if TYPE_CHECKING:
     from adapterswap.lab.world import WordProblem
     from adapterswap.live.batching import Answers
     from adapterswap.live.catalogue import Composable
+
+
+Scores = dict[str, tuple[int, int]]
+"""Language → the number of problems answered correctly, and of all."""
+
+
+def alone(name: str) -> Composition:
+    """One expert as a composition."""
+    return Composition(allocation=(Rule(expert=name),))
 
 
 class Turns:
@@ -150,6 +160,12 @@ class LabProblems:
     def problems(self) -> list[WordProblem]:
         return draw_problems(self.scene, "development", _SHOWN_PROBLEMS)
 
+    @cached_property
+    def known(self) -> dict[str, tuple[str, int]]:
+        """Prompt → its language and its place among the problems."""
+        places = enumerate(self.problems)
+        return {each.prompt(language): (language, place) for place, each in places for language in self.languages}
+
 
 @dataclass
 class Workspace:
@@ -181,6 +197,7 @@ class Workspace:
     allow_paths: bool = False
     turns: Turns = field(default_factory=Turns)
     _analysis: dict[tuple[str, ...], Analysis] = field(default_factory=dict)
+    _scores_alone: dict[str, Scores] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Any:
@@ -250,9 +267,41 @@ class Workspace:
 
             yield step_aside
 
-    def scores(
-        self, composition: Composition | None, *, stopped: threading.Event | None = None
-    ) -> dict[str, tuple[int, int]] | None:
+    @property
+    def changes_outside(self) -> bool:
+        """Whether an expert changes an embedding, a head or another module outside the layers."""
+        return any(part.layer is None for expert in self.experts.values() for part in expert.parts.values())
+
+    def first_problem(self, composition: Composition) -> int:
+        """The place of the first of the lab's problems that the composition solves, but no expert and not the base.
+
+        The problem is in the constructed language; the place is 0 if there is none.
+
+        Raises:
+            AdapterswapError: see `LiveComposer.use`; or an expert is not loaded.
+        """
+        assert self.lab is not None
+        for batch, questions in enumerate(self.lab.questions[self.lab.languages[0]]):
+            with self.holding(composition):
+                only = exact_match(self.live.model, questions)
+            for other in (None, *map(alone, composition.expert_names)):
+                if only.any():
+                    with self.holding(other):
+                        only &= ~exact_match(self.live.model, questions)
+            if only.any():
+                return batch * _STEP + int(only.argmax())
+        return 0
+
+    def scores_alone(self, name: str, *, stopped: threading.Event | None = None) -> Scores | None:
+        """`scores` of one expert, or of `base`, computed once."""
+        if name not in self._scores_alone:
+            found = self.scores(None if name == BASE else alone(name), stopped=stopped)
+            if found is None:
+                return None
+            self._scores_alone[name] = found
+        return self._scores_alone[name]
+
+    def scores(self, composition: Composition | None, *, stopped: threading.Event | None = None) -> Scores | None:
         """(correct, all) of the lab's problems for a composition, by language; None if `stopped` was set.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import threading
 import time
@@ -23,8 +24,10 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.lab.scenes import SCENES, draw_problems
 from adapterswap.lab.seed import Questions, exact_match
 from adapterswap.live import LiveComposer, stream
-from adapterswap.studio import judging
-from adapterswap.studio.choice import first_choice, from_address
+from adapterswap.methods.registry import find_method
+from adapterswap.studio import evaluating
+from adapterswap.studio.choice import Choice, first_choice, from_address
+from adapterswap.studio.controls import presets
 from adapterswap.studio.serving import serve_page
 from adapterswap.studio.trying import COLUMNS, columns
 from adapterswap.studio.workspace import Workspace, open_lab, open_workspace
@@ -139,6 +142,7 @@ def test_a_click_or_a_key_reassigns_a_layer(visit: Visit) -> None:
     page.locator("[data-cell='3.mlp']").click()
     page.wait_for_function("document.querySelector('#strip [data-cell=\"3.mlp\"]').textContent === 'l'")
     assert (letters(page), letters(page, "attention")) == ("lmmlmm", "lmmmmm")
+    assert page.locator("#strip .headline").inner_text() == "Layer swap, 1 cell changed by hand"
     page.locator("[data-cell='3.mlp']").focus()
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")
@@ -168,6 +172,8 @@ def test_impossible_choices_are_explained(visit: Visit, workspace: Workspace) ->
     assert letters(page) == "llllml"
     page = visit("?nonsense=1")
     assert "nonsense" in page.locator("#problem .problem").inner_text()
+    page = visit("?method=karcher")  # only full weights can hold its result
+    assert "karcher" in page.locator("#problem .problem").inner_text()
     page = visit("?method=ties&density=0.5")  # it is planned, and cannot be computed live
     assert letters(page) == "+" * LAYERS
     assert "ties" in page.locator("#written .problem").inner_text()
@@ -202,6 +208,13 @@ def test_answers_are_those_of_each_composition_alone(visit: Visit, workspace: Wo
         with workspace.turns.turn(), workspace.live.use(composition):
             right = exact_match(workspace.live.model, Questions(workspace.lab.problems, language))
         assert score == f"{int(right.sum())} / {len(right)}"
+    page.locator("#scores small", has_text="math").first.wait_for()
+    ticks = [
+        f"{name} {workspace.scores_alone(name)[language][0]}"
+        for language in workspace.lab.languages
+        for name in ("base", "math")
+    ]
+    assert page.locator("#scores small span").all_inner_texts() == ticks
 
 
 def test_a_copied_command_writes_the_offered_files(
@@ -211,7 +224,7 @@ def test_a_copied_command_writes_the_offered_files(
     page = visit("?task=math&language=language&bottom=2&top=0&give=mlp.3=base")
     page.locator("[data-cell='4.attention']").click()
     page.wait_for_function("location.search.includes('attention.4')")
-    page.get_by_role("tab", name="Take home").click()
+    page.get_by_role("tab", name="Export").click()
     page.locator("#copy-0", has_text="attention of language: 4").wait_for()
     page.get_by_role("button", name="Copy: Command line").click()
     page.wait_for_function("document.querySelector('.take').textContent.includes('Copied')")
@@ -242,9 +255,9 @@ def test_a_copied_command_writes_the_offered_files(
     assert Path(download.value.path()).read_bytes() == Path("own.gguf").read_bytes()
 
 
-def test_understand_shows_analyze_and_suggest(visit: Visit, workspace: Workspace) -> None:
+def test_analyze_shows_analyze_and_suggest(visit: Visit, workspace: Workspace) -> None:
     page = visit("?task=math&language=language&bottom=1&top=0")
-    page.get_by_role("tab", name="Understand").click()
+    page.get_by_role("tab", name="Analyze").click()
     page.locator("#measured table").first.wait_for()
     analysis = workspace.analysis(["math", "language"])
     cell = page.locator("#measured table").first.locator("tr").nth(1).locator("td").nth(2).inner_text()
@@ -257,22 +270,22 @@ def test_understand_shows_analyze_and_suggest(visit: Visit, workspace: Workspace
     page.wait_for_function(f"location.search.includes('bottom={result['bottom']}&top={result['top']}')")
 
 
-def test_judging_collects_rows_that_survive_a_reload(visit: Visit, workspace: Workspace) -> None:
+def test_evaluations_collect_rows_that_survive_a_reload(visit: Visit, workspace: Workspace) -> None:
     query = "?task=math&language=language&bottom=2&top=0"
     page = visit(query)
-    page.get_by_role("tab", name="Judge").click()
-    page.locator("#judge").click()
-    page.locator("#judged td").first.wait_for()
+    page.get_by_role("tab", name="Evaluate").click()
+    page.locator("#evaluate").click()
+    page.locator("#evaluated td").first.wait_for()
     assert workspace.lab is not None
     composition = workspace.composition(from_address(query, first_choice(["math", "language"])))
     with workspace.turns.turn(), workspace.live.use(composition):
         right = exact_match(workspace.live.model, Questions(workspace.lab.problems, "xx"))
-    assert page.locator("#judged td.number").first.inner_text() == f"{int(right.sum())} / 100"
-    page.locator("#judge").click()
-    page.locator("#judged tbody tr").nth(1).wait_for()
+    assert page.locator("#evaluated td.number").first.inner_text() == f"{int(right.sum())} / 100"
+    page.locator("#evaluate").click()
+    page.locator("#evaluated tbody tr").nth(1).wait_for()
     page.reload()
-    page.get_by_role("tab", name="Judge").click()
-    page.locator("#judged tbody tr").nth(1).wait_for()
+    page.get_by_role("tab", name="Evaluate").click()
+    page.locator("#evaluated tbody tr").nth(1).wait_for()
     page.locator("#export").click()
     with page.expect_download() as download:
         page.locator("#exported a[download]").first.click()
@@ -390,12 +403,95 @@ def test_experts_that_do_not_fit_together_are_named(
     assert letters(page) == "·mmmmm"
 
 
+def test_the_page_opens_on_a_problem_that_only_the_composition_solves(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which problems a model solves is prescribed by what the model is set to: random experts solve none."""
+    composition = workspace.composition(first_choice(["math", "language"], LAYERS))
+    rights: dict[str, list[int]] = {"": [3], "math": [3, 30, 31], "language": [28], "math, language": [3, 28, 30, 33]}
+    batches = {id(batch): number for number, batch in enumerate(workspace.lab.questions["xx"] if workspace.lab else ())}
+
+    def solved(model: Any, questions: Questions) -> Any:
+        used = workspace.live.plan.composition.expert_names if workspace.live.plan else ()
+        start = 25 * batches[id(questions)]
+        return np.isin(np.arange(start, start + 25), rights[", ".join(used)])
+
+    monkeypatch.setattr("adapterswap.studio.workspace.exact_match", solved)
+    assert workspace.first_problem(composition) == 33
+    rights["base"] = rights["math"] = rights["math, language"]
+    assert workspace.first_problem(composition) == 0
+
+
+def test_the_page_says_what_a_problem_means(visit: Visit, workspace: Workspace) -> None:
+    page = visit("?bottom=1&top=0")
+    assert workspace.lab is not None
+    problem = workspace.lab.problems[0]
+    english = problem.prompt("en").removesuffix(" <calc>")
+    assert page.locator("#meaning").inner_text() == f"In English: {english} Expected answer: {problem.answer}"
+    page.get_by_label("en", exact=True).check()
+    page.locator("#meaning", has_text=re.compile("^Expected answer")).wait_for()
+    page.locator("#prompt textarea").fill("Eva")
+    page.locator("#go").click()
+    page.wait_for_function("document.querySelector('#meaning').textContent === ''")
+
+
+def test_controls_that_would_do_nothing_are_hidden(visit: Visit) -> None:
+    page = visit("?bottom=1&top=0")
+    weights, undo = page.locator("#set-task_weight"), page.locator("#undo")
+    hidden = [
+        weights,
+        undo,
+        *map(page.locator, ("#set-weights", "#set-outside", "#set-density", "#stop", "#use-suggestion")),
+    ]
+    page.wait_for_function("getComputedStyle(document.querySelector('#stop')).visibility === 'hidden'")
+    assert [one.is_visible() for one in hidden] == [False] * len(hidden)
+    moved(page, "Bottom transition", 1)
+    weights.wait_for()
+    moved(page, "Bottom transition", 0)
+    weights.wait_for(state="hidden")
+    page.locator("[data-cell='3.mlp']").click()
+    undo.wait_for()
+    page.get_by_role("tab", name="Evaluate").click()
+    assert not page.get_by_role("button", name="Clear the table").is_visible()
+
+
+def test_methods_are_grouped_by_whether_they_answer(workspace: Workspace) -> None:
+    methods = [
+        (title, name)
+        for title, name in presets()
+        if name not in ("layer_swap", "adamergex") and "partition" not in name
+    ]
+    answering = []
+    for _, name in methods:
+        required = {p.name: 0.5 for p in find_method(name).parameters if p.required}
+        composition = workspace.composition(Choice(("math",), ("language",), {"method": name, **required}))
+        try:
+            with workspace.turns.turn(), workspace.live.use(composition):
+                answering.append(True)
+        except AdapterswapError:
+            answering.append(False)
+    assert answering == [not title.startswith("Files only") for title, _ in methods]
+    assert answering == sorted(answering, reverse=True)
+    assert {True, False} == {*answering}
+
+
+def test_a_phone_keeps_the_strip_in_view_and_shows_answers_before_sliders(visit: Visit) -> None:
+    page = visit("?bottom=1&top=0", width=380)
+    places = {name: page.locator(name).first.bounding_box()["y"] for name in ("#strip", "#written", "#set-bottom")}
+    assert sorted(places, key=places.__getitem__) == ["#strip", "#written", "#set-bottom"]
+    page.mouse.wheel(0, 800)
+    page.wait_for_function("document.documentElement.scrollTop >= 800")
+    assert 0 <= page.locator("#strip").bounding_box()["y"] < 100
+    on_top = "document.elementFromPoint(100, 60).closest('#strip') !== null"
+    assert page.evaluate(on_top)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits(visit: Visit, scheme: str) -> None:
     page = visit("?bottom=2&top=1", width=1600, scheme=scheme)
     for width in (1600, 1280, 800, 380):
         page.set_viewport_size({"width": width, "height": 900})
-        for tab in ("Judge", "Try"):
+        for tab in ("Evaluate", "Try"):
             page.get_by_role("tab", name=tab).last.click()
             page.wait_for_function(f"document.documentElement.scrollWidth === {width}")
         assert page.locator("#strip").evaluate("e => e.getBoundingClientRect().width") > 320
@@ -426,20 +522,20 @@ def test_a_stream_is_what_generate_writes(workspace: Workspace, rows: int) -> No
     assert workspace.live.plan is None
 
 
-def test_a_file_is_judged_by_its_answers(workspace: Workspace) -> None:
+def test_a_file_is_scored_by_its_answers(workspace: Workspace) -> None:
     query = "?bottom=2&top=0"
     composition = workspace.composition(from_address(query, first_choice(["math", "language"])))
     prompt = "Eva ka leles fika paris ."
     *_, last = workspace.answers(prompt, [composition], max_new_tokens=256, chat=False)
     rows = [(prompt, last.texts[0].strip()), (prompt, "no such answer")]
-    *_, row = judging.judge(
-        workspace, composition, judging.OWN_FILE, 10, label="x", address=query, stopped=threading.Event(), rows=rows
+    *_, row = evaluating.evaluate_live(
+        workspace, composition, evaluating.OWN_FILE, 10, label="x", address=query, stopped=threading.Event(), rows=rows
     )
-    assert isinstance(row, judging.Judged)
+    assert isinstance(row, evaluating.Evaluated)
     assert (row.right, row.of) == (1, 2)
 
 
-def test_judging_lets_others_in_and_can_be_stopped(workspace: Workspace) -> None:
+def test_an_evaluation_lets_others_in_and_can_be_stopped(workspace: Workspace) -> None:
     """Between two batches another visitor gets an answer, and the scores are unaffected."""
     composition = workspace.composition(from_address("?bottom=2&top=0", first_choice(["math", "language"])))
     task, got = "lab problems in en", []
@@ -451,8 +547,8 @@ def test_judging_lets_others_in_and_can_be_stopped(workspace: Workspace) -> None
     others: list[threading.Thread] = []
     stopped = threading.Event()
     found = None
-    for news in judging.judge(workspace, composition, task, 200, label="x", address="?", stopped=stopped):
-        if isinstance(news, judging.Judged):
+    for news in evaluating.evaluate_live(workspace, composition, task, 200, label="x", address="?", stopped=stopped):
+        if isinstance(news, evaluating.Evaluated):
             found = news
         elif len(others) < 3:
             others.append(threading.Thread(target=ask))
@@ -465,15 +561,15 @@ def test_judging_lets_others_in_and_can_be_stopped(workspace: Workspace) -> None
     assert (found.right, found.of, got) == (right.sum(), 200, [True] * 3)
     stopped = threading.Event()
     seen = []
-    for news in judging.judge(workspace, composition, task, 500, label="x", address="?", stopped=stopped):
+    for news in evaluating.evaluate_live(workspace, composition, task, 500, label="x", address="?", stopped=stopped):
         stopped.set()
         seen.append(news)
-    assert not any(isinstance(news, judging.Judged) for news in seen)
+    assert not any(isinstance(news, evaluating.Evaluated) for news in seen)
     with workspace.turns.turn():
         assert workspace.live.plan is None
 
 
-def test_two_judgings_at_once_each_compute_their_own_composition(
+def test_two_evaluations_at_once_each_compute_their_own_composition(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each yields to the other between batches."""
@@ -501,15 +597,19 @@ def test_two_judgings_at_once_each_compute_their_own_composition(
         spoken[id(kept[-1])] = language
         return kept[-1]
 
-    monkeypatch.setattr(judging, "Questions", noted)
-    monkeypatch.setattr(judging, "exact_match", slow)
+    monkeypatch.setattr(evaluating, "Questions", noted)
+    monkeypatch.setattr(evaluating, "exact_match", slow)
 
-    def judged(language: str) -> None:
+    def evaluated(language: str) -> None:
         task = f"lab problems in {language}"
-        list(judging.judge(workspace, requested[language], task, 300, label="", address="?", stopped=threading.Event()))
+        list(
+            evaluating.evaluate_live(
+                workspace, requested[language], task, 300, label="", address="?", stopped=threading.Event()
+            )
+        )
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(judged, requested))
+        list(pool.map(evaluated, requested))
     languages = [language for language, _ in computed]
     assert wanted["xx"] != wanted["en"]
     assert languages.count("xx") == languages.count("en") == 6
@@ -520,11 +620,11 @@ def test_two_judgings_at_once_each_compute_their_own_composition(
 
 def test_a_slider_moves_the_strip_and_the_answers_from_any_tab(visit: Visit) -> None:
     page = visit("?bottom=1&top=0")
-    page.get_by_role("tab", name="Judge").click()
+    page.get_by_role("tab", name="Evaluate").click()
     moved(page, "Bottom layers", 3)
     page.wait_for_function("document.querySelector('#strip [data-cell=\"2.mlp\"]').textContent === 'l'")
     page.wait_for_function("location.search.includes('bottom=3')")
-    page.get_by_role("tab", name="Take home").click()
+    page.get_by_role("tab", name="Export").click()
     page.locator("#copy-0", has_text="--bottom 3").wait_for()
     page.get_by_role("tab", name="Try").click()
     page.locator("#written .answers[aria-busy=false] .answer").first.wait_for()
@@ -579,13 +679,12 @@ def test_a_visitor_may_name_a_path_only_where_that_is_allowed(
     page.locator("#path textarea, #path input").first.fill(str(third))
     page.locator("#open").click()
     page.locator("#brush", has_text="third").wait_for()
-    page.locator("#head .expert", has_text="third").wait_for()
     page.reload()
-    page.locator("#head .expert", has_text="third").wait_for()
+    page.locator("#brush", has_text="third").wait_for()
     page.get_by_label("third", exact=True).check()
     page.locator("[data-cell='3.mlp']").click()
     page.wait_for_function("location.search.includes('mlp.3=third')")
-    shown = (page.locator("#head .expert", has_text="third").locator("i"), page.locator("[data-cell='3.mlp']"))
+    shown = (page.locator("#strip .legend li", has_text="third").locator("span"), page.locator("[data-cell='3.mlp']"))
     legend, cell = (place.evaluate("e => getComputedStyle(e).backgroundColor") for place in shown)
     assert legend == cell
 

@@ -1,4 +1,4 @@
-"""The Judge panel in headless Chromium: a visitor's file, MGSM, Stop and Clear, against the library's scores."""
+"""The Evaluate panel in headless Chromium: a visitor's file, MGSM, Stop and Clear, against the library's scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adapterswap.evaluation.mgsm import read_mgsm
-from adapterswap.studio import judging
+from adapterswap.studio import evaluating
 from adapterswap.studio.choice import first_choice, from_address
 from adapterswap.studio.workspace import Workspace, open_workspace
 from tests.evaluation.conftest import byte_tokenizer, pico_model
@@ -23,8 +23,8 @@ Visit = Callable[..., Any]
 QUERY = "?task=math&language=language&bottom=2&top=0"
 
 
-def judge_on(page: Any, task: str) -> None:
-    page.get_by_role("tab", name="Judge").click()
+def evaluate_on(page: Any, task: str) -> None:
+    page.get_by_role("tab", name="Evaluate").click()
     page.get_by_role("combobox", name="Task", exact=True).click()
     page.get_by_role("option", name=task, exact=True).click()
 
@@ -35,7 +35,7 @@ def upload(page: Any, path: Path) -> None:
     assert chosen.evaluate("e => e.files[0].text()") == path.read_text(encoding="utf-8")  # after the page read it
 
 
-def test_an_uploaded_file_is_judged_and_stays_visible(visit: Visit, workspace: Workspace, tmp_path: Path) -> None:
+def test_an_uploaded_file_is_evaluated_and_stays_visible(visit: Visit, workspace: Workspace, tmp_path: Path) -> None:
     composition = workspace.composition(from_address(QUERY, first_choice(["math", "language"])))
     prompt = "Eva ka leles fika paris ."
     *_, last = workspace.answers(prompt, [composition], max_new_tokens=256, chat=False)
@@ -44,25 +44,25 @@ def test_an_uploaded_file_is_judged_and_stays_visible(visit: Visit, workspace: W
     bad.write_text('{"prompt": "a"}\n', encoding="utf-8")
     good.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     page = visit(QUERY)
-    judge_on(page, judging.OWN_FILE)
-    page.locator("#judge").click()
-    page.locator("#judging .problem", has_text="no file").wait_for()
+    evaluate_on(page, evaluating.OWN_FILE)
+    page.locator("#evaluate").click()
+    page.locator("#evaluating .problem", has_text="no file").wait_for()
     upload(page, bad)
-    page.locator("#judge").click()
-    page.locator("#judging .problem", has_text="'answer'").wait_for()
-    assert page.locator("#judged td").count() == 0
+    page.locator("#evaluate").click()
+    page.locator("#evaluating .problem", has_text="'answer'").wait_for()
+    assert page.locator("#evaluated td").count() == 0
     upload(page, good)
-    page.locator("#judge").click()
-    page.locator("#judged td").first.wait_for()
-    assert page.locator("#judged td.number").first.inner_text() == "1 / 2"
-    assert page.locator("#judging .problem").count() == 0
-    page.locator("#judge").click()
-    page.locator("#judged tbody tr").nth(1).wait_for()
+    page.locator("#evaluate").click()
+    page.locator("#evaluated td").first.wait_for()
+    assert page.locator("#evaluated td.number").first.inner_text() == "1 / 2"
+    assert page.locator("#evaluating .problem").count() == 0
+    page.locator("#evaluate").click()
+    page.locator("#evaluated tbody tr").nth(1).wait_for()
     page.get_by_role("button", name="Clear the table").click()
-    page.locator("#judged", has_text="Nothing has been judged").wait_for()
+    page.locator("#evaluated", has_text="Nothing has been evaluated").wait_for()
 
 
-def test_mgsm_is_judged_as_evaluate_judges_it(
+def test_mgsm_is_scored_as_evaluate_scores_it(
     visit: Visit, serve: Callable[[Workspace], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that answers 18 to everything while the composition is set, on the first ten questions."""
@@ -81,17 +81,17 @@ def test_mgsm_is_judged_as_evaluate_judges_it(
         written = workspace.tokenizer(" 18\n\nQuestion:", return_tensors="pt", add_special_tokens=False)["input_ids"]
         return torch.cat([input_ids, written.expand(len(input_ids), -1)], dim=1)
 
-    judge_on(page, "mgsm_direct_en")
+    evaluate_on(page, "mgsm_direct_en")
     documents = page.get_by_role("spinbutton", name="Documents")
     documents.fill("10")
     documents.press("Tab")
     monkeypatch.setattr(workspace.live.model, "generate", answer)
-    page.locator("#judge").click()
-    page.locator("#judged td").first.wait_for()
+    page.locator("#evaluate").click()
+    page.locator("#evaluated td").first.wait_for()
     golds = [gold for _, gold in read_mgsm("en").questions[:10]]
-    assert page.locator("#judged td.number").first.inner_text() == f"{golds.count(18)} / 10"
-    low, high = judging.interval(golds.count(18), 10)
-    assert page.locator("#judged td.number").nth(2).inner_text() == f"{low:.1%} – {high:.1%}"
+    assert page.locator("#evaluated td.number").first.inner_text() == f"{golds.count(18)} / 10"
+    low, high = evaluating.interval(golds.count(18), 10)
+    assert page.locator("#evaluated td.number").nth(2).inner_text() == f"{low:.1%} – {high:.1%}"
     with workspace.turns.turn(), workspace.live.use(composition):
         assert set(plans) == {repr(workspace.live.plan)}
     assert golds.count(18) == 1
@@ -99,28 +99,28 @@ def test_mgsm_is_judged_as_evaluate_judges_it(
 
 def test_a_task_that_does_not_fit_the_model_is_reported(visit: Visit) -> None:
     page = visit(QUERY)
-    judge_on(page, "mgsm_direct_en")
-    page.locator("#judge").click()
-    page.locator("#judging .problem", has_text="do not fit").wait_for()
-    assert page.locator("#judged td").count() == 0
+    evaluate_on(page, "mgsm_direct_en")
+    page.locator("#evaluate").click()
+    page.locator("#evaluating .problem", has_text="do not fit").wait_for()
+    assert page.locator("#evaluated td").count() == 0
 
 
-def test_a_judging_can_be_stopped(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_can_be_stopped(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     going, released = threading.Event(), threading.Event()
-    exact_match = judging.exact_match
+    exact_match = evaluating.exact_match
 
     def held(*arguments: Any) -> Any:
         going.set()
         assert released.wait(60)
         return exact_match(*arguments)
 
-    monkeypatch.setattr(judging, "exact_match", held)
+    monkeypatch.setattr(evaluating, "exact_match", held)
     page = visit(QUERY)
-    page.get_by_role("tab", name="Judge").click()
-    page.locator("#judge").click()
+    page.get_by_role("tab", name="Evaluate").click()
+    page.locator("#evaluate").click()
     assert going.wait(60)
-    page.locator("#judging .progress").wait_for()
+    page.locator("#evaluating .progress").wait_for()
     page.get_by_role("button", name="Stop").click()
     released.set()
-    page.locator("#judging", has_text="Stopped.").wait_for()
-    assert page.locator("#judged td").count() == 0
+    page.locator("#evaluating", has_text="Stopped.").wait_for()
+    assert page.locator("#evaluated td").count() == 0

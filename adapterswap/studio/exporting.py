@@ -1,4 +1,4 @@
-"""A composition to take home: the command line, the Python lines and the YAML that reproduce it, and its files."""
+"""A composition to use elsewhere: the command line, the Python lines and the YAML that reproduce it, and its files."""
 
 from __future__ import annotations
 

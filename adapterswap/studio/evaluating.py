@@ -50,11 +50,11 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Evaluated:
     """One row of the table.
 
     Attributes:
-        composition: a short label of the judged composition.
+        composition: a short label of the composition.
         address: the query of the page that shows it.
         task: the name of the task.
         right, of: the number of documents answered correctly, and of all.
@@ -119,7 +119,7 @@ def interval(right: float, of: int) -> tuple[float, float]:
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
-def judge(
+def evaluate_live(
     workspace: Workspace,
     composition: Composition | None,
     task: str,
@@ -129,12 +129,12 @@ def judge(
     address: str,
     stopped: threading.Event,
     rows: Sequence[tuple[str, str]] = (),
-) -> Iterator[Progress | Judged]:
+) -> Iterator[Progress | Evaluated]:
     """Evaluate a composition on a task, in its own thread; others may use the model between batches.
 
     Args:
         workspace: the model and its experts.
-        composition: what to judge; None is the base.
+        composition: what to evaluate; None is the base.
         task: one of `tasks`.
         limit: the number of documents, from the first.
         label, address: the row's `composition` and `address`.
@@ -146,7 +146,7 @@ def judge(
     """
     if task not in tasks(workspace):
         raise ArgumentError(f"there is no task {task}", "Choose one of the list", parameter="task")
-    news: queue.Queue[Progress | Judged | BaseException | None] = queue.Queue()
+    news: queue.Queue[Progress | Evaluated | BaseException | None] = queue.Queue()
 
     def step(step_aside: Callable[[], None], done: int, of: int) -> None:
         news.put(Progress(done, of))
@@ -157,12 +157,12 @@ def judge(
     def work() -> None:
         try:
             if task == OWN_FILE:
-                right, of = _judge_rows(workspace, composition, rows[:limit], news.put, stopped)
+                right, of = _score_rows(workspace, composition, rows[:limit], news.put, stopped)
             else:
                 with workspace.holding(composition) as step_aside:
                     lab = task.startswith(_LAB)
-                    right, of = (_judge_lab if lab else _judge_task)(workspace, task, limit, partial(step, step_aside))
-            news.put(Judged(label, address, task, right, of, *interval(right, of)))
+                    right, of = (_score_lab if lab else _score_task)(workspace, task, limit, partial(step, step_aside))
+            news.put(Evaluated(label, address, task, right, of, *interval(right, of)))
         except _Stopped:
             pass
         except BaseException as error:  # the reader raises it
@@ -170,7 +170,7 @@ def judge(
         finally:
             news.put(None)
 
-    threading.Thread(target=work, daemon=True, name="adapterswap-judge").start()
+    threading.Thread(target=work, daemon=True, name="adapterswap-evaluate").start()
     try:
         while (item := news.get()) is not None:
             if isinstance(item, BaseException):
@@ -184,7 +184,7 @@ class _Stopped(BaseException):
     """The visitor left or pressed Stop. A BaseException, so that no library handles it as an error."""
 
 
-def _judge_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
+def _score_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
     assert workspace.lab is not None
     problems = draw_problems(workspace.lab.scene, "development", limit)
     right = 0
@@ -196,14 +196,14 @@ def _judge_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[
     return right, len(problems)
 
 
-def _judge_rows(
+def _score_rows(
     workspace: Workspace,
     composition: Composition | None,
     rows: Sequence[tuple[str, str]],
     tell: Callable[[Progress], None],
     stopped: threading.Event,
 ) -> tuple[float, int]:
-    """Judge greedy answers, each in its own turn: correct if the text is the answer or ends in the same number."""
+    """Score greedy answers, each in its own turn: correct if the text is the answer or ends in the same number."""
     right = 0
     for number, (prompt, answer) in enumerate(rows):
         tell(Progress(number, len(rows)))
@@ -215,7 +215,7 @@ def _judge_rows(
     return right, len(rows)
 
 
-def _judge_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
+def _score_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
     result = evaluate(
         workspace.live.model, workspace.tokenizer, [task], Settings(limit=limit), on_progress=step
     ).tasks[task]  # fmt: skip
@@ -228,14 +228,14 @@ def _judge_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple
 
 def _explained(error: BaseException) -> BaseException:
     if isinstance(error, MemoryError) or "memory" in str(error).lower():
-        return RunError("Out of memory while judging", "Judge fewer documents at once, or use a smaller model")
+        return RunError("Out of memory while evaluating", "Evaluate fewer documents at once, or use a smaller model")
     return error
 
 
-def table_html(rows: Sequence[Judged]) -> str:
+def table_html(rows: Sequence[Evaluated]) -> str:
     """The results as a table, latest first."""
     if not rows:
-        return '<p class="timing">Nothing has been judged yet.</p>'
+        return '<p class="timing">Nothing has been evaluated yet.</p>'
     body = "".join(
         f'<tr><td><a href="{text(row.address)}">{text(row.composition)}</a></td><td>{text(row.task)}</td>'
         f'<td class="number">{row.right:g} / {row.of}</td><td class="number"><b>{row.share:.1%}</b></td>'
@@ -246,10 +246,10 @@ def table_html(rows: Sequence[Judged]) -> str:
         f'<th scope="col">{name}</th>' for name in ("composition", "task", "correct", "accuracy", "95 % interval")
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="judged scroll" tabindex="0">{table}</div>'
+    return f'<div class="evaluated scroll" tabindex="0">{table}</div>'
 
 
-def as_csv(rows: Sequence[Judged]) -> str:
+def as_csv(rows: Sequence[Evaluated]) -> str:
     """The results as CSV, oldest first."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -265,10 +265,10 @@ def _cell(value: str) -> str:
     return f"'{value}" if value[:1] in ("=", "+", "-", "@") else value
 
 
-def as_rows(kept: object) -> list[Judged]:
+def as_rows(kept: object) -> list[Evaluated]:
     """The rows that a browser stored; anything else is left out."""
     found = []
     for content in kept if isinstance(kept, list) else []:
         with suppress(TypeError, ValueError):
-            found.append(Judged(**content))
+            found.append(Evaluated(**content))
     return found
