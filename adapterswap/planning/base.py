@@ -34,6 +34,7 @@ from adapterswap.model.layers import (
     known_depth,
     layers_ahead,
     of_any_stack,
+    recorded_layers,
     same_depth,
     stack_of,
     stacked_layers_in_config,
@@ -468,6 +469,21 @@ def _merged_into_base(base: str | None) -> list[_Identity] | None:
     return None
 
 
+def _merged_whole(base: str | None, parts: Sequence[Adapter]) -> bool:
+    """Whether adapters are merged into a base with all their layers and their whole ΔW, by the record beside it."""
+    folder = None if base is None else cached_base_folder(base)
+    with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
+        record = read_provenance(folder) if folder else {}
+        shares = [owner.values() for owner in record["tensors"].values() if isinstance(owner, Mapping)]
+        if "kept_rows" in record or any(share != 1 for by_expert in shares for share in by_expert):
+            return False
+        if folder and (kept := recorded_layers(folder)) is not None:
+            return kept == parts[-1].kept_layers
+        rules = record["rules"]
+        return len(rules) == 1 and rules[0].keys() <= {"expert", "blend", "normalize"}
+    return False
+
+
 def with_chains(
     experts: Mapping[str, Expert], chains: Mapping[str, Sequence[str]], problems: Problems, *, recorded: bool
 ) -> tuple[dict[str, Expert], tuple[str, ...]]:
@@ -518,6 +534,13 @@ def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adap
         raise ExpertError(
             f"{name} was not trained on top of {lower}, by the records of what is merged into their bases",
             "Name the adapters of the chain in the order in which they were trained",
+            parameter="chains",
+        )
+    if merged is not None and not _merged_whole(adapter.config.base_reference, before):
+        raise ExpertError(
+            f"{name} was trained on {adapter.config.base_model}, into which only some layers or a share of "
+            f"{lower} are merged, by the record there",
+            f"Merge {name} into that base with `merge`, and compose the full checkpoints",
             parameter="chains",
         )
     if merged is None:

@@ -161,6 +161,31 @@ def test_parts_that_do_not_lie_on_top_of_each_other(chain: dict[str, Path], tmp_
     assert [note for note in plan.notes if note.startswith("Not checked whether dpo was trained on top of sft")]
 
 
+@pytest.mark.parametrize(
+    ("rules", "whole"),
+    [
+        (["sft"], True),
+        (["sft*2"], True),  # divided by the sum of the weights
+        (["attention of sft", "base"], False),
+        (["base: 0-1", "sft"], False),
+        ([{"blend": {"sft": 0.5}, "normalize": False}], False),
+        (["sft + base"], False),
+    ],
+)
+def test_a_base_with_only_a_part_merged_in(
+    chain: dict[str, Path], rules: list[Any], whole: bool, tmp_path: Path
+) -> None:
+    experts = {"sft": str(chain["sft"])}
+    part = adapterswap.compose(adapterswap.Composition(experts=experts, rules=rules)).merge(out_path=tmp_path / "part")
+    experts["dpo"] = str(on_top(tmp_path / "dpo", part))
+    composition = adapterswap.Composition(experts=experts, chains={"math": ("sft", "dpo")}, rules=["math"])
+    if whole:
+        assert adapterswap.compose(composition).notes == ()
+    else:
+        with refused(ExpertError, "chains"):
+            adapterswap.compose(composition)
+
+
 def test_only_lora_lies_on_top(chain: dict[str, Path], tmp_path: Path) -> None:
     experts = {"sft": str(chain["sft"])}
     for name, options in (("dora", {"use_dora": True}), ("saved", {"modules_to_save": ["lm_head"]})):
