@@ -148,7 +148,7 @@ class Problem:
 
     Attributes:
         message: names the value and the rule that it breaks.
-        remedy: what to do.
+        remedy: what to do; empty where the rule already says it.
         parameter: the offending parameter, as Python users type it.
         kind: the class of error that this problem alone would raise.
     """
@@ -162,8 +162,10 @@ class Problem:
         message = self.message
         if len(message) > _LENGTH:
             message = f"{message[: _LENGTH // 2]}…{message[-_LENGTH // 2 :]}"
-        remedy = self.remedy if self.remedy.endswith("?") else f"{self.remedy.rstrip('.')}."
-        return printable(f"{message.rstrip('.')}. {remedy}")
+        parts = [f"{message.rstrip('.')}."]
+        if self.remedy:
+            parts.append(self.remedy if self.remedy.endswith("?") else f"{self.remedy.rstrip('.')}.")
+        return printable(" ".join(parts))
 
 
 class Problems:

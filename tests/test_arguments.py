@@ -142,7 +142,7 @@ def test_an_expert_that_cannot_be_opened_is_named_by_its_parameter(math: Path, t
         ("math+swahili@bottm=2", "bottm", "unknown setting 'bottm'. Did you mean 'bottom'?"),
         ("math+swahili@bottom", "bottom", "bottom has no value"),
         ("math+swahili@bottom=1,bottom=2", "bottom", "bottom is set twice"),
-        ("math+swahili@bottom=-1", "bottom", "greater than or equal to 0"),
+        ("math+swahili@bottom=-1", "bottom", "but must be 0 or more"),
         ("math+swahili@task_weight=-2", "task_weight", "`allow_negative=True`"),
     ],
 )

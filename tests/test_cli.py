@@ -171,12 +171,12 @@ def test_wrong_usage_exits_2(arguments: list[str], message: str, run: Callable[.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-t", "./nowhere", "-l", "base"], "the path ./nowhere does not exist"),
+        (["-t", "./nowhere", "-l", "base"], "Error: The path ./nowhere does not exist"),
         (
             ["-t", "org/nowhere", "-l", "base"],
             "org/nowhere is not a local folder and could not be downloaded",
         ),
-        (["-t", "./a/b/c", "-l", "base"], "the path ./a/b/c does not exist"),
+        (["-t", "./a/b/c", "-l", "base"], "Error: The path ./a/b/c does not exist"),
         (["-t", "x", "-l", "y", "--task-weight", "nan"], "not a finite number"),
     ],
 )

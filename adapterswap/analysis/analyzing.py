@@ -209,7 +209,7 @@ def analyze(
     check_type(threshold, (int, float, type(None)), "threshold", "Pass a number, 0 or more")
     if threshold is not None and not (isfinite(threshold) and threshold >= 0):
         raise ArgumentError(
-            f"`threshold` is {threshold:g}; it must be finite and not negative",
+            f"`threshold` is {threshold:g}, but must be finite and 0 or more",
             "Pass 0 or more",
             parameter="threshold",
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap import __version__
-from adapterswap.cli.printing import with_flags
+from adapterswap.cli.printing import print_errors
 from adapterswap.dependencies import explained
 from adapterswap.errors import (
     AdapterswapError,
@@ -184,9 +184,9 @@ class _Commands(click.Group):
             if (missing := explained(error)) is None:
                 raise
             problems = missing.problems
-        except click.ClickException as error:
-            vars(error)["message"] = printable(error.message)  # it quotes arguments
-            raise
+        except click.UsageError as error:
+            click.echo(f"Error: {printable(error.format_message())}", err=True)
+            sys.exit(WRONG_REQUEST)
         except MemoryError:
             problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)
         except OSError as error:
@@ -195,8 +195,7 @@ class _Commands(click.Group):
             where = f" ({error.filename})" if error.filename else ""
             problems = (Problem(f"{error.strerror or error}{where}", "Check the path and the disk"),)
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
-        for problem in problems:
-            click.echo(f"Error: {with_flags(str(problem), command) if command else problem}", err=True)
+        print_errors(problems, command)
         sys.exit(exit_code)
 
 

@@ -256,7 +256,7 @@ def composition_from_options(
         raise click.UsageError("--chain requires the adapters that it names: pass --expert NAME=PATH.")
     if not tasks or not languages:
         raise click.UsageError("Pass --task-expert and --language-expert, or --expert and --rule, or a recipe.")
-    return validate({**fields, **_name_experts(tasks, languages)}, Composition, where="the options")
+    return validate({**fields, **_name_experts(tasks, languages)}, Composition)
 
 
 def _from_recipe(recipe: str) -> Composition:
@@ -334,9 +334,9 @@ def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str,
     if not experts:
         raise click.UsageError("--rule requires the experts that it names: pass --expert NAME=PATH.")
     if not texts:
-        return validate({**_all_combined(experts, fields), "experts": experts}, Composition, where="the options")
+        return validate({**_all_combined(experts, fields), "experts": experts}, Composition)
     rules = parsed_rules(texts)
-    composition = validate({**fields, "experts": experts, "rules": rules}, Composition, where="the options")
+    composition = validate({**fields, "experts": experts, "rules": rules}, Composition)
     named = set(composition.expert_names)
     if named < experts.keys():  # an unknown name in a rule is reported elsewhere, with the nearest expert
         unused = next(name for name in experts if name not in named)

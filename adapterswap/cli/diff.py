@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.options import EXPERT
-from adapterswap.cli.printing import echo, note, print_json, print_table, rare_collections, working
+from adapterswap.cli.printing import echo, print_errors, print_json, print_table, rare_collections, working
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +52,7 @@ def command(one: str, other: str, by_module: bool, max_distance: float | None, a
         if comparison.saved:
             _print_saved(comparison.saved)
     if max_distance is not None and (farther := _farther(comparison, max_distance)):
-        for line in farther:
-            note(f"Error: {line}")
+        print_errors(f"{line}." for line in farther)
         sys.exit(1)
 
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,21 @@ def with_flags(text: str, command: click.Command) -> str:
         return f"{name} {value}"
 
     return _PARAMETER.sub(flag, text)
+
+
+# Words that begin a message. Messages may begin with a name as well, and a name is printed as it is.
+_OPENING = re.compile(
+    "(the|an?|no|there|its?|this|all|both|neither|none|two|only|every|everything|another|nothing|too|cannot|could|"
+    "unknown|exactly|rule|line|process|zones|tokens|texts|adapters|magnitude|tasks|scaled|at|recipes|rules)(?= )"
+)
+
+
+def print_errors(problems: Iterable[object], command: click.Command | None = None) -> None:
+    """Print a line per problem to stderr, with parameters as the flags of `command`, if it is known."""
+    for problem in problems:
+        text = with_flags(str(problem), command) if command else str(problem)
+        text = text[:1].upper() + text[1:] if _OPENING.match(text) else text
+        click.echo(f"Error: {text}", err=True)
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from adapterswap.cli.options import FOLDER, RecipePath
-from adapterswap.cli.printing import echo, note, note_output, print_json
+from adapterswap.cli.printing import echo, note_output, print_errors, print_json
 
 
 @click.group("recipes", context_settings={"max_content_width": 110})
@@ -131,7 +131,6 @@ def validate(files: tuple[str, ...], as_json: bool) -> None:
     else:
         for recipe in checked:
             echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
-        for problem in problems.as_error().problems if problems else ():
-            note(f"Error: {problem}")
+        print_errors(problems.as_error().problems if problems else ())
     if problems:
         sys.exit(1)

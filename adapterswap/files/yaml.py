@@ -327,7 +327,7 @@ else:
             try:
                 return super().__call__(*args, **fields)
             except ValidationError as error:
-                raise _explained(error, fields, cls, cls.__name__) from None
+                raise _explained(error, fields, cls, cls.__name__, called=True) from None
 
     class _Model(BaseModel, metaclass=_OurErrors):
         """A model that raises `FieldError`s."""
@@ -336,7 +336,7 @@ else:
 class FieldMistake(ValueError):
     """Raised by a validator of several fields, to name the one at fault and what to do about it."""
 
-    def __init__(self, message: str, parameter: str | None = None, *, remedy: str = "Correct it") -> None:
+    def __init__(self, message: str, parameter: str | None = None, *, remedy: str = "") -> None:
         super().__init__(message)
         self.parameter = parameter
         self.remedy = remedy
@@ -365,7 +365,7 @@ class StrictModel(_Model):
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
-            raise _explained(error, obj, cls, cls.__name__) from None
+            raise _explained(error, obj, cls, cls.__name__, called=True) from None
 
 
 class FiniteModel(StrictModel):
@@ -490,10 +490,11 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
     return nested
 
 
-def validate(content: dict[str, Any], model: type[_AnyModel], *, where: str, layers: Sequence[Layer] = ()) -> _AnyModel:
+def validate(content: Any, model: type[_AnyModel], *, where: str = "", layers: Sequence[Layer] = ()) -> _AnyModel:
     """`content` as a `model`, or a `FieldError` that lists every mistake.
 
-    `where` names the source of a mistake, unless one of `layers` made it: then that file is named.
+    `where` names the text or the file with the mistake, unless one of `layers` made it: then that file is named.
+    Without it, `content` is arguments, so messages name parameters, which the command line prints as flags.
     """
     try:
         return model.__pydantic_validator__.validate_python(content)  # type: ignore[no-any-return]
@@ -502,15 +503,25 @@ def validate(content: dict[str, Any], model: type[_AnyModel], *, where: str, lay
 
 
 def _explained(
-    error: ValidationError, content: Any, model: type[BaseModel], where: str, layers: Sequence[Layer] = ()
+    error: ValidationError,
+    content: Any,
+    model: type[BaseModel],
+    where: str,
+    layers: Sequence[Layer] = (),
+    *,
+    called: bool = False,
 ) -> AdapterswapError:
+    """The error; `called` if Python made the model, so that messages name parameters and not keys."""
     problems = Problems(FieldError)
     for details in error.errors(include_url=False):
         file_location = _as_written(details["loc"], content)
         # A missing key is a mistake of the file that wrote the mapping around it.
         source = writer(layers, file_location[:-1] if details["type"] == "missing" else file_location)
-        problem = _explain(details, file_location, model, str(source or where))
-        problems.add(problem.message, problem.remedy, parameter=problem.parameter)
+        problem = _explain(details, file_location, model)
+        place, message = str(source or where), problem.message
+        if place:
+            message = f"{place}: {message if called else _PARAMETER.sub(_as_key, message)}"
+        problems.add(message, problem.remedy, parameter=problem.parameter)
     return problems.as_error(FieldError)
 
 
@@ -532,26 +543,57 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
     return tuple(steps)
 
 
-def _explain(details: Any, file_location: Location, model: type[BaseModel], where: str) -> Problem:
+_PARAMETER = re.compile(r"`(?P<name>[a-z][\w.]*)(=(?P<value>[^`]*))?`")
+
+
+def _as_key(match: re.Match[str]) -> str:
+    """A parameter in a message about a file: `method=ties` is written method: ties there; `x=True` is advice."""
+    if match["value"] is None:
+        return match["name"]
+    return match[0] if match["value"] == "True" else f"{match['name']}: {match['value']}"
+
+
+# The rules behind pydantic's kinds of mistakes; the braces are replaced by the limits that it names.
+_RULES = {
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "less than {lt:g}",
+    "literal_error": "{expected}",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type"), "a mapping"),
+}
+
+
+def _explain(details: Any, file_location: Location, model: type[BaseModel]) -> Problem:
     """Turn one pydantic error into a problem that names the key, its value and what is allowed."""
     location, kind = details["loc"], details["type"]
     path = ".".join(str(part) for part in file_location)
-    parameter, key = path or None, path or "the recipe"
+    parameter, key = path or None, f"`{path}`" if path else "the recipe"
     if kind == "extra_forbidden":
         known_keys = details.get("ctx", {}).get("known") or sorted(_known_keys(model, location))
         listed = f"Known keys: {', '.join(known_keys)}" if known_keys else "Remove it"
         remedy = did_you_mean(str(location[-1]), known_keys, listed)
-        return Problem(f"{where}: {key} is not a known key", remedy, parameter)
+        return Problem(f"{key} is not a known key", remedy, parameter)
     if kind == "missing":
-        return Problem(f"{where}: {key} is missing", f"Add `{location[-1]}:`", parameter)
-    message, remedy = details["msg"].removeprefix("Value error, "), "Correct it"
+        return Problem(f"{key} is missing", f"Add `{location[-1]}:`", parameter)
+    message, remedy = details["msg"].removeprefix("Value error, "), ""
     if kind == "value_error" and isinstance(mistake := details["ctx"]["error"], FieldMistake):
         parameter = ".".join(filter(None, (path, mistake.parameter))) or None
         remedy = mistake.remedy
     if kind == "value_error" and not location:  # a rule about several keys names them itself
-        return Problem(f"{where}: {message}", remedy, parameter)
-    message = f"{message[:1].lower()}{message[1:]}"
-    return Problem(f"{where}: {key} is {shown(details['input'])}: {message}", remedy, parameter)
+        return Problem(message, remedy, parameter)
+    if kind == "foreign_parameter":
+        return Problem(f"{key} {message}", remedy, parameter)
+    value = f"{number:g}" if isinstance(number := details["input"], float) else shown(number)
+    if kind in _RULES:
+        return Problem(f"{key} is {value}, but must be {_RULES[kind].format(**details.get('ctx', {}))}", "", parameter)
+    return Problem(f"{key} is {value}: {message[:1].lower()}{message[1:]}", remedy, parameter)
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:

@@ -118,7 +118,7 @@ class _DellaBase(_Sparse):
         density, epsilon = values["density"], values["epsilon"]
         if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
             raise ValueError(
-                f"density is {density:g} and epsilon {epsilon:g}, but density - epsilon and density + epsilon must be "
+                f"`density` is {density:g} and `epsilon` {epsilon:g}, but their difference and their sum must be "
                 "between 0 and 1"
             )
 

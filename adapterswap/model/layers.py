@@ -327,7 +327,7 @@ def check_depth_of(
     """Raise `CompositionError` if a base has another number of layers than was requested, and both are known."""
     if actual is not None and requested is not None and actual != requested:
         raise CompositionError(
-            f"num_layers is {format_depth(requested)}, but {base} has {format_depth(actual)} layers",
+            f"`num_layers` is {format_depth(requested)}, but {base} has {format_depth(actual)} layers",
             remedy,
             parameter=parameter,
         )

@@ -193,7 +193,7 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
         snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the Hub's client, its transports and its storage raise different errors
         raise NotFoundError(
-            f"The {role} {hub_id} is not a local folder and could not be downloaded from the Hub: {reason_of(error)}",
+            f"The {role} {hub_id} is not a local folder and could not be downloaded from the Hub: {hub_reason(error)}",
             hub_remedy("Check the path or id; for a private repository log in with `hf auth login`"),
             parameter=parameter,
         ) from None
@@ -327,9 +327,18 @@ def public_name(base: str | None) -> str | None:
     return printable(Path(base).name)
 
 
-def hub_remedy(
-    online: str, *, offline: str = "This process is offline: unset HF_HUB_OFFLINE, or pass a local path"
-) -> str:
+def hub_reason(error: Exception) -> str:
+    """Why a download failed, in our words for the two usual causes: the Hub's client explains them at length."""
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    is_missing = isinstance(error, RepositoryNotFoundError)
+    return "there is no such repository, or it is private" if is_missing else reason_of(error)
+
+
+def hub_remedy(online: str, *, offline: str = "Check the path, or unset HF_HUB_OFFLINE to download it") -> str:
     """The remedy for a failed request to the Hub: `offline` if this process is in offline mode, else `online`."""
     from huggingface_hub import is_offline_mode
 

@@ -228,7 +228,7 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
         if outside:
             base = f"the base's {rule.stack}" if rule.stack else "the base"
             problems.add(
-                f"the rule `{rule}` names layer {outside[0]}, but {base} has {count} (0-{count - 1})",
+                f"the rule `{rule}` names layer {outside[0]}, but {base} has {count} layers (0-{count - 1})",
                 "Correct the rule's layers, or `num_layers`",
                 parameter="allocation",
                 kind=CompositionError,

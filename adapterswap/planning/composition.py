@@ -116,6 +116,10 @@ _SIDED = {
 _WEIGHTS = {"the task": "task_weight", "the language": "language_weight", "scale": "scale"}
 
 
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
 def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
     """A count of layers for a model of `reference` layers, in proportion for `num_layers`, rounded half up."""
     return math.floor(count * num_layers / reference + 0.5)
@@ -250,9 +254,7 @@ class Composition(MethodFields):
         if self.allocation is not None:
             extra = sorted(set_fields & _SIDED)
             if extra:
-                raise FieldMistake(
-                    f"`allocation` decides every module, so {', '.join(extra)} cannot be set with it", extra[0]
-                )
+                raise FieldMistake(f"rules decide every module, so {_listed(extra)} cannot be set with them", extra[0])
             if self.method != "layer_swap":
                 raise FieldMistake(
                     f"`allocation` cannot be used with method {self.method}: set the method in its rules", "method"
@@ -263,27 +265,27 @@ class Composition(MethodFields):
             extra = sorted(set_fields & set(ZONES))
             if extra:
                 chosen = f"partition {self.partition}" if self.partition else self.method
-                raise FieldMistake(f"{', '.join(extra)} can only be set for a layer swap, not for {chosen}", extra[0])
+                listed = _listed(extra)
+                verb = "applies" if len(extra) == 1 else "apply"
+                raise FieldMistake(f"{listed} only {verb} to a layer swap, not to {chosen}", extra[0])
         if self.partition and self.method != "layer_swap":
-            raise FieldMistake(
-                f"a partition can only be set for a layer swap, but the method is {self.method}", "partition"
-            )
+            raise FieldMistake(f"`partition` only applies to a layer swap, not to {self.method}", "partition")
         if self.method != "layer_swap" and "norms" in set_fields:
             raise FieldMistake(
-                f"norms can only be set for a layer swap: {self.method} treats all tensors in the same way", "norms"
+                f"`norms` only applies to a layer swap: {self.method} treats all tensors in the same way", "norms"
             )
         if self.method != "layer_swap" and "outside" in set_fields:
             raise FieldMistake(
-                f"outside can only be set for a layer swap: {self.method} treats all modules in the same way", "outside"
+                f"`outside` only applies to a layer swap: {self.method} treats all modules in the same way", "outside"
             )
         if self.method != "layer_swap" and "stack" in set_fields:
             raise FieldMistake(
-                f"stack can only be set for a layer swap: {self.method} treats all layers in the same way", "stack"
+                f"`stack` only applies to a layer swap: {self.method} treats all layers in the same way", "stack"
             )
         for parameter in own_parameters(self.method):
             if parameter.name not in self.parameters:
                 meaning = f"{parameter.description}, {parameter.allowed}"
-                raise FieldMistake(f"{self.method} needs a value for {parameter.name} ({meaning})", parameter.name)
+                raise FieldMistake(f"`method={self.method}` needs `{parameter.name}` ({meaning})", parameter.name)
         if self.weights == "magnitude" and self.method not in ("layer_swap", "soup"):
             raise FieldMistake(
                 f"magnitude weights work with averages (layer_swap, soup), not with {self.method}", "weights"
@@ -353,7 +355,7 @@ class Composition(MethodFields):
             )
         if self.language_weight != 1:
             raise FieldMistake(
-                "adamergex multiplies the languages' difference by `scale`, so language_weight must be 1",
+                "adamergex multiplies the languages' difference by `scale`, so `language_weight` must be 1",
                 "language_weight",
             )
 
@@ -363,7 +365,7 @@ class Composition(MethodFields):
         check_weights(weights, normalize=method.normalizes and not method.has(SCALE), fields=_WEIGHTS)
         scale = self.parameters.get(SCALE.name, 1.0)
         if scale == 0:
-            raise FieldMistake("scale must not be 0", "scale")
+            raise FieldMistake("`scale` must not be 0", "scale")
         if self.allow_negative:
             return
         for rule in self.allocation or ():
@@ -416,8 +418,9 @@ class Composition(MethodFields):
         zones = (bottom, top, self.bottom_transition, self.top_transition)
         if sum(zones) > count:
             terms = " + ".join(f"{name} {size}" for name, size in zip(ZONES, zones, strict=True) if size)
+            taken = f"{terms} = {sum(zones)}" if " + " in terms else terms.replace(" ", " has ")
             raise CompositionError(
-                f"the zones overlap: {terms} = {sum(zones)} layers, but {model} has {count}",
+                f"the zones overlap: {taken} layers, but {model} has {count}",
                 "Make the zones smaller",
                 parameter=next((name for name in ZONES if getattr(self, name)), None),
             )

@@ -163,6 +163,7 @@ def _plan_of_modules(
     problems.raise_if_any()
     rules = composition.rules(depth.num_layers)
     check_rules(rules, depth.num_layers, problems)
+    problems.raise_if_any()  # or what follows from these mistakes would be reported too
     whole = {name: part for adapter in adapters.values() for name, part in adapter.saved.items()}
     others = {
         name: part
@@ -223,6 +224,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     check_depth(adapters, num_layers, problems, names_layers=composition.names_layers)
     rules = composition.rules(num_layers, full=True)
     check_rules(rules, num_layers, problems)
+    problems.raise_if_any()
     stored, located, tied = locate_all(adapters, skeleton, problems, where=skeleton_name, resized=True)
     problems.raise_if_any()
     changes: dict[str, Mapping[str, Change]] = {

@@ -130,7 +130,7 @@ class MethodFields(StrictModel):
         if value == other.default:
             return None
         belongs = ", ".join(having(other.name, in_rules=cls.in_rules))
-        return PydanticCustomError("foreign_parameter", f"it belongs to {belongs}, not to {' or '.join(methods)}")
+        return PydanticCustomError("foreign_parameter", f"only applies to {belongs}, not to {' or '.join(methods)}")
 
     @model_serializer(mode="wrap")
     def _spread(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from adapterswap.errors import FieldError, check_type, did_you_mean
-from adapterswap.files.yaml import FieldMistake
+from adapterswap.errors import check_type, did_you_mean
+from adapterswap.files.yaml import FieldMistake, validate
 from adapterswap.methods.method import LARGEST, SEED, MethodSettings, NonlinearMethod, SpanMethod
 from adapterswap.methods.registry import check_name, find_method, names_of
 from adapterswap.methods.spectral import CoreMethod
@@ -407,10 +407,7 @@ class Rule(MethodFields):
             FieldError: `text` does not have this form (the message says at which character), or is not a valid rule.
         """
         check_type(text, str, "text", "Pass a rule such as 'swahili: 0-4,30-31'")
-        try:
-            return cls.model_validate(text)
-        except FieldError as error:
-            raise error.within(f"the rule {text!r}") from None
+        return validate(text, cls, where=f"the rule {text!r}")
 
     @property
     def text(self) -> str:

@@ -65,7 +65,7 @@ class CutForm:
             )
         if self.max_error is not None and not 0 < self.max_error < 1:
             problems.add(
-                f"`max_error` is {self.max_error}, but must be between 0 and 1",
+                f"`max_error` is {self.max_error:g}, but must be between 0 and 1",
                 "Pass `max_error=0.1`",
                 parameter="max_error",
             )

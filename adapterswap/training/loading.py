@@ -17,7 +17,7 @@ from adapterswap.errors import DataError, NotFoundError, Problems, reason_of
 from adapterswap.files.folders import scratch_folder
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand
-from adapterswap.model.sources import hub_remedy
+from adapterswap.model.sources import hub_reason, hub_remedy
 from adapterswap.training.recipe import DatasetSource, Template
 
 _BUFFER = 10_000  # rows
@@ -194,7 +194,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise NotFoundError(
             f"the dataset {source.path} is not a local file and could not be downloaded from the Hub: "
-            f"{reason_of(error)}",
+            f"{hub_reason(error)}",
             hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
             parameter="datasets",
         ) from None

@@ -198,18 +198,16 @@ class Form:
         check_type(self.max_error, (Real, type(None)), "max_error", "Pass a number such as 0.1")
         problems = Problems(ArgumentError)
         if self.layout not in ("exact", "portable"):
-            problems.add(f"layout is {self.layout!r}", "Choose exact or portable", parameter="layout")
+            problems.add(f"`layout` is {self.layout!r}", "Choose exact or portable", parameter="layout")
         if self.names not in (None, *NAMES):
-            problems.add(f"names is {self.names!r}", f"Choose {', '.join(NAMES)}", parameter="names")
+            problems.add(f"`names` is {self.names!r}", f"Choose {', '.join(NAMES)}", parameter="names")
         if self.dtype not in (None, *FLOATS):
-            problems.add(f"dtype is {self.dtype!r}", f"Choose from {', '.join(FLOATS)}", parameter="dtype")
+            problems.add(f"`dtype` is {self.dtype!r}", f"Choose from {', '.join(FLOATS)}", parameter="dtype")
         if self.max_rank is not None and self.max_rank < 1:
-            problems.add(
-                f"max_rank is {self.max_rank}; it must be 1 or more", "Pass a larger number", parameter="max_rank"
-            )
+            problems.add(f"`max_rank` is {self.max_rank}, but must be 1 or more", "", parameter="max_rank")
         if self.max_error is not None and not 0 < self.max_error < 1:
             problems.add(
-                f"max_error is {self.max_error}; it must be between 0 and 1",
+                f"`max_error` is {self.max_error:g}, but must be between 0 and 1",
                 "Pass a number such as 0.1",
                 parameter="max_error",
             )

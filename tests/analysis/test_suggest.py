@@ -232,4 +232,4 @@ def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: P
     assert not (tmp_path / "absent.yaml").exists()
     astray = run("suggest", *experts, "--dry-run", "-o", tmp_path / "absent" / "recipe.yaml")
     assert astray.exit_code == 3
-    assert f"the folder {tmp_path / 'absent'} does not exist" in astray.stderr
+    assert f"folder {tmp_path / 'absent'} does not exist" in astray.stderr

@@ -26,7 +26,7 @@ ALL = frozenset(range(LAYERS))
 LENGTH = 4
 # Refusals that do not concern slices: nothing would be written, or a rule or an expert has no effect.
 OTHERS = (
-    "matches no module", "no rule names", "contributes no module", "adapts none", "every module stays",
+    "matches no module", "No rule names", "contributes no module", "adapts none", "every module stays",
     "the same selected weights", "Every rule gives",
 )  # fmt: skip
 

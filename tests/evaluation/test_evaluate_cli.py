@@ -236,13 +236,13 @@ def test_mistakes(
     assert "does not exist" in error(evaluate_("--adapter", tmp_path / "absent"))
     assert "has no adapter_model.safetensors" in error(evaluate_("--adapter", byte_base))
     assert "neither a whole number of documents" in error(evaluate_("--limit", "0"))
-    assert "the device 'qpu' cannot be used" in error(evaluate_("--device", "qpu"))
+    assert "The device 'qpu' cannot be used" in error(evaluate_("--device", "qpu"))
     assert "does not exist" in error(evaluate_("-t", math, "-l", tmp_path / "absent"))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "results.json").write_text("{}")
     assert "already exists" in error(evaluate_("-o", tmp_path / "taken"))
     assert "overlaps the input" in error(evaluate_("--adapter", math, "-o", math / "scores"))
-    assert "the path" in error(run("evaluate", "--base-model", tmp_path / "absent", "--tasks", "mgsm_direct_sw"))
+    assert "The path" in error(run("evaluate", "--base-model", tmp_path / "absent", "--tasks", "mgsm_direct_sw"))
     for usage in (("--adapter", math, "-t", math, "-l", math), ("-t", math), ("--bottom", 3), ("--bottom", 0)):
         assert evaluate_(*usage).exit_code == 2
     assert run("evaluate", "--base-model", byte_base).exit_code == 2

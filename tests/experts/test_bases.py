@@ -75,7 +75,7 @@ def test_a_depth_other_than_the_bases_is_refused(
 def test_a_depth_other_than_the_bases_is_refused_in_python(
     math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with refused(CompositionError, "num_layers", match="num_layers is 32"):
+    with refused(CompositionError, "num_layers", match="`num_layers` is 32"):
         adapterswap.layer_swap(math, swahili, num_layers=32, bottom=5, top=2)
     with refused(CompositionError, "num_layers"):
         adapterswap.soup(math, swahili, num_layers=32, base_model=str(base("llama")))
@@ -229,7 +229,7 @@ def test_evaluate_compares_the_depth_with_the_base_that_it_loads(
     plan = adapterswap.layer_swap(math, swahili)
     assert isinstance(plan, adapterswap.Plan)
     with (
-        pytest.raises(AdapterswapError, match="num_layers is 7"),
+        pytest.raises(AdapterswapError, match="`num_layers` is 7"),
         load_subject(opened, plan=dataclasses.replace(plan, num_layers=7), device="cpu"),
     ):
         pass

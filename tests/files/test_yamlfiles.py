@@ -95,8 +95,8 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     text = "nmae: x\nsteps: 0\nparts: [{path: 1, wieght: 2}, {}]\nlamda: 2"
     assert error_of(recipe(tmp_path, text)).splitlines() == [
         "R: name is missing. Add `name:`.",
-        "R: steps is 0: input should be greater than or equal to 1. Correct it.",
-        "R: parts.0.path is 1: input should be a valid string. Correct it.",
+        "R: steps is 0, but must be 1 or more.",
+        "R: parts.0.path is 1, but must be text.",
         "R: parts.0.wieght is not a known key. Did you mean 'weight'?",
         "R: parts.1.path is missing. Add `path:`.",
         "R: nmae is not a known key. Did you mean 'name'?",

@@ -108,7 +108,7 @@ def test_another_architecture(run: Run, pair: tuple[Path, Path], model: Callable
 def test_a_vocabulary_of_another_size_without_tokenizers(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     change(pair[1], "model.embed_tokens.weight", torch.zeros(100, 32), **{"lm_head.weight": torch.zeros(100, 32)})
     stderr = stderr_of(run, pair, tmp_path)
-    assert "the rows of model.embed_tokens.weight are those of different tokens" in stderr
+    assert "rows of model.embed_tokens.weight are those of different tokens" in stderr
     assert "100 rows in own" in stderr
     assert "--base-model" in stderr
 
@@ -167,8 +167,8 @@ def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: P
     ("options", "message"),
     [
         (["--max-shard-size", "much"], "'much' is not a size"),
-        (["--device", "nonsense"], "the device 'nonsense' cannot be used"),
-        (["--num-layers", 4], "num_layers is 4"),
+        (["--device", "nonsense"], "The device 'nonsense' cannot be used"),
+        (["--num-layers", 4], "--num-layers is 4"),
         (["--row-threshold", 0.1], "row_threshold applies to rows of adapters"),
         (["--method", "ties", "--density", 0.5], "--base-model"),
         (["--weights", "magnitude"], "--base-model"),
@@ -218,7 +218,7 @@ def test_an_adapter_of_another_base(
 ) -> None:
     result = run("merge", expert(seed=1), "--base-model", model("gpt2"), "-o", tmp_path / "out")
     assert result.exit_code == 3
-    assert "the base stores no such weight" in result.stderr
+    assert "base stores no such weight" in result.stderr
     assert not (tmp_path / "out").exists()
     with refused(BaseModelError, "base_model"):
         adapterswap.merge(expert(seed=1), model("gpt2"), out_path=tmp_path / "out")
@@ -244,7 +244,7 @@ def test_only_adapters_are_written_as_adapters_or_run_live(
 
 def test_norms_belong_to_zones() -> None:
     rules = (adapterswap.Rule(expert="math"),)
-    with refused(FieldError, "norms", match="norms cannot be set with it"):
+    with refused(FieldError, "norms", match="`norms` cannot be set with them"):
         adapterswap.Composition(allocation=rules, norms="layer")
     with refused(FieldError, "norms", match="norms can only be set for a layer swap"):
         adapterswap.Composition(method="soup", norms="layer")

@@ -131,13 +131,13 @@ def test_a_parameter_is_read_and_written_with_its_method() -> None:
 @pytest.mark.parametrize(
     ("content", "key"),
     [
-        ({"density": 2}, "density is 2"),
-        ({"density": "much"}, "density is 'much'"),
-        ({"density": 0.5, "scale": float("nan")}, "scale is nan"),
-        ({"density": 0.5, "scale": 1e10}, "scale is"),
-        ({"densty": 0.5}, "densty is not a known key"),
-        ({"density": 0.5, "lambda": 2}, "lambda is not a known key"),
-        ({"method": "soup", "density": 0.5}, "density is 0.5"),
+        ({"density": 2}, "density` is 2, but must be at most 1"),
+        ({"density": "much"}, "density` is 'much', but must be a number"),
+        ({"density": 0.5, "scale": float("nan")}, "scale` is nan, but must be a finite number"),
+        ({"density": 0.5, "scale": 1e10}, "scale` is 1e+10, but must be at most 1e+09"),
+        ({"densty": 0.5}, "densty` is not a known key"),
+        ({"density": 0.5, "lambda": 2}, "lambda` is not a known key"),
+        ({"method": "soup", "density": 0.5}, "density` only applies to ties"),
         ({}, "density"),
     ],
 )

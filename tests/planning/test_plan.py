@@ -92,16 +92,21 @@ def test_rules_name_existing_experts(math: Path) -> None:
 
 
 def test_all_mistakes_are_reported_together(math: Path, swahili: Path) -> None:
-    composition = allocation(
-        {"layers": 7, "expert": "math"}, {"modules": "w1", "expert": "swahili"}, {"layers": "0-2", "expert": "math"}
-    )
+    composition = allocation({"modules": "w1", "expert": "swahili"}, {"layers": "0-2", "expert": "math"})
     with refused(CompositionError, "allocation") as caught:
         adapterswap.compose(composition, {"math": math, "swahili": swahili})
     message = str(caught.value)
-    assert "names layer 7" in message
     assert "modules w1" in message
     assert "no rule covers" in message
     assert "'swahili' contributes no module" in message
+
+
+def test_a_rule_beyond_the_layers_is_one_mistake(math: Path, swahili: Path) -> None:
+    """It would also leave nothing for the rules after it and nothing for its expert."""
+    composition = allocation({"layers": "0-9", "expert": "swahili"}, {"expert": "math"})
+    with refused(CompositionError, "allocation", match=r"names layer 6, but the base has 6 layers \(0-5\)") as caught:
+        adapterswap.compose(composition, {"math": math, "swahili": swahili})
+    assert len(caught.value.problems) == 1
 
 
 def test_experts_of_two_bases_are_refused(math: Path, swahili: Path, tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_unknown_and_unused_experts(math: Path, swahili: Path) -> None:
         (["--expert", "math={math}", "--expert", "math={math}", "--rule", "math"], 2, "twice"),
         (["--expert", "math={math}", "--rule", "math", "-t", "{math}", "-l", "{math}"], 2, "not both"),
         (["--expert", "math={math}", "--rule", "mathh: 0-2", "--rule", "math"], 2, "Did you mean 'math'"),
-        (["--expert", "math={math}", "--expert", "x={math}", "--rule", "math"], 2, "no rule names the expert 'x'"),
+        (["--expert", "math={math}", "--expert", "x={math}", "--rule", "math"], 2, "No rule names the expert 'x'"),
         (["--expert", "base={math}", "--rule", "math"], 2, "reserved"),
         (["--expert", "math={math}", "--rule", "math: x", "--rule", "math *"], 2, "at character 7"),
         (["--expert", "math={math}", "--rule", "math: 9"], 2, "9"),

@@ -217,7 +217,7 @@ def test_validate_reports_every_mistake_in_every_file(run: Run, tmp_path: Path) 
     errors = result.stderr.replace(f"{tmp_path}/", "").splitlines()
     assert [error.removeprefix("Error: ").split(". ")[0] for error in errors[:4]] == [
         "bad.yaml: base_model is missing",
-        "bad.yaml: training.seed is -1: input should be greater than or equal to 0",
+        "bad.yaml: training.seed is -1, but must be 0 or more.",
         "bad.yaml: training.epoch is not a known key",
         "both.yaml must have exactly one of these keys, "
         "but has several: `datasets` (train), `experts` (compose), `task_experts` (sweep)",

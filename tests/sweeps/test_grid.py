@@ -250,7 +250,7 @@ def test_a_tasks_language_is_in_its_name(task: str, language: str | None) -> Non
 BAD = {
     "unknown keys": ({"botom": 1}, "botom"),
     "an unknown field of a family": ({"compositions": [{"botom": 3}]}, "Did you mean 'bottom'"),
-    "a value out of range": ({"compositions": [{"bottom": [1, -1]}]}, "greater than or equal to 0"),
+    "a value out of range": ({"compositions": [{"bottom": [1, -1]}]}, "but must be 0 or more"),
     "an empty grid": ({"compositions": [{"bottom": []}]}, "at least one value"),
     "two bounds": ({"compositions": [{"max_rank": 4, "max_error": 0.1}]}, "set only one of them"),
     "an expert with a dot": ({"task_experts": {"m.1": "a"}}, "'m.1' cannot name an expert"),
@@ -286,7 +286,7 @@ def test_mistakes_of_the_grid_are_reported_together() -> None:
     with pytest.raises(FieldError) as error:
         grid_of(compositions=families)
     assert "max_rank" in {problem.parameter for problem in error.value.problems}
-    for part in ("it belongs to ties", "can only be set for a layer swap", "negative"):
+    for part in ("density only applies to ties", "bottom only applies to a layer swap", "negative"):
         assert part in str(error.value)
     assert grid_of(compositions=[{"task_weight": [1, -2], "allow_negative": True}]).cells
 

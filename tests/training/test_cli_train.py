@@ -76,7 +76,7 @@ def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
         ("adapter.rank=4", "adapter.rank is not a known key"),
         ("training.schedule=wsd", "training.schedule is 'wsd'"),
         ("datasets.0.prompt='{q}'", "names the column 'q', which does not exist"),
-        ("base_model=nowhere", "the path nowhere does not exist"),
+        ("base_model=nowhere", "The path nowhere does not exist"),
         ("nonsense", "is not key=value"),
     ],
 )
