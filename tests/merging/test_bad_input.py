@@ -246,7 +246,7 @@ def test_norms_belong_to_zones() -> None:
     rules = (adapterswap.Rule(expert="math"),)
     with refused(FieldError, "norms", match="`norms` cannot be set with them"):
         adapterswap.Composition(allocation=rules, norms="layer")
-    with refused(FieldError, "norms", match="norms can only be set for a layer swap"):
+    with refused(FieldError, "norms", match="`norms` only applies to a layer swap"):
         adapterswap.Composition(method="soup", norms="layer")
 
 
