@@ -155,7 +155,10 @@ def test_a_recipe_equals_the_options(run: Callable[..., Result], math: Path, swa
         (["compose", "-o", "x"], "Pass --task-expert and --language-expert"),
         (["compose", "-t", "a", "-l", "b"], "Missing option '-o'"),
         (["compose", "r.yaml", "-t", "a", "-o", "x"], "pass either a recipe or these options"),
-        (["compose", "-t", "a", "-l", "b", "-o", "x", "--bottom", "many"], "'many' is not a valid integer"),
+        (
+            ["compose", "-t", "a", "-l", "b", "-o", "x", "--bottom", "many"],
+            "--bottom is many, but must be a whole",
+        ),
         (["swap"], "No such command 'swap'. Did you mean 'sweep'?"),
         (["compse"], "No such command 'compse'. Did you mean 'compose'?"),
         (["recipes", "validat"], "Did you mean 'validate'?"),

@@ -274,7 +274,9 @@ def test_plan_makers_equal_the_command(
     """The same bytes as `adapterswap compose` with the options of the same names."""
     plan = make(math, swahili, task_weight=0.5, **options)
     plan.write(tmp_path / "python", max_rank=8)
-    flags = [text for name, value in options.items() for text in (f"--{name}", value)]
+    flags = [
+        text for name, value in options.items() for text in ("--method-seed" if name == "seed" else f"--{name}", value)
+    ]
     flags += [] if "method" in options else ["--method", {"dare": "dare_linear"}.get(make.__name__, make.__name__)]
     sides = ["-t", math, "-l", swahili, "--task-weight", 0.5]
     result = run("compose", *sides, *flags, "--max-rank", 8, "-o", tmp_path / "command")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from adapterswap.cli.options import EXPERT, FOLDER, PATH
+from adapterswap.cli.options import Expert, Json, Output, Place
 from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,43 +19,32 @@ if TYPE_CHECKING:
 _COLUMNS = 6  # of a table, so that it fits 80 characters
 
 
-@click.command("analyze")
-@click.argument("experts", type=EXPERT, nargs=-1, metavar="[NAME=]EXPERT…")
-@click.option(
-    "--base-model",
-    type=EXPERT,
-    metavar="PATH|ID",
-    help="The base model. Required for full checkpoints; adds relative norms.",
-)
-@click.option(
-    "--threshold", type=float, metavar="X", help="Threshold of a row's mean absolute ΔW.  [default: the median row]"
-)
-@click.option(
-    "--from-csv", type=PATH, metavar="FILE", help="Plot a table of shares instead: expert, layer, module, share."
-)
-@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write PDF, SVG, PNG, CSV and JSON to.")
-@click.option(
-    "--column-width", default="6.75in", show_default=True, metavar="W", help="Width of the pictures: in, cm, mm or pt."
-)
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Check everything, print what would be measured, read no tensor.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
+@declare("analyze")
 def command(
-    experts: tuple[str, ...],
-    base_model: str | None,
-    threshold: float | None,
-    from_csv: str | None,
-    out_path: str | None,
-    column_width: str,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
+    experts: Annotated[tuple[Expert, ...], "[NAME=]EXPERT…"] = (),
+    *,
+    base_model: Expert | None = None,
+    threshold: float | None = None,
+    from_csv: Place | None = None,
+    out_path: Output | None = None,
+    column_width: Annotated[str, "W"] = "6.75in",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Show where experts changed their base, layer by layer.
 
     For every matrix: the share of rows whose mean absolute change is above a threshold (the same for all experts), and
     the norm of ΔW. For every pair of experts: cosine, overlap of subspaces, and conflicting signs. EXPERT is an adapter
     or a full checkpoint.
+
+    Args:
+        base_model: The base model. Required for full checkpoints; adds relative norms.
+        threshold: Threshold of a row's mean absolute ΔW.  [default: the median row]
+        from_csv: Plot a table of shares instead: expert, layer, module, share.
+        out_path: Folder to write PDF, SVG, PNG, CSV and JSON to.
+        column_width: Width of the pictures: in, cm, mm or pt.
+        dry_run: Check everything, print what would be measured, read no tensor.
     """
     from adapterswap.analysis.analyzing import ANALYSIS, analyze, count_matrices, inputs_of, open_experts, read_analysis
     from adapterswap.files.folders import check_target
@@ -63,7 +53,7 @@ def command(
     if bool(experts) == (from_csv is not None):
         raise click.UsageError("Pass either experts or --from-csv.")
     if threshold is not None and not 0 <= threshold < float("inf"):
-        raise click.UsageError(f"--threshold {threshold:g} is not a valid threshold: use 0 or more.")
+        raise click.UsageError(f"--threshold is {threshold:g}, but must be 0 or more.")
     if from_csv is not None:
         analysis = read_analysis(from_csv)
         if out_path is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from adapterswap.cli.composition_options import any_plan_from_options, composition_options, recipe_dtype
-from adapterswap.cli.options import EXPERT, FOLDER, Push, RecipePath, push_options
+from adapterswap.cli.composition_options import Requested, any_plan_from_options, recipe_dtype
+from adapterswap.cli.options import Count, Expert, Json, Output, Pushed, RecipePath, Share
 from adapterswap.cli.printing import (
     echo,
     human_bytes,
@@ -18,50 +18,34 @@ from adapterswap.cli.printing import (
     rare_collections,
     working,
 )
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from adapterswap.model.layers import Stack
     from adapterswap.planning.plan import Plan
     from adapterswap.writing.adapter import Prepared
-    from adapterswap.writing.outputs import Form, Layout, Names
+    from adapterswap.writing.outputs import Form, Layout
 
 
-_LAYOUT = "exact keeps every number; portable has one rank and scale 1, for any engine."
-_NAMES = "Module names to write: an expert's, or those of a transformers version.  [default: the first expert's]"
 _TELLING_ERROR = 0.1  # warn if truncation loses more of ΔW than this
 
 
-@click.command("compose")
-@click.argument("recipe", type=RecipePath("compose"), required=False)
-@composition_options
-@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
-@click.option(
-    "--base-model",
-    type=EXPERT,
-    metavar="PATH|ID",
-    help="The experts' base model, if they name none or different ones.",
-)
-@click.option("--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True, help=_LAYOUT)
-@click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
-@click.option("--max-error", type=float, metavar="E", help="Truncate blends up to this relative error of ΔW.")
-@click.option("--names", type=click.Choice(["task", "language", "transformers4", "transformers5"]), help=_NAMES)
-@push_options
-@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("compose")
 @rare_collections()
 def command(
-    recipe: str | None,
-    out_path: str,
-    base_model: str | None,
-    layout: Literal["exact", "portable"],
-    max_rank: int | None,
-    max_error: float | None,
-    names: Names | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
+    recipe: Annotated[str, RecipePath("compose")] | None = None,
+    *,
+    request: Requested,
+    base_model: Expert | None = None,
+    out_path: Output,
+    layout: Literal["exact", "portable"] = "exact",
+    names: Literal["task", "language", "transformers4", "transformers5"] | None = None,
+    max_rank: Annotated[Count, "R"] | None = None,
+    max_error: Share | None = None,
+    push: Pushed,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Compose adapters by layer into a new adapter.
 
@@ -69,15 +53,19 @@ def command(
     zones are exact weighted averages. Experts are PEFT LoRA folders or Hub ids (org/name@revision). You can put all of
     it in a RECIPE (YAML) instead: `adapterswap compose RECIPE.yaml --out-path O`. If an expert is a full checkpoint,
     full weights are written, as by `adapterswap merge`.
+
+    Args:
+        base_model: The experts' base model, if they name none or different ones.
+        layout: exact keeps every number; portable has one rank and scale 1, for any engine.
+        names: Module names to write: an expert's, or those of a transformers version.  [default: the first expert's]
     """
     from adapterswap.files.folders import check_target
     from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
     from adapterswap.writing.outputs import Form
 
-    push = Push.of(options)
     form = Form(layout, max_rank, max_error, names)
     with working("opening the experts"):
-        plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
+        plan = any_plan_from_options(request, recipe=recipe, base_model=base_model)
     if plan.is_model:
         if form != Form():
             raise click.UsageError(

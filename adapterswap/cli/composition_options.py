@@ -6,17 +6,17 @@ folder's, or if `base` could mean two things.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from adapterswap.cli.options import EXPERT, name_and_path
+from adapterswap.cli.options import Count, Expert, NamedExpert, name_and_path
 from adapterswap.cli.printing import note
+from adapterswap.cli.signature import Option, Options
 from adapterswap.errors import ArgumentError
-from adapterswap.methods.method import Parameter
-from adapterswap.methods.registry import PARAMETERS, find_method, having, names_of
+from adapterswap.methods.method import SEED, Parameter
+from adapterswap.methods.registry import PARAMETERS, find_method, names_of
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from adapterswap.planning.rules import Rule
 
 
-_LISTED = 5  # methods in the help of a parameter
+RuleText = Annotated[str, "--rule", "RULE"]
+_TASK_TYPES = click.Choice(
+    ["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"], case_sensitive=False
+)
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-class _MethodName(click.ParamType[str]):
+class MethodName(click.ParamType[str]):
     """A built-in method, or one of an installed package; packages are searched only if the name is not built in."""
 
     name = "method"
@@ -43,7 +44,7 @@ class _MethodName(click.ParamType[str]):
             try:
                 find_method(value)
             except ArgumentError as error:
-                self.fail(str(error), param, ctx)
+                raise click.UsageError(str(error), ctx) from None
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -52,135 +53,90 @@ class _MethodName(click.ParamType[str]):
         return [CompletionItem(name) for name in names_of(packages=True) if name.startswith(incomplete)]
 
 
-def _parameter_option(parameter: Parameter) -> Callable[[_Function], _Function]:
-    """The option of a method's parameter."""
-    methods = having(parameter.name)
-    methods_text = ", ".join(methods if len(methods) <= _LISTED else [*methods[: _LISTED - 1], "…"])
-    text = f"{parameter.description[0].upper()}{parameter.description[1:]} ({methods_text})."
-    default = "" if parameter.required else f"  [default: {_shown(parameter.default)}]"
+def _parameter_option(parameter: Parameter) -> Option:
+    """The option of a method's parameter. `adapterswap methods NAME` shows it instead of every command's help."""
     kinds: dict[type, Any] = {str: click.Choice(parameter.choices), bool: bool, int: int, float: float}
-    return click.option(
-        f"--{parameter.name.replace('_', '-')}",
-        parameter.name,
-        type=kinds[parameter.kind],
-        metavar=None if parameter.choices else {bool: "BOOL", int: "N"}.get(parameter.kind, "X"),
-        help=text + default,
+    option = Option(
+        [parameter_flag(parameter), parameter.name], type=kinds[parameter.kind], help=parameter_text(parameter)
     )
+    option.metavar = None if parameter.choices else {bool: "BOOL", int: "N"}.get(parameter.kind, "X")
+    option.rule, option.listed = parameter.allowed, False
+    return option
 
 
-def _shown(default: float | bool | str) -> str:
-    return str(default).lower() if isinstance(default, bool | str) else f"{default:g}"
+def parameter_flag(parameter: Parameter) -> str:
+    """`--density`, say. Of all seeds, only that of the training is called `--seed`."""
+    return "--method-seed" if parameter == SEED else f"--{parameter.name.replace('_', '-')}"
 
 
-_OPTIONS = (
-    click.option(
-        "-t",
-        "--task-expert",
-        type=EXPERT,
-        multiple=True,
-        metavar="PATH|ID",
-        help="Task expert; repeat to average several.",
-    ),
-    click.option(
-        "-l",
-        "--language-expert",
-        type=EXPERT,
-        multiple=True,
-        metavar="PATH|ID",
-        help="Language expert; repeat to average several. Use `base` to reset its layers to the base.",
-    ),
-    click.option(
-        "--expert",
-        "experts",
-        type=EXPERT,
-        multiple=True,
-        metavar="NAME=PATH",
-        help="Instead of -t and -l: an expert, with the name that rules use; repeatable. Without rules, --method "
-        "combines them all.",
-    ),
-    click.option(
-        "--rule",
-        "rules",
-        multiple=True,
-        metavar="RULE",
-        help="Which expert owns which layers: 'swahili: 0-4,30-31', 'math*0.5 + swahili*0.5: 5', 'mlp of code: 6-9'; "
-        "`math` without layers takes the rest. Repeatable; the first match wins.",
-    ),
-    click.option(
-        "--chain",
-        "chains",
-        multiple=True,
-        metavar="NAME=A,B",
-        help="With --expert: adapters that were trained one on top of another, the first on the base; rules then use "
-        "NAME. Repeatable.",
-    ),
-    click.option(
-        "--method",
-        type=_MethodName(),
-        metavar="NAME",
-        help="How to combine experts; `adapterswap methods` lists all methods.  [default: layer_swap]",
-    ),
-    click.option(
-        "--bottom", type=int, metavar="N", help="Bottom layers from the language expert.  [default: 5 of 32, scaled]"
-    ),
-    click.option(
-        "--top", type=int, metavar="N", help="Top layers from the language expert.  [default: 2 of 32, scaled]"
-    ),
-    click.option(
-        "--bottom-transition", type=int, metavar="N", help="Blended layers above the bottom ones.  [default: 0]"
-    ),
-    click.option("--top-transition", type=int, metavar="N", help="Blended layers below the top ones.  [default: 0]"),
-    click.option("--task-weight", type=float, metavar="X", help="The task's weight in blends.  [default: 1]"),
-    click.option("--language-weight", type=float, metavar="Y", help="The language's weight in blends.  [default: 1]"),
-    click.option(
-        "--weights",
-        type=click.Choice(["equal", "magnitude"]),
-        help="magnitude: divide weights by each side's mean |ΔW|.  [default: equal]",
-    ),
-    *map(_parameter_option, PARAMETERS.values()),
-    click.option(
-        "--parameter",
-        "more_parameters",
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="Parameter of a method from an installed package; repeatable.",
-    ),
-    click.option("--row-threshold", type=float, metavar="X", help="Set rows of ΔW with a mean |ΔW| below X to zero."),
-    click.option(
-        "--partition", type=click.Choice(["A", "B", "C", "Z"]), help="Divide layers and modules as in the second paper."
-    ),
-    click.option(
-        "--num-layers",
-        type=click.IntRange(min=1),
-        metavar="L",
-        help="Number of the base's layers.  [default: from its config]",
-    ),
-    click.option(
-        "--norms",
-        type=click.Choice(["average", "layer"]),
-        help="Norms of full checkpoints: averaged, or with their layer.  [default: average]",
-    ),
-    click.option(
-        "--stack",
-        type=click.Choice(["both", "encoder", "decoder"]),
-        help="In a model with an encoder and a decoder: where zones and partitions apply.  [default: both]",
-    ),
-    click.option(
-        "--outside",
-        type=click.Choice(["average", "task", "language"]),
-        help="Embeddings, heads and towers in a layer swap: averaged, or a side's.  [default: average]",
-    ),
-    click.option(
-        "--task-type",
-        type=click.Choice(
-            ["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"],
-            case_sensitive=False,
-        ),
-        metavar="TYPE",
-        help="PEFT task type of the result, such as CAUSAL_LM, if the experts' is wrong.",
-    ),
-    click.option("--allow-negative", is_flag=True, help="Allow negative weights (unlearning)."),
-)
+def parameter_text(parameter: Parameter) -> str:
+    """A parameter's description with its default."""
+    default = str(parameter.default).lower() if isinstance(parameter.default, bool | str) else f"{parameter.default:g}"
+    shown = "required" if parameter.required else f"default: {default}"
+    return f"{parameter.description[0].upper()}{parameter.description[1:]}.  [{shown}]"
+
+
+def _composition(
+    *,
+    task_expert: Annotated[tuple[Expert, ...], "-t", "--task-expert"] = (),
+    language_expert: Annotated[tuple[Expert, ...], "-l", "--language-expert"] = (),
+    experts: tuple[NamedExpert, ...] = (),
+    num_layers: Annotated[Count, "L"] | None = None,
+    task_type: Annotated[str, _TASK_TYPES, "TYPE"] | None = None,
+    chains: Annotated[tuple[str, ...], "--chain", "NAME=A,B"] = (),
+    rules: tuple[RuleText, ...] = (),
+    bottom: int | None = None,
+    top: int | None = None,
+    bottom_transition: int | None = None,
+    top_transition: int | None = None,
+    partition: Literal["A", "B", "C", "Z"] | None = None,
+    row_threshold: float | None = None,
+    norms: Literal["average", "layer"] | None = None,
+    outside: Literal["average", "task", "language"] | None = None,
+    stack: Literal["both", "encoder", "decoder"] | None = None,
+    method: Annotated[str, MethodName(), "NAME"] | None = None,
+    task_weight: float | None = None,
+    language_weight: Annotated[float, "Y"] | None = None,
+    weights: Literal["equal", "magnitude"] | None = None,
+    more_parameters: Annotated[tuple[str, ...], "--parameter", "NAME=VALUE"] = (),
+    allow_negative: bool = False,
+    **parameters: Any,
+) -> dict[str, Any]:
+    """The options by name, with those of the methods' parameters.
+
+    Args:
+        task_expert: Task expert; repeat to average several.
+        language_expert: Language expert; repeat to average several. Use `base` to reset its layers to the base.
+        experts: Instead of -t and -l: an expert, with the name that rules use; repeatable. Without rules, --method
+            combines them all.
+        rules: Which expert owns which layers: 'swahili: 0-4,30-31', 'math*0.5 + swahili*0.5: 5', 'mlp of code: 6-9';
+            `math` without layers takes the rest. Repeatable; the first match wins.
+        chains: With --expert: adapters that were trained one on top of another, the first on the base; rules then use
+            NAME. Repeatable.
+        method: How to combine experts; `adapterswap methods` lists all methods.  [default: layer_swap]
+        bottom: Bottom layers from the language expert.  [default: 5 of 32, scaled]
+        top: Top layers from the language expert.  [default: 2 of 32, scaled]
+        bottom_transition: Blended layers above the bottom ones.  [default: 0]
+        top_transition: Blended layers below the top ones.  [default: 0]
+        task_weight: The task's weight in blends.  [default: 1]
+        language_weight: The language's weight in blends.  [default: 1]
+        weights: magnitude: divide weights by each side's mean |ΔW|.  [default: equal]
+        more_parameters: A parameter of the method, which also has an option of its own, such as --density 0.5;
+            `adapterswap methods NAME` shows them. Repeatable.
+        row_threshold: Set rows of ΔW with a mean |ΔW| below X to zero.
+        partition: Divide layers and modules as in the second paper.
+        norms: Norms of full checkpoints: averaged, or with their layer.  [default: average]
+        stack: In a model with an encoder and a decoder: where zones and partitions apply.  [default: both]
+        outside: Embeddings, heads and towers in a layer swap: averaged, or a side's.  [default: average]
+        task_type: PEFT task type of the result, such as CAUSAL_LM, if the experts' is wrong.
+        allow_negative: Allow negative weights (unlearning).
+    """
+    options = dict(locals())
+    return {**options.pop("parameters"), **options}
+
+
+Requested = Annotated[dict[str, Any], Options(_composition, map(_parameter_option, PARAMETERS.values()))]
+"""What to compose, unchanged, for `plan_from_options`."""
 
 # Options that are fields of a Composition; experts get their names first.
 _KEYS = (
@@ -190,15 +146,8 @@ _KEYS = (
 )  # fmt: skip
 
 
-def composition_options(function: _Function) -> _Function:
-    """Add the options to a command, which passes them unchanged to `plan_from_options`."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
-
-
 def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
-    """The plan of adapters that the options of `composition_options`, or a recipe, describe."""
+    """The plan of adapters that the options, or a recipe, describe."""
     plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
     plan.check_adapter()
     return plan

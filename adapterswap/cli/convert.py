@@ -2,53 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
-from adapterswap.cli.options import EXPERT, FOLDER, Push, dtype_option, push_options
+from adapterswap.cli.options import Dtype, Expert, Json, Output, Pushed, Rank, Share
 from adapterswap.cli.printing import count_bar, echo, note, note_output, print_json
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from adapterswap.tools.deltas import Conversion
 
-_PICKLE = "Also read adapter_model.bin, with torch.load(weights_only=True), which runs no code."
 
-
-@click.command("convert")
-@click.argument("adapter", type=EXPERT)
-@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
-@click.option("--names", type=click.Choice(["transformers4", "transformers5"]), help="Module names to write.")
-@click.option(
-    "--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True,
-    help="portable has one rank and scale 1, for any engine.",
-)  # fmt: skip
-@dtype_option("Dtype of the tensors.  [default: the adapter's]")
-@click.option("--rank", type=click.IntRange(1, 65536), metavar="R", help="Highest rank of a module.")
-@click.option("--max-error", type=float, metavar="E", help="Fail if the relative error of any module's ΔW is larger.")
-@click.option(
-    "--saved-rank", type=click.IntRange(1, 65536), metavar="R",
-    help="Turn modules trained in full (modules_to_save) into LoRA of at most this rank.",
-)  # fmt: skip
-@click.option(
-    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base model, if the adapter names none or another path."
-)
-@click.option("--allow-pickle", is_flag=True, help=_PICKLE)
-@push_options
-@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
-@click.option("--dry-run", is_flag=True, help="Compute and report, but write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
-def command(adapter: str, out_path: str, dry_run: bool, as_json: bool, **options: Any) -> None:
+@declare("convert")
+def command(
+    adapter: Expert,
+    *,
+    base_model: Expert | None = None,
+    allow_pickle: bool = False,
+    rank: Rank | None = None,
+    saved_rank: Rank | None = None,
+    dtype: Dtype | None = None,
+    out_path: Output,
+    names: Literal["transformers4", "transformers5"] | None = None,
+    layout: Literal["exact", "portable"] = "exact",
+    max_error: Share | None = None,
+    push: Pushed,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
+) -> None:
     """Convert an adapter: other names, layout or dtype, or another kind to rsLoRA.
 
     ADAPTER is a PEFT adapter (a folder or Hub id). A LoRA keeps its ΔW. PEFT loads other kinds (DoRA, LoHa, LoKr, OFT,
     (IA)³, …) into their base, and each module's ΔW is truncated to --rank; the relative error is reported.
+
+    Args:
+        base_model: The base model, if the adapter names none or another path.
+        allow_pickle: Also read adapter_model.bin, with torch.load(weights_only=True), which runs no code.
+        rank: Highest rank of a module.
+        saved_rank: Turn modules trained in full (modules_to_save) into LoRA of at most this rank.
+        dtype: Dtype of the tensors.  [default: the adapter's]
+        names: Module names to write.
+        layout: portable has one rank and scale 1, for any engine.
+        max_error: Fail if the relative error of any module's ΔW is larger.
+        dry_run: Compute and report, but write nothing.
     """
     from adapterswap.tools.conversion import convert
 
-    push = Push.of(options)
     with count_bar("converting") as advance:
-        conversion = convert(adapter, out_path, dry_run=dry_run, progress=advance, **options)
+        conversion = convert(
+            adapter, out_path, names=names, layout=layout, dtype=dtype, rank=rank, max_error=max_error,
+            saved_rank=saved_rank, base_model=base_model, allow_pickle=allow_pickle, overwrite=overwrite,
+            dry_run=dry_run, progress=advance,
+        )  # fmt: skip
     if not dry_run:
         push.upload(out_path)
     if as_json:

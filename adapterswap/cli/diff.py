@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from adapterswap.cli.options import EXPERT
+from adapterswap.cli.options import Expert, Json
 from adapterswap.cli.printing import echo, print_errors, print_json, print_table, rare_collections, working
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,29 +19,30 @@ if TYPE_CHECKING:
 _NOISE = 1e-7  # a distance of ΔW is known up to about 1e-8, see `compare`
 
 
-@click.command("diff")
-@click.argument("one", type=EXPERT)
-@click.argument("other", type=EXPERT)
-@click.option("--modules", "by_module", is_flag=True, help="Print a row per module instead of per layer.")
-@click.option(
-    "--max-distance",
-    type=float,
-    metavar="X",
-    help="Exit with 1 if the distance of all modules together, or of one trained in full, is more than X.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
+@declare("diff")
 @rare_collections()
-def command(one: str, other: str, by_module: bool, max_distance: float | None, as_json: bool) -> None:
+def command(
+    one: Expert,
+    other: Expert,
+    *,
+    by_module: Annotated[bool, "--modules"] = False,
+    max_distance: float | None = None,
+    as_json: Json = False,
+) -> None:
     """Compare two adapters: distance and cosine of their ΔW.
 
     ONE and OTHER are PEFT LoRA folders or Hub ids. The distance is ‖ΔW₁ - ΔW₂‖ / ‖ΔW₁‖; a module that one of them lacks
     counts as ΔW = 0. Modules trained in full (modules_to_save) are compared by their whole weights,
     ‖W₁ - W₂‖ / ‖W₁‖. With --max-distance, a module that only one adapter holds in full counts as too far.
+
+    Args:
+        by_module: Print a row per module instead of per layer.
+        max_distance: Exit with 1 if the distance of all modules together, or of one trained in full, is more than X.
     """
     from adapterswap.tools.comparing import diff
 
     if max_distance is not None and not max_distance >= 0:  # click lets `nan` pass
-        raise click.UsageError(f"--max-distance {max_distance:g} is not a valid distance: use 0 or more.")
+        raise click.UsageError(f"--max-distance is {max_distance:g}, but must be 0 or more.")
     with working("comparing"):
         comparison = diff(one, other)
     if as_json:

@@ -5,35 +5,38 @@ With torchrun or `accelerate launch`, every process runs this, and one of them w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from adapterswap.cli.composition_options import composition_options, plan_from_options
+from adapterswap.cli.composition_options import Requested, plan_from_options
 from adapterswap.cli.options import (
-    EXPERT,
-    FOLDER,
+    BaseDtype,
+    Count,
+    Device,
+    Engine,
+    Expert,
+    Folder,
+    Json,
+    Output,
     RecipePath,
-    device_option,
-    dtype_option,
-    engine_options,
+    Setting,
+    Share,
+    Text,
     one_voice,
     together,
 )
 from adapterswap.cli.printing import count_bar, echo, note, note_dry_run, note_output, print_json, print_table, working
+from adapterswap.cli.signature import Options, declare
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from adapterswap.evaluation import EvaluationResult, Settings, TaskResult
+    from adapterswap.evaluation import EvaluationResult, TaskResult
     from adapterswap.evaluation.subjects import Evaluation
     from adapterswap.planning.plan import Plan
-
-# Options that `evaluate` has under the same names; the rest of **options says what to compose.
-_SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs", "apply_chat_template",
-             "system_instruction", "truncate", "include_path", "trust_task_code",
-             "confirm_run_unsafe_code", "language_fidelity", "engine", "engine_args")  # fmt: skip
 
 
 class _TaskList(click.ParamType[str]):
@@ -50,81 +53,78 @@ class _TaskList(click.ParamType[str]):
         return [CompletionItem(before + comma + name) for name in task_names(typed)]
 
 
-@click.command("evaluate")
-@click.option("--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base model.")
-@click.option("--adapter", type=EXPERT, metavar="PATH|ID", help="An adapter to load on top of it.")
-@composition_options
-@click.option(
-    "--recipe", type=RecipePath("compose"), metavar="PATH", help="A recipe (YAML) of a composition, as for compose."
-)
-@click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate the composition, as compose does.")
-@click.option("--max-error", type=float, metavar="E", help="Truncate the composition up to this relative error of ΔW.")
-@click.option(
-    "--tasks",
-    type=_TaskList(),
-    required=True,
-    metavar="TASKS",
-    help="Comma-separated tasks, such as mgsm_native_cot_sw or mgsm_*_te.",
-)
-@click.option("--num-fewshot", type=int, metavar="N", help="Number of shots.  [default: each task's own; MGSM: 8]")
-@click.option(
-    "--limit", type=float, metavar="N", help="Evaluate only the first N documents of each task, or a fraction of them."
-)
-@click.option("--batch-size", type=int, default=8, show_default=True, metavar="N", help="Sequences per batch.")
-@click.option(
-    "--max-gen-toks",
-    type=int,
-    default=512,
-    show_default=True,
-    metavar="N",
-    help="Maximum length of an output, in tokens.",
-)
-@click.option(
-    "--gen-kwargs",
-    metavar="K=V,…",
-    help="Override the tasks' generation settings, as in temperature=0.6,do_sample=true.",
-)
-@click.option("--apply-chat-template", is_flag=True, help="Format prompts as a chat, with a turn per shot.")
-@click.option("--system-instruction", metavar="TEXT", help="System message at the start of every prompt.")
-@click.option("--truncate", is_flag=True, help="Cut the beginning of prompts that do not fit.")
-@click.option("--language-fidelity", is_flag=True, help="Also score how much of each answer is in the task's language.")
-@click.option("--include-path", type=FOLDER, metavar="DIR", help="A folder with your own lm-eval task files.")
-@click.option("--trust-task-code", is_flag=True, help="Let the files in --include-path run their own Python code.")
-@click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
-@engine_options
-@device_option()
-@dtype_option("Dtype of the base; auto: as stored.", auto=True)
-@click.option(
-    "--sampling-seed",
-    type=click.IntRange(min=0),
-    default=1234,
-    show_default=True,
-    metavar="N",
-    help="Seed for shots and sampling.",
-)
-@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write: results.json and samples.jsonl.")
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option(
-    "--compare-engines", is_flag=True, help="Evaluate in transformers and in vLLM, and print how they differ."
-)
-@click.option("--dry-run", is_flag=True, help="Check everything and print the first prompt, without loading weights.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def _settings(
+    *,
+    num_fewshot: int | None = None,
+    limit: Annotated[float, "N"] | None = None,
+    batch_size: int = 8,
+    max_gen_toks: int = 512,
+    gen_kwargs: Annotated[str, "K=V,…"] | None = None,
+    apply_chat_template: bool = False,
+    system_instruction: Text | None = None,
+    truncate: bool = False,
+    language_fidelity: bool = False,
+    include_path: Folder | None = None,
+    trust_task_code: bool = False,
+    confirm_run_unsafe_code: bool = False,
+    engine: Engine | None = None,
+    engine_args: tuple[Setting, ...] = (),
+    sampling_seed: Annotated[int, click.IntRange(min=0), "N"] = 1234,
+) -> Any:
+    """The `Settings` of all tasks.
+
+    Args:
+        num_fewshot: Number of shots.  [default: each task's own; MGSM: 8]
+        limit: Evaluate only the first N documents of each task, or a fraction of them.
+        batch_size: Sequences per batch.
+        max_gen_toks: Maximum length of an output, in tokens.
+        gen_kwargs: Override the tasks' generation settings, as in temperature=0.6,do_sample=true.
+        apply_chat_template: Format prompts as a chat, with a turn per shot.
+        system_instruction: System message at the start of every prompt.
+        truncate: Cut the beginning of prompts that do not fit.
+        language_fidelity: Also score how much of each answer is in the task's language.
+        include_path: A folder with your own lm-eval task files.
+        trust_task_code: Let the files in --include-path run their own Python code.
+        sampling_seed: Seed for shots and sampling.
+    """
+    from adapterswap.evaluation import Settings
+    from adapterswap.evaluation.settings import parsed_arguments
+
+    parsed: dict[str, Any] = {}
+    if gen_kwargs:
+        from lm_eval.utils import simple_parse_args_string
+
+        if not all(item.partition("=")[2] for item in gen_kwargs.split(",")):
+            raise click.UsageError(f"--gen-kwargs must be key=value,key=value, not {gen_kwargs!r}.")
+        parsed = simple_parse_args_string(gen_kwargs)
+    return Settings(
+        num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks, gen_kwargs=parsed,
+        apply_chat_template=apply_chat_template, system_instruction=system_instruction, truncate=truncate,
+        language_fidelity=language_fidelity, include_path=include_path, trust_task_code=trust_task_code,
+        confirm_run_unsafe_code=confirm_run_unsafe_code, engine=engine or "transformers",
+        engine_args=parsed_arguments(engine_args), seed=sampling_seed,
+    )  # fmt: skip
+
+
+@declare("evaluate")
 @one_voice()
 def command(
-    base_model: str,
-    adapter: str | None,
-    recipe: str | None,
-    max_rank: int | None,
-    max_error: float | None,
-    tasks: str,
-    device: str,
-    dtype: str,
-    out_path: str | None,
-    overwrite: bool,
-    compare_engines: bool,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
+    *,
+    base_model: Expert,
+    adapter: Expert | None = None,
+    request: Requested,
+    recipe: Annotated[str, RecipePath("compose"), "PATH"] | None = None,
+    tasks: Annotated[str, _TaskList(), "TASKS"],
+    settings: Annotated[Any, Options(_settings)],
+    compare_engines: bool = False,
+    device: Device = "auto",
+    dtype: BaseDtype = "auto",
+    out_path: Output | None = None,
+    max_rank: Annotated[Count, "R"] | None = None,
+    max_error: Share | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Evaluate a base, an adapter or a composition with lm-evaluation-harness.
 
@@ -133,14 +133,24 @@ def command(
     is scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers. All
     tasks of lm-eval work, such as tydiqa_goldp_sw and xcopa_sw. On several devices: accelerate launch --multi_gpu -m
     adapterswap evaluate …
+
+    Args:
+        base_model: The base model.
+        adapter: An adapter to load on top of it.
+        recipe: A recipe (YAML) of a composition, as for compose.
+        tasks: Comma-separated tasks, such as mgsm_native_cot_sw or mgsm_*_te.
+        compare_engines: Evaluate in transformers and in vLLM, and print how they differ.
+        out_path: Folder to write: results.json and samples.jsonl.
+        dry_run: Check everything and print the first prompt, without loading weights.
     """
     from adapterswap.evaluation.subjects import prepare_evaluation
     from adapterswap.model.loading import choose_device
 
-    plan = _plan(base_model, adapter, recipe, options)
+    plan = _plan(base_model, adapter, recipe, request)
     if plan is None and (max_rank is not None or max_error is not None):
         raise click.UsageError("--max-rank and --max-error can only be used with a composition.")
-    settings = _settings({**options, "engine": "vllm"} if compare_engines else options)
+    if compare_engines:
+        settings = replace(settings, engine="vllm")
     if compare_engines and out_path is not None:
         raise click.UsageError("--compare-engines writes no folder: leave out --out-path.")
     _phase("reading the tasks")
@@ -182,28 +192,11 @@ def command(
 
 def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dict[str, Any]) -> Plan | None:
     """The requested composition, or None."""
-    composition_settings = {name: value for name, value in options.items() if name not in (*_SETTINGS, "sampling_seed")}
-    if not recipe and all(value in (None, ()) or value is False for value in composition_settings.values()):
+    if not recipe and all(value in (None, ()) or value is False for value in options.values()):
         return None
     if adapter:
         raise click.UsageError("Pass either --adapter or a composition, not both.")
     return plan_from_options(options, recipe=recipe, base_model=base_model)
-
-
-def _settings(options: dict[str, Any]) -> Settings:
-    """The options that are settings, under the same names."""
-    from adapterswap.evaluation import Settings
-    from adapterswap.evaluation.settings import parsed_arguments
-
-    values = {name: options[name] for name in _SETTINGS} | {"seed": options["sampling_seed"], "gen_kwargs": {}}
-    values |= {"engine": options["engine"] or "transformers", "engine_args": parsed_arguments(options["engine_args"])}
-    if text := options["gen_kwargs"]:
-        from lm_eval.utils import simple_parse_args_string
-
-        if not all(item.partition("=")[2] for item in text.split(",")):
-            raise click.UsageError(f"--gen-kwargs must be key=value,key=value, not {text!r}.")
-        values["gen_kwargs"] = simple_parse_args_string(text)
-    return Settings(**values)
 
 
 def _phase(step: str) -> None:

@@ -2,74 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from adapterswap.cli.composition_options import composition_options, plan_of
-from adapterswap.cli.options import EXPERT, EXPERT_OR_RECIPE, PATH
+from adapterswap.cli.composition_options import Requested, plan_of
+from adapterswap.cli.options import Count, EntryPath, Expert, ExpertOrRecipe, Json, Share
 from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from adapterswap.gguf.export import Exported
     from adapterswap.gguf.layout import PreparedGguf
 
-OUTTYPES = (
-    "f32",
-    "f16",
-    "bf16",
-    "q8_0",
-)  # `adapterswap.writing.gguf.OUTTYPES`, without importing numpy for a help text
 
-
-@click.command("export")
-@click.argument("path", type=EXPERT_OR_RECIPE, required=False)
-@composition_options
-@click.option(
-    "-o", "--out-path", type=PATH, required=True, metavar="O", help="File to write, or with --pieces a folder."
-)
-@click.option(
-    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base model.  [default: the one that the experts name]"
-)
-@click.option(
-    "--outtype",
-    type=click.Choice(OUTTYPES),
-    default="f32",
-    show_default=True,
-    help="Number format. f32 is exact; q8_0 needs ranks that are multiples of 32.",
-)
-@click.option(
-    "--pieces", is_flag=True, help="Write several files; requests to llama-server combine them by their scales."
-)
-@click.option(
-    "--by",
-    type=click.Choice(["layer", "kind", "zone"]),
-    help="What each piece holds: a layer, its attention or MLP, or a zone of the composition.  [default: layer]",
-)
-@click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
-@click.option("--max-error", type=float, metavar="E", help="Truncate blends up to this relative error of ΔW.")
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("export")
 def command(
-    path: str | None,
-    out_path: str,
-    base_model: str | None,
-    outtype: str,
-    pieces: bool,
-    by: Literal["layer", "kind", "zone"] | None,
-    max_rank: int | None,
-    max_error: float | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
+    path: ExpertOrRecipe | None = None,
+    *,
+    request: Requested,
+    base_model: Expert | None = None,
+    out_path: Annotated[str, EntryPath(), "-o", "--out-path", "FILE"],
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] = "f32",
+    pieces: bool = False,
+    by: Literal["layer", "kind", "zone"] | None = None,
+    max_rank: Annotated[Count, "R"] | None = None,
+    max_error: Share | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Export an adapter or a composition as LoRA in GGUF.
 
     PATH is an adapter or a recipe (YAML). Without PATH, the options say what to compose. llama.cpp, Ollama and similar
     engines load the file together with the base in GGUF, which llama.cpp's convert_hf_to_gguf.py makes. The command
     prints an Ollama Modelfile and the llama-server command line.
+
+    Args:
+        out_path: File to write, or with --pieces a folder.
+        outtype: Number format. f32 is exact; q8_0 needs ranks that are multiples of 32.
+        pieces: Write several files; requests to llama-server combine them by their scales.
+        by: What each piece holds: a layer, its attention or MLP, or a zone of the composition.  [default: layer]
     """
     from adapterswap.gguf.export import check_gguf, write_gguf
     from adapterswap.gguf.layout import prepare_gguf
@@ -80,7 +53,7 @@ def command(
         raise click.UsageError("--by can only be used with --pieces.")
     division = (by or "layer") if pieces else None
     form = Form(max_rank=max_rank, max_error=max_error)
-    plan = plan_of(path, options, base_model=base_model)
+    plan = plan_of(path, request, base_model=base_model)
     check_gguf(plan, out_path, pieces=division, overwrite=overwrite)
     with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
         prepared = prepare_gguf(plan, form, lambda name: advance())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from adapterswap.cli.options import EXPERT, FOLDER, Push, device_option, dtype_option, push_options
+from adapterswap.cli.options import Device, Dtype, Expert, Json, Output, Pushed, Rank, Share
 from adapterswap.cli.printing import count_bar, note, note_output, print_json, print_table
+from adapterswap.cli.signature import declare
 from adapterswap.model.layers import format_layers
 
 if TYPE_CHECKING:
@@ -16,53 +17,60 @@ if TYPE_CHECKING:
 _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 
 
-@click.command("extract")
-@click.argument("full", type=EXPERT)
-@click.option(
-    "--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base that FULL was fine-tuned from."
-)
-@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
-@click.option(
-    "--rank", type=click.IntRange(1, 65536), metavar="R", help="Rank of every module; with --max-error, the highest."
-)
-@click.option(
-    "--max-error", type=float, metavar="E", help="Use the smallest rank with this relative error, per module."
-)
-@click.option("--layers", metavar="LAYERS", help="Only these layers, such as 0-4,30-31.")
-@click.option(
-    "--modules", multiple=True, metavar="NAME", help="Only attention, mlp, or a part of module names; repeatable."
-)
-@click.option("--embeddings", is_flag=True, help="Extract embeddings, heads and towers too.")
-@dtype_option("Dtype of the factors.  [default: FULL's]")
-@device_option("cpu", more="; mps computes on the CPU")
-@push_options
-@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
-@click.option("--dry-run", is_flag=True, help="Compute and report, but write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
+@declare("extract")
 def command(
-    full: str,
-    base_model: str,
-    out_path: str,
-    rank: int | None,
-    max_error: float | None,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
+    full: Expert,
+    *,
+    base_model: Expert,
+    layers: Annotated[str, "LAYERS"] | None = None,
+    modules: Annotated[tuple[str, ...], "NAME"] = (),
+    embeddings: bool = False,
+    rank: Rank | None = None,
+    dtype: Dtype | None = None,
+    device: Device = "cpu",
+    out_path: Output,
+    max_error: Share | None = None,
+    push: Pushed,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Cut an adapter out of a full fine-tune.
 
     FULL is a checkpoint (a folder or Hub id) that was fine-tuned from --base-model. The difference of each linear
     weight in the layers is truncated to a rank and written as an rsLoRA adapter, which composes like any other. Norms,
     biases and everything else that an adapter cannot hold are reported.
+
+    Args:
+        base_model: The base that FULL was fine-tuned from.
+        layers: Only these layers, such as 0-4,30-31.
+        modules: Only attention, mlp, or a part of module names; repeatable.
+        embeddings: Extract embeddings, heads and towers too.
+        rank: Rank of every module; with --max-error, the highest.
+        dtype: Dtype of the factors.  [default: FULL's]
+        device: auto, cpu, cuda, cuda:N, mps; mps computes on the CPU.
+        max_error: Use the smallest rank with this relative error, per module.
+        dry_run: Compute and report, but write nothing.
     """
     from adapterswap.tools.extraction import extract
 
     if rank is None and max_error is None:
         raise click.UsageError("Pass --rank, --max-error, or both.")
-    push = Push.of(options)
     with count_bar("extracting") as advance:
         extraction = extract(
-            full, base_model, out_path, rank=rank, max_error=max_error, dry_run=dry_run, progress=advance, **options
+            full,
+            base_model,
+            out_path,
+            rank=rank,
+            max_error=max_error,
+            layers=layers,
+            modules=modules,
+            embeddings=embeddings,
+            dtype=dtype,
+            device=device,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=advance,
         )
     if not dry_run:
         push.upload(out_path)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from adapterswap.cli.options import EXPERT
+from adapterswap.cli.options import Expert, Json
 from adapterswap.cli.printing import echo, human_bytes, print_json, print_table, rare_collections, working
+from adapterswap.cli.signature import declare
 from adapterswap.model.layers import (
     format_depth,
     format_layers,
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from adapterswap.tools.inspecting import Inspection
 
 
-@click.command("inspect")
-@click.argument("path", type=EXPERT)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
+@declare("inspect")
 @rare_collections()
-def command(path: str, as_json: bool) -> None:
+def command(path: Expert, *, as_json: Json = False) -> None:
     """Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.
 
     PATH is a PEFT LoRA folder, a folder of full weights, a Hub id (org/name@revision), or LoRA in GGUF. If adapterswap

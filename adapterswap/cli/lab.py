@@ -6,50 +6,31 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-import click
-
-from adapterswap.cli.options import FOLDER
+from adapterswap.cli.options import Count, Json, Output
 from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table
+from adapterswap.cli.signature import declare
 from adapterswap.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
     from adapterswap.lab import LabPlan
     from adapterswap.lab.study import SeedReporter
 
-_SCENES = ("gap", "no-gap")
 _PARTS = 100  # of a seed, for its progress bar
 
 
-@click.command("lab")
-@click.option(
-    "--seeds", type=click.IntRange(1), default=5, show_default=True, help="Number of bases, each with two experts."
-)
-@click.option(
-    "--scene",
-    type=click.Choice(_SCENES),
-    default="gap",
-    show_default=True,
-    help="Experiment to run (see above).",
-)
-@click.option("--rebuild-base", is_flag=True, help="Pretrain the bases instead of using the shipped ones.")
-@click.option("-o", "--out-path", type=FOLDER, default="lab-run", show_default=True, help="Folder to write.")
-@click.option(
-    "--jobs", type=click.IntRange(1), help="Seeds to run at the same time, one thread each. Default: one per core."
-)
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Print what would be done and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("lab")
 def command(
-    seeds: int,
-    scene: str,
-    rebuild_base: bool,
-    out_path: str,
-    jobs: int | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
+    *,
+    seeds: Count = 5,
+    scene: Literal["gap", "no-gap"] = "gap",
+    rebuild_base: bool = False,
+    jobs: Count | None = None,
+    out_path: Output = "lab-run",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Run the whole experiment on a tiny built-in model, offline.
 
@@ -60,6 +41,13 @@ def command(
     Scenes: in `gap` the base hardly knows some words of xx; in `no-gap` it knows them all.
 
     This is a constructed demonstration of a mechanism, not evidence for the papers' numbers.
+
+    Args:
+        seeds: Number of bases, each with two experts.
+        scene: Experiment to run (see above).
+        rebuild_base: Pretrain the bases instead of using the shipped ones.
+        jobs: Seeds to run at the same time, one thread each.  [default: one per core]
+        dry_run: Print what would be done and do nothing.
     """
     from adapterswap.lab import SCENES, plan_lab, run_lab
 

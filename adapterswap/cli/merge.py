@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-import click
-
-from adapterswap.cli.composition_options import composition_options, plan_of, recipe_dtype
-from adapterswap.cli.options import EXPERT, EXPERT_OR_RECIPE, FOLDER, Push, device_option, dtype_option, push_options
+from adapterswap.cli.composition_options import Requested, plan_of, recipe_dtype
+from adapterswap.cli.options import Device, Dtype, Expert, ExpertOrRecipe, Json, Output, Pushed
 from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar, working
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from adapterswap.planning.plan import Plan
@@ -112,46 +111,39 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     note_output(out_path, dry_run=dry_run)
 
 
-@click.command("merge")
-@click.argument("path", type=EXPERT_OR_RECIPE, required=False)
-@composition_options
-@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
-@click.option(
-    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base model.  [default: the one that the experts name]"
-)
-@click.option("--max-shard-size", metavar="SIZE", help="Largest file, such as 2GB.  [default: the base's shards]")
-@dtype_option("Dtype of the result.  [default: each tensor's dtype in the base]")
-@click.option("--dequantize", is_flag=True, help="Merge into the dequantised weights of a quantised base.")
-@device_option("cpu", more="; cuda is all GPUs")
-@push_options
-@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("merge")
 def command(
-    path: str | None,
-    out_path: str,
-    base_model: str | None,
-    max_shard_size: str | None,
-    dtype: Literal["float32", "bfloat16", "float16"] | None,
-    dequantize: bool,
-    device: str,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
+    path: ExpertOrRecipe | None = None,
+    *,
+    request: Requested,
+    base_model: Expert | None = None,
+    device: Device = "cpu",
+    dtype: Dtype | None = None,
+    dequantize: bool = False,
+    max_shard_size: Annotated[str, "SIZE"] | None = None,
+    out_path: Output,
+    push: Pushed,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Merge an adapter or a composition into full weights.
 
     PATH is an adapter or a recipe (YAML, mergekit's too). Without PATH, the options say what to compose. Experts can be
     full checkpoints. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and rounded
     once, and unchanged tensors are copied byte for byte.
+
+    Args:
+        device: auto, cpu, cuda, cuda:N, mps; cuda is all GPUs.
+        dtype: Dtype of the result.  [default: each tensor's dtype in the base]
+        dequantize: Merge into the dequantised weights of a quantised base.
+        max_shard_size: Largest file, such as 2GB.  [default: the base's shards]
     """
     from adapterswap.writing.streaming import ModelForm
 
-    push = Push.of(options)
     form = ModelForm(max_shard_size, recipe_dtype(path, dtype), dequantize or None)
     write_full_weights(
-        plan_of(path, options, base_model=base_model), form, out_path, base_model=base_model,
+        plan_of(path, request, base_model=base_model), form, out_path, base_model=base_model,
         device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json,
     )  # fmt: skip
     if not dry_run:

@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
-import click
+from typing import Annotated, Any
 
+from adapterswap.cli.composition_options import MethodName, parameter_flag, parameter_text
+from adapterswap.cli.options import Json
 from adapterswap.cli.printing import echo, print_json, print_table
-from adapterswap.methods.registry import BUILT_IN, all_methods, in_adapters
+from adapterswap.cli.signature import declare
+from adapterswap.methods.method import Method
+from adapterswap.methods.registry import BUILT_IN, all_methods, find_method, in_adapters
 
 
-@click.command("methods")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with formulas.")
-def command(as_json: bool) -> None:
+@declare("methods")
+def command(name: Annotated[str, MethodName()] | None = None, *, as_json: Json = False) -> None:
     """List the methods that combine experts, with their parameters and references.
+
+    With NAME, show one method: its formula, its parameters with their options and defaults, and its reference.
 
     Some methods are exact in an adapter. The results of others are reduced to a rank there (--max-rank, --max-error).
     Methods on whole weights need full weights (adapterswap merge), where every method is exact. Installed packages can
     add methods.
+
+    Args:
+        as_json: Print JSON, with formulas.
     """
-    methods = all_methods()
+    methods = all_methods() if name is None else {name: find_method(name)}
     if as_json:
-        print_json(
-            {
-                name: {
-                    "formula": method.formula,
-                    "parameters": [parameter.name for parameter in method.parameters],
-                    "defaults": {p.name: None if p.required else p.default for p in method.parameters},
-                    "linear": method.linear,
-                    "in_adapters": in_adapters(method),
-                    "acts_on": method.acts_on,
-                    "weighted": method.weighted,
-                    "experts": list(method.sides),
-                    "notes": method.notes,
-                    "normalizes": method.normalizes,
-                    "in_rules": method.in_rules,
-                    "as_composition": method.as_composition,
-                    "reference": method.reference,
-                    "built_in": name in BUILT_IN,
-                }
-                for name, method in methods.items()
-            }
-        )
-        return
+        print_json({key: _as_json(method) for key, method in methods.items()})
+    elif name is not None:
+        _print(methods[name])
+    else:
+        _print_all(methods)
+
+
+def _as_json(method: Method) -> dict[str, Any]:
+    return {
+        "formula": method.formula,
+        "parameters": [parameter.name for parameter in method.parameters],
+        "defaults": {p.name: None if p.required else p.default for p in method.parameters},
+        "linear": method.linear,
+        "in_adapters": in_adapters(method),
+        "acts_on": method.acts_on,
+        "weighted": method.weighted,
+        "experts": list(method.sides),
+        "notes": method.notes,
+        "normalizes": method.normalizes,
+        "in_rules": method.in_rules,
+        "as_composition": method.as_composition,
+        "reference": method.reference,
+        "built_in": method.name in BUILT_IN,
+    }
+
+
+def _print(method: Method) -> None:
+    """Print one method, with the options of its parameters."""
+    echo(f"{method.name}: {method.formula}", *([method.notes] if method.notes else []))
+    echo(f"in an adapter: {in_adapters(method)}", f"reference: {method.reference}")
+    for parameter in method.parameters:
+        flag = parameter_flag(parameter) if method.name in BUILT_IN else f"--parameter {parameter.name}="
+        echo(f"{flag:<25}{parameter_text(parameter)}  ({parameter.allowed})")
+
+
+def _print_all(methods: dict[str, Method]) -> None:
     from rich.table import Table
 
     table = Table("method", "in an adapter", "parameters", "reference", box=None, header_style="bold")

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import click
 
 from adapterswap.cli.printing import note, working
+from adapterswap.cli.signature import Options
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.tensorfile import FLOAT_NAMES
 from adapterswap.processes import Processes, count_processes, first_to_report, joined, leave
 
 if TYPE_CHECKING:
@@ -124,10 +124,25 @@ def _as_items(completions: list[str], incomplete: str, kind: str) -> list[Comple
     return [CompletionItem(entry) for entry in completions]
 
 
-PATH = EntryPath()
-FOLDER = EntryPath("dir")
 EXPERT = _ExpertPath()
-EXPERT_OR_RECIPE = _ExpertPath(or_recipe=True)
+
+# The types of parameters: how help names a value, how it is completed, which flag it has.
+Place = Annotated[str, EntryPath(), "FILE"]
+Folder = Annotated[str, EntryPath("dir"), "DIR"]
+Output = Annotated[str, EntryPath("dir"), "-o", "--out-path", "DIR"]
+Expert = Annotated[str, EXPERT, "PATH|ID"]
+NamedExpert = Annotated[str, EXPERT, "--expert", "NAME=PATH"]
+ExpertOrRecipe = Annotated[str, _ExpertPath(or_recipe=True)]
+Text = Annotated[str, "TEXT"]
+Setting = Annotated[str, "KEY=VALUE"]
+Count = Annotated[int, click.IntRange(min=1), "N"]
+Rank = Annotated[int, click.IntRange(1, 65536), "R"]
+Share = Annotated[float, "E"]
+Device = Annotated[str, "NAME"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+BaseDtype = Literal["auto", "float32", "bfloat16", "float16"]
+Engine = Literal["transformers", "vllm"]
+Json = Annotated[bool, "--json"]
 
 
 def name_and_path(option: str) -> tuple[str, str]:
@@ -136,73 +151,6 @@ def name_and_path(option: str) -> tuple[str, str]:
     if not equals or not name or not path:
         raise click.UsageError(f"--expert {option!r} is not NAME=PATH.")
     return name, path
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def device_option(default: str = "auto", *, more: str = "") -> Callable[[_Function], _Function]:
-    """Add `--device`; the command receives the name.
-
-    Args:
-        default: the name that the option has by default.
-        more: text that the help shows after the names.
-    """
-    help_text = f"auto, cpu, cuda, cuda:N, mps{more}."
-    return click.option("--device", default=default, show_default=True, metavar="NAME", help=help_text)
-
-
-def engine_options(function: _Function) -> _Function:
-    """Options for what computes the answers; their default is None, so that recipes can have their own."""
-    for option in (
-        click.option(
-            "--engine-args",
-            "engine_args",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="With --engine vllm: its own settings, such as gpu_memory_utilization=0.8. Repeatable.",
-        ),
-        click.option(
-            "--engine",
-            type=click.Choice(["transformers", "vllm"]),
-            help="What computes the answers.  [default: transformers]",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-def dtype_option(help_text: str, *, auto: bool = False) -> Callable[[_Function], _Function]:
-    """Add `--dtype`; the command receives the name.
-
-    Args:
-        help_text: the help, which says whose dtype it is.
-        auto: whether `auto` is a choice, and the default; otherwise the option has no default.
-    """
-    if not auto:
-        return click.option("--dtype", type=click.Choice(list(FLOAT_NAMES)), help=help_text)
-    return click.option(
-        "--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True, help=help_text
-    )
-
-
-_OPTIONS = (
-    click.option("--push-to-hub", metavar="ID", help="Upload the folder to this Hub repository, with its model card."),
-    click.option(
-        "--private/--public",
-        default=None,
-        help="Require a private repository, or create a public one.  [default: a new one is private]",
-    ),
-    click.option("--revision", metavar="BRANCH", help="Branch to upload to; created if it does not exist."),
-    click.option("--commit-message", metavar="TEXT", help="Commit message of the upload."),
-)
-
-
-def push_options(function: _Function) -> _Function:
-    """Add the options to a command, which passes them to `Push.of`."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
 
 
 class Push(NamedTuple):
@@ -214,9 +162,23 @@ class Push(NamedTuple):
     commit_message: str | None
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> Push:
-        """Take the four options out of a command's `options`, and check them before anything is computed."""
-        push = cls(*(options.pop(key) for key in ("push_to_hub", "private", "revision", "commit_message")))
+    def of(
+        cls,
+        *,
+        push_to_hub: Annotated[str, "ID"] | None = None,
+        private: Annotated[bool, "--private/--public"] | None = None,
+        revision: Annotated[str, "BRANCH"] | None = None,
+        commit_message: Text | None = None,
+    ) -> Push:
+        """Check the options before anything is computed.
+
+        Args:
+            push_to_hub: Upload the folder to this Hub repository, with its model card.
+            private: Require a private repository, or create a public one.  [default: a new one is private]
+            revision: Branch to upload to; created if it does not exist.
+            commit_message: Commit message of the upload.
+        """
+        push = cls(push_to_hub, private, revision, commit_message)
         if push.repo is None:
             flags = ("--private/--public", "--revision", "--commit-message")
             if unused_flags := [flag for flag, value in zip(flags, push[1:], strict=True) if value is not None]:
@@ -239,6 +201,8 @@ class Push(NamedTuple):
             )
         note(f"uploaded: {url}")
 
+
+Pushed = Annotated[Push, Options(Push.of)]
 
 _GRACE = 30  # seconds
 

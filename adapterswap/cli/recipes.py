@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
-from adapterswap.cli.options import FOLDER, RecipePath
+from adapterswap.cli.options import Folder, Json, RecipePath
 from adapterswap.cli.printing import echo, note_output, print_errors, print_json
+from adapterswap.cli.signature import declare
 
 
 @click.group("recipes", context_settings={"max_content_width": 110})
@@ -20,11 +21,13 @@ def command() -> None:
     """
 
 
-@command.command("ls")
-@click.option("--kind", metavar="KIND", help="Only train, compose, sweep, models, data or regimes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ls(kind: str | None, as_json: bool) -> None:
-    """List the shipped recipes and what each is for."""
+@declare("ls", group=command)
+def ls(*, kind: Annotated[str, "KIND"] | None = None, as_json: Json = False) -> None:
+    """List the shipped recipes and what each is for.
+
+    Args:
+        kind: Only train, compose, sweep, models, data or regimes.
+    """
     from dataclasses import asdict
 
     from adapterswap.errors import ArgumentError
@@ -43,14 +46,15 @@ def ls(kind: str | None, as_json: bool) -> None:
         echo(f"{recipe.name:<{width}}  {recipe.about}")
 
 
-@command.command("cat")
-@click.argument("name", type=RecipePath())
-@click.option("--resolved", is_flag=True, help="Include everything that it extends; each line names its file.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with everything that it extends.")
-def cat(name: str, resolved: bool, as_json: bool) -> None:
+@declare("cat", group=command)
+def cat(name: Annotated[str, RecipePath()], *, resolved: bool = False, as_json: Json = False) -> None:
     """Print a recipe.
 
     NAME is a shipped recipe or a file. The output of --resolved is a complete recipe, too.
+
+    Args:
+        resolved: Include everything that it extends; each line names its file.
+        as_json: Print JSON, with everything that it extends.
     """
     from adapterswap.files.yaml import find_recipe
     from adapterswap.recipes import resolve_recipe
@@ -66,13 +70,15 @@ def cat(name: str, resolved: bool, as_json: bool) -> None:
         echo(*text.removesuffix("\n").split("\n"))
 
 
-@command.command("cp")
-@click.argument("names", type=RecipePath(), nargs=-1, required=True, metavar="NAME...")
-@click.argument("folder", type=FOLDER, metavar="DIR")
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+@declare("cp", group=command)
+def cp(
+    names: Annotated[tuple[str, ...], RecipePath(), "NAME..."],
+    folder: Folder,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
+) -> None:
     """Copy shipped recipes into a new folder, to edit them.
 
     Everything that they extend is copied too, with relative paths, so the folder works on its own. To get one file
@@ -97,10 +103,8 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
     note_output(folder, dry_run=dry_run)
 
 
-@command.command("validate")
-@click.argument("files", type=RecipePath(), nargs=-1, required=True, metavar="FILE...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def validate(files: tuple[str, ...], as_json: bool) -> None:
+@declare("validate", group=command)
+def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_json: Json = False) -> None:
     """Report every mistake in recipes, without reading models or data.
 
     FILE is a recipe file or the name of a shipped recipe. Exits with 1 if there is a mistake.

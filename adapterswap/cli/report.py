@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from adapterswap.cli.options import FOLDER
+from adapterswap.cli.options import Folder, Json, Output, Text
 from adapterswap.cli.printing import echo, note, note_output, print_json, print_table, working
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,41 +25,27 @@ _WIDTH = 140  # characters, without a terminal
 _LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the first to drop on a narrow terminal
 
 
-@click.command("report")
-@click.argument("runs", type=FOLDER, metavar="RUN…", nargs=-1, required=True)
-@click.option(
-    "-o",
-    "--out-path",
-    type=FOLDER,
-    metavar="O",
-    help="Folder to write; needed for several runs.  [default: RUN-report]",
-)
-@click.option("--reference", metavar="METHOD", help="Method to compare the others with.  [default: soup]")
-@click.option(
-    "--methods", multiple=True, metavar="METHOD,…",
-    help="Methods to rank and test; `compositions` means all that compose something.  [default: all]",
-)  # fmt: skip
-@click.option("--units", multiple=True, metavar="UNIT,…", help="Pairs, experts or seeds to include.  [default: all]")
-@click.option("--figures", type=FOLDER, metavar="DIR", help="Folder to write figures to: PDF, SVG and PNG.")
-@click.option(
-    "--column-width", default="3.25in", show_default=True, metavar="W", help="Width of the figures: in, cm, mm or pt."
-)
-@click.option("--rows", multiple=True, metavar="METHOD", help="LaTeX: a method to show; repeatable.  [default: all]")
-@click.option("--columns", multiple=True, metavar="C,…", help="LaTeX: n, mean, difference, p, …; see docs/report.md.")
-@click.option("--percent", is_flag=True, help="LaTeX: scores × 100, with one decimal.")
-@click.option("--label", metavar="NAME", help="LaTeX: label for \\ref.")
-@click.option("--caption", metavar="TEXT", help="LaTeX: caption.  [default: how the numbers were made]")
-@click.option("--wide", is_flag=True, help="LaTeX: table*, across both columns.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Compute and print everything, but write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: the content of summary.json.")
+@declare("report")
 def command(
-    runs: tuple[str, ...], out_path: str | None, reference: str | None, methods: tuple[str, ...],
-    units: tuple[str, ...], figures: str | None, column_width: str, rows: tuple[str, ...], columns: tuple[str, ...],
-    percent: bool, label: str | None, caption: str | None, wide: bool, seed: int, overwrite: bool, dry_run: bool,
-    as_json: bool,
-) -> None:  # fmt: skip
+    runs: Annotated[tuple[Folder, ...], "RUN…"],
+    *,
+    reference: Annotated[str, "METHOD"] | None = None,
+    methods: Annotated[tuple[str, ...], "METHOD,…"] = (),
+    units: Annotated[tuple[str, ...], "UNIT,…"] = (),
+    figures: Folder | None = None,
+    column_width: Annotated[str, "W"] = "3.25in",
+    rows: Annotated[tuple[str, ...], "METHOD"] = (),
+    columns: Annotated[tuple[str, ...], "C,…"] = (),
+    percent: bool = False,
+    label: Annotated[str, "NAME"] | None = None,
+    caption: Text | None = None,
+    wide: bool = False,
+    seed: Annotated[int, click.IntRange(min=0), "--bootstrap-seed", "N"] = 0,
+    out_path: Output | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
+) -> None:
     """Write one HTML page, LaTeX and CSV of a sweep or a lab run.
 
     RUN is a folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep does not have to be finished. Several
@@ -67,6 +54,23 @@ def command(
 
     Configurations are chosen on one half of the documents and reported on the other. The papers' own protocol, the best
     on the test set itself, is shown next to it. Differences to the reference have intervals over experts and documents.
+
+    Args:
+        reference: Method to compare the others with.  [default: soup]
+        methods: Methods to rank and test; `compositions` means all that compose something.  [default: all]
+        units: Pairs, experts or seeds to include.  [default: all]
+        figures: Folder to write figures to: PDF, SVG and PNG.
+        column_width: Width of the figures: in, cm, mm or pt.
+        rows: LaTeX: a method to show; repeatable.  [default: all]
+        columns: LaTeX: n, mean, difference, p, …; see docs/report.md.
+        percent: LaTeX: scores × 100, with one decimal.
+        label: LaTeX: label for \\ref.
+        caption: LaTeX: caption.  [default: how the numbers were made]
+        wide: LaTeX: table*, across both columns.
+        seed: Seed of the bootstrap.
+        out_path: Folder to write; needed for several runs.  [default: RUN-report]
+        dry_run: Compute and print everything, but write nothing.
+        as_json: Print JSON: the content of summary.json.
     """
     from adapterswap.errors import ArgumentError
     from adapterswap.files.text import expand

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from adapterswap.cli.export import OUTTYPES
-from adapterswap.cli.options import EXPERT, FOLDER, PATH
+from adapterswap.cli.options import Count, Expert, Folder, Json, Place
 from adapterswap.cli.printing import echo, human_bytes, note, note_dry_run, print_json, working
+from adapterswap.cli.signature import Command, declare
 from adapterswap.dependencies import require
 
 if TYPE_CHECKING:
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from adapterswap.serving import NamedComposer
     from adapterswap.serving.vllm import Launch
 
-_EXPERTS = "A folder of adapter folders, or experts.yaml with names, allowed compositions and limits."
 
-
-class _Serve(click.Command):
+class _Serve(Command):
     """Explains where vLLM's options go when one of them is among ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -41,50 +39,20 @@ class _Serve(click.Command):
             ) from None
 
 
-@click.command("serve", cls=_Serve)
-@click.option("--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base model of all experts.")
-@click.option("--experts", "experts_path", type=PATH, required=True, metavar="DIR|YAML", help=_EXPERTS)
-@click.option(
-    "--cache", type=FOLDER, metavar="DIR", help="Folder for composed adapters.  [default: ~/.cache/adapterswap/serving]"
-)
-@click.option(
-    "--engine",
-    type=click.Choice(["vllm", "llama.cpp"]),
-    default="vllm",
-    show_default=True,
-    help="Engine that runs the base.",
-)
-@click.option(
-    "--gguf", type=PATH, metavar="FILE", help="llama.cpp: the base model, converted by convert_hf_to_gguf.py."
-)
-@click.option(
-    "--llama-server",
-    type=PATH,
-    metavar="BIN",
-    help="llama.cpp: its server.  [default: llama-server on the PATH, or xllamacpp]",
-)
-@click.option("--outtype", type=click.Choice(OUTTYPES), help="llama.cpp: the experts' number format.  [default: f32]")
-@click.option(
-    "--max-request-mb",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="llama.cpp: megabytes of the largest request that is read.  [default: 1]",
-)
-@click.option("--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.argument("engine_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE ARGS]")
+@declare("serve", cls=_Serve)
 def command(
-    base_model: str,
-    experts_path: str,
-    cache: str | None,
-    engine: str,
-    gguf: str | None,
-    llama_server: str | None,
-    outtype: str | None,
-    max_request_mb: int | None,
-    dry_run: bool,
-    as_json: bool,
-    engine_args: tuple[str, ...],
+    engine_args: Annotated[tuple[str, ...], click.UNPROCESSED, "[-- ENGINE ARGS]"] = (),
+    *,
+    base_model: Expert,
+    experts_path: Annotated[Place, "--experts", "DIR|YAML"],
+    cache: Folder | None = None,
+    engine: Literal["vllm", "llama.cpp"] = "vllm",
+    gguf: Place | None = None,
+    llama_server: Annotated[Place, "BIN"] | None = None,
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
+    max_request_mb: Count | None = None,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Serve compositions by name with vLLM or llama.cpp.
 
@@ -92,6 +60,16 @@ def command(
     composed on first use. Arguments after `--` go to the engine's server and override the defaults: `-- --port 8001
     --dtype bfloat16`. The server listens on 127.0.0.1 unless you pass `--host` there. It prints `ready` once it has
     decoded a token, or exits with 1 and the reason if the engine cannot serve the base.
+
+    Args:
+        base_model: The base model of all experts.
+        cache: Folder for composed adapters.  [default: ~/.cache/adapterswap/serving]
+        engine: Engine that runs the base.
+        gguf: llama.cpp: the base model, converted by convert_hf_to_gguf.py.
+        llama_server: llama.cpp: its server.  [default: llama-server on the PATH, or xllamacpp]
+        outtype: llama.cpp: the experts' number format.  [default: f32]
+        max_request_mb: llama.cpp: megabytes of the largest request that is read.  [default: 1]
+        dry_run: Check everything, print the command, start nothing.
     """
     if engine == "llama.cpp":
         if gguf is None:

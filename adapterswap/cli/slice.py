@@ -2,58 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import click
-
-from adapterswap.cli.options import EXPERT, FOLDER, Push, push_options
+from adapterswap.cli.options import Count, Expert, Json, Output, Pushed
 from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, rare_collections, working
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from adapterswap.experts.adapter import Adapter, FullModule, OpaqueModule
-    from adapterswap.model.layers import Stack
 
 
-@click.command("slice")
-@click.argument("expert", type=EXPERT)
-@click.option("--layers", required=True, metavar="LAYERS", help="Layers to keep, such as 0-4,30-31.")
-@click.option(
-    "--stack",
-    type=click.Choice(["encoder", "decoder"]),
-    help="In a model with both stacks, keep the layers of this one only.  [default: both]",
-)
-@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
-@click.option(
-    "--num-layers",
-    type=click.IntRange(min=1),
-    metavar="L",
-    help="Number of the base's layers.  [default: from its config]",
-)
-@click.option(
-    "--base-model", type=EXPERT, metavar="PATH|ID", help="The expert's base model, if it names none or another path."
-)
-@push_options
-@click.option("--overwrite", is_flag=True, help="Replace an adapter or a model that adapterswap wrote there.")
-@click.option("--dry-run", is_flag=True, help="Print what would be kept and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("slice")
 @rare_collections()
 def command(
-    expert: str,
-    layers: str,
-    stack: Stack | None,
-    out_path: str,
-    num_layers: int | None,
-    base_model: str | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
+    expert: Expert,
+    *,
+    layers: Annotated[str, "LAYERS"],
+    stack: Literal["encoder", "decoder"] | None = None,
+    num_layers: Annotated[Count, "L"] | None = None,
+    base_model: Expert | None = None,
+    out_path: Output,
+    push: Pushed,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Cut an expert to some layers: a shell or a core.
 
     A shell holds only the outer layers of a language expert, a core only the middle of a task expert. Composing the two
     gives the same tensors and config as composing the whole experts. A composition that needs a layer that was cut away
     fails. Modules outside the layers are kept.
+
+    Args:
+        layers: Layers to keep, such as 0-4,30-31.
+        stack: In a model with both stacks, keep the layers of this one only.  [default: both]
+        base_model: The expert's base model, if it names none or another path.
     """
     from adapterswap.experts.adapter import open_adapter
     from adapterswap.files.folders import check_target
@@ -62,7 +45,6 @@ def command(
     from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
     from adapterswap.writing.outputs import Form
 
-    push = Push.of(options)
     adapter = open_adapter(expert)
     plan = slice_layers(adapter, layers, stack=stack, num_layers=num_layers, base_model=base_model)
     with working("reading the expert"):

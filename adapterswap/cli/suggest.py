@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
 from adapterswap.cli.composition_options import named_experts
-from adapterswap.cli.options import EXPERT, PATH, device_option
+from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Place
 from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from adapterswap.analysis.dominance import Dominance
@@ -16,76 +17,26 @@ if TYPE_CHECKING:
     from adapterswap.planning.plan import Plan
 
 
-@click.command("suggest")
-@click.option("-t", "--task-expert", type=EXPERT, metavar="PATH|ID", help="The expert whose middle layers to keep.")
-@click.option("-l", "--language-expert", type=EXPERT, metavar="PATH|ID", help="The expert for the outer layers.")
-@click.option(
-    "--expert",
-    "experts",
-    type=EXPERT,
-    multiple=True,
-    metavar="NAME=PATH",
-    help="Instead of -t and -l: two or more experts of any role. An expert owns what its ΔW dominates.",
-)
-@click.option(
-    "--per",
-    type=click.Choice(["layer", "module"]),
-    help="With --expert: assign whole layers, or attention and MLP separately.  [default: layer]",
-)
-@click.option(
-    "--margin",
-    type=float,
-    metavar="M",
-    help="With --expert: an owner's ΔW is larger by this share, otherwise experts are blended.  [default: 0.15]",
-)
-@click.option(
-    "--tie",
-    type=float,
-    metavar="T",
-    help="With --expert, instead of --margin: blend experts whose ‖ΔW‖/‖W‖ differ by at most T.",
-)
-@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base model. Required for texts.")
-@click.option(
-    "--num-layers", type=click.IntRange(min=1), metavar="N", help="Number of the base's layers, if you do not name it."
-)
-@click.option("--task-texts", type=PATH, metavar="FILE", help="Texts of the task: .jsonl, or one text per line.")
-@click.option("--language-texts", type=PATH, metavar="FILE", help="Texts in the language, without the task.")
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=200,
-    show_default=True,
-    metavar="N",
-    help="Texts to read from each file.",
-)
-@click.option(
-    "--form",
-    type=click.Choice(["zones", "modules"]),
-    help="Propose bottom and top layers, or an owner for each layer's attention and MLP.  [default: zones]",
-)
-@device_option(more="; for texts")
-@click.option("-o", "--out-path", type=PATH, metavar="FILE", help="Write the proposal as a recipe for compose.")
-@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Check everything, but measure nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("suggest")
 def command(
-    task_expert: str | None,
-    language_expert: str | None,
-    experts: tuple[str, ...],
-    per: Any,
-    margin: float | None,
-    tie: float | None,
-    base_model: str | None,
-    num_layers: int | None,
-    task_texts: str | None,
-    language_texts: str | None,
-    limit: int,
-    form: Any,
-    device: str,
-    out_path: str | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
+    *,
+    task_expert: Annotated[Expert, "-t", "--task-expert"] | None = None,
+    language_expert: Annotated[Expert, "-l", "--language-expert"] | None = None,
+    experts: tuple[NamedExpert, ...] = (),
+    base_model: Expert | None = None,
+    num_layers: Count | None = None,
+    per: Literal["layer", "module"] | None = None,
+    margin: Annotated[float, "M"] | None = None,
+    tie: Annotated[float, "T"] | None = None,
+    task_texts: Place | None = None,
+    language_texts: Place | None = None,
+    limit: Count = 200,
+    form: Literal["zones", "modules"] | None = None,
+    device: Device = "auto",
+    out_path: Annotated[str, EntryPath(), "-o", "--out-path", "FILE"] | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Propose layers for two experts, with the reasons.
 
@@ -93,6 +44,23 @@ def command(
     Change is measured by the size of ΔW or, with texts of both sides, by how much it changes the base's predictions.
     With --expert, you can pass any number of experts: the one with the largest ΔW owns a layer, and experts close to it
     are blended.
+
+    Args:
+        task_expert: The expert whose middle layers to keep.
+        language_expert: The expert for the outer layers.
+        experts: Instead of -t and -l: two or more experts of any role. An expert owns what its ΔW dominates.
+        base_model: The base model. Required for texts.
+        num_layers: Number of the base's layers, if you do not name it.
+        per: With --expert: assign whole layers, or attention and MLP separately.  [default: layer]
+        margin: With --expert: an owner's ΔW is larger by this share, otherwise experts are blended.  [default: 0.15]
+        tie: With --expert, instead of --margin: blend experts whose ‖ΔW‖/‖W‖ differ by at most T.
+        task_texts: Texts of the task: .jsonl, or one text per line.
+        language_texts: Texts in the language, without the task.
+        limit: Texts to read from each file.
+        form: Propose bottom and top layers, or an owner for each layer's attention and MLP.  [default: zones]
+        device: auto, cpu, cuda, cuda:N, mps; for texts.
+        out_path: Write the proposal as a recipe for compose.
+        dry_run: Check everything, but measure nothing.
     """
     if experts:
         if task_expert or language_expert or task_texts or language_texts or form:

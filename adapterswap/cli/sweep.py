@@ -9,22 +9,27 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from adapterswap.cli.composition_options import named_experts, parsed_rules
+from adapterswap.cli.composition_options import RuleText, named_experts, parsed_rules
 from adapterswap.cli.options import (
-    EXPERT,
-    FOLDER,
+    BaseDtype,
+    Count,
+    Device,
+    Engine,
+    Expert,
+    Json,
+    NamedExpert,
+    Output,
     RecipePath,
-    device_option,
-    dtype_option,
-    engine_options,
+    Setting,
     one_voice,
     together,
 )
 from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table, working
+from adapterswap.cli.signature import declare
 from adapterswap.processes import is_first
 from adapterswap.progress import Progress, ProgressRow, duration
 
@@ -35,79 +40,33 @@ if TYPE_CHECKING:
     from adapterswap.sweeps.running import Estimate
 
 
-@click.command("sweep")
-@click.argument("recipe", type=RecipePath("sweep"))
-@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="RUN", help="Folder to write, or to resume.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value, such as settings.num_fewshot=2."
-)
-@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base model, instead of the recipe's.")
-@click.option(
-    "--expert",
-    "experts",
-    type=EXPERT,
-    multiple=True,
-    metavar="NAME=PATH",
-    help="Add an expert, which rules can name; repeatable.",
-)
-@click.option(
-    "--rule",
-    "rules",
-    multiple=True,
-    metavar="RULE",
-    help="Add a composition: 'swahili: 0-4', 'math*0.5 + swahili*0.5: 5', math (the rest). Names are experts, or "
-    "roles such as task and language, which stand for every expert of the role. Repeatable; the first match wins.",
-)
-@click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")
-@click.option("--batch-size", type=int, metavar="N", help="Short for --set settings.batch_size=N.")
-@engine_options
-@click.option("--in-flight", type=click.IntRange(1), metavar="N", help="Short for --set settings.in_flight=N.")
-@device_option()
-@dtype_option("Dtype of the base; auto: as stored.", auto=True)
-@click.option("--ray", metavar="ADDRESS", help="Evaluate on a Ray cluster; `local` starts one on this machine.")
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    metavar="N",
-    help="With --ray: number of processes.  [default: one per GPU]",
-)
-@click.option("--trust-task-code", is_flag=True, help="Let the files in include_path run their own Python code.")
-@click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
-@click.option(
-    "--freeze", is_flag=True, help="Evaluate nothing; register what will be compared and chosen, with a hash."
-)
-@click.option(
-    "--reference", metavar="METHOD", help="With --freeze: method to compare the others with.  [default: soup]"
-)
-@click.option("--methods", multiple=True, metavar="METHOD", help="With --freeze: methods to test.  [default: all]")
-@click.option("--overwrite", is_flag=True, help="Replace the sweep in the folder.")
-@click.option("--dry-run", is_flag=True, help="Check and count everything, without loading weights or writing files.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("sweep")
 @one_voice()
 def command(
-    recipe: str,
-    out_path: str,
-    overrides: tuple[str, ...],
-    base_model: str | None,
-    experts: tuple[str, ...],
-    rules: tuple[str, ...],
-    limit: float | None,
-    batch_size: int | None,
-    engine: str | None,
-    engine_args: tuple[str, ...],
-    in_flight: int | None,
-    device: str,
-    dtype: str,
-    ray: str | None,
-    workers: int | None,
-    trust_task_code: bool,
-    confirm_run_unsafe_code: bool,
-    freeze: bool,
-    reference: str | None,
-    methods: tuple[str, ...],
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
+    recipe: Annotated[str, RecipePath("sweep")],
+    *,
+    overrides: Annotated[tuple[Setting, ...], "--set"] = (),
+    base_model: Expert | None = None,
+    experts: tuple[NamedExpert, ...] = (),
+    rules: tuple[RuleText, ...] = (),
+    limit: Annotated[float, "N"] | None = None,
+    batch_size: int | None = None,
+    engine: Engine | None = None,
+    engine_args: tuple[Setting, ...] = (),
+    in_flight: Count | None = None,
+    device: Device = "auto",
+    dtype: BaseDtype = "auto",
+    ray: Annotated[str, "ADDRESS"] | None = None,
+    workers: Count | None = None,
+    trust_task_code: bool = False,
+    confirm_run_unsafe_code: bool = False,
+    freeze: bool = False,
+    reference: Annotated[str, "METHOD"] | None = None,
+    methods: Annotated[tuple[str, ...], "METHOD"] = (),
+    out_path: Annotated[Output, "RUN"],
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Evaluate many compositions on one loaded base.
 
@@ -115,6 +74,25 @@ def command(
     language experts, grids of compositions, and the tasks of evaluate. The base and the experts are loaded once, and
     every result is saved at once: if a sweep is stopped or killed, run the same command again to resume it. On several
     devices: accelerate launch --multi_gpu -m adapterswap sweep …
+
+    Args:
+        overrides: Change a value, such as settings.num_fewshot=2.
+        base_model: The base model, instead of the recipe's.
+        experts: Add an expert, which rules can name; repeatable.
+        rules: Add a composition: 'swahili: 0-4', 'math*0.5 + swahili*0.5: 5', math (the rest). Names are experts, or
+            roles such as task and language, which stand for every expert of the role. Repeatable; the first match wins.
+        limit: Short for --set settings.limit=N.
+        batch_size: Short for --set settings.batch_size=N.
+        in_flight: Short for --set settings.in_flight=N.
+        ray: Evaluate on a Ray cluster; `local` starts one on this machine.
+        workers: With --ray: number of processes.  [default: one per GPU]
+        trust_task_code: Let the files in include_path run their own Python code.
+        freeze: Evaluate nothing; register what will be compared and chosen, with a hash.
+        reference: With --freeze: method to compare the others with.  [default: soup]
+        methods: With --freeze: methods to test.  [default: all]
+        out_path: Folder to write, or to resume.
+        overwrite: Replace the sweep in the folder.
+        dry_run: Check and count everything, without loading weights or writing files.
     """
     from adapterswap.evaluation.settings import parsed_arguments
     from adapterswap.files.yaml import find_recipe

@@ -5,61 +5,55 @@ With torchrun or `accelerate launch`, every process runs this, and one of them p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import click
-
-from adapterswap.cli.options import EXPERT, FOLDER, Push, RecipePath, one_voice, push_options
+from adapterswap.cli.options import Expert, Json, Output, Push, Pushed, RecipePath, Setting, one_voice
 from adapterswap.cli.printing import echo, human_bytes, is_quiet, note, note_dry_run, note_output, print_json, working
+from adapterswap.cli.signature import declare
 from adapterswap.processes import is_first, leave
 
 if TYPE_CHECKING:
     from adapterswap.training import TrainEstimate, TrainRecipe, TrainReport
 
 
-@click.command("train")
-@click.argument("recipe", type=RecipePath("train"))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value, such as training.seed=1.")
-@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write, instead of the recipe's.")
-@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="Base to train on, instead of the recipe's.")
-@click.option(
-    "--start", type=EXPERT, metavar="PATH|ID", help="Adapter to start from, or the recipe (.yaml) of a composition."
-)
-@click.option("--seed", type=int, help="Short for --set training.seed=N --set training.data_seed=N.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Short for --set training.device=…")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Short for --set training.dtype=…")
-@click.option("--resume", is_flag=True, help="Resume from the last checkpoint of an unfinished run.")
-@click.option(
-    "--trust-task-code", is_flag=True, help="Let the files in selection.include_path run their own Python code."
-)
-@push_options
-@click.option("--overwrite", is_flag=True, help="Replace an earlier output, and the checkpoints of an unfinished run.")
-@click.option("--dry-run", is_flag=True, help="Print the rows, steps and memory of the run, and train nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("train")
 @one_voice()
 def command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    out_path: str | None,
-    base_model: str | None,
-    start: str | None,
-    seed: int | None,
-    device: str | None,
-    dtype: str | None,
-    resume: bool,
-    trust_task_code: bool,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
+    recipe: Annotated[str, RecipePath("train")],
+    *,
+    overrides: Annotated[tuple[Setting, ...], "--set"] = (),
+    base_model: Expert | None = None,
+    start: Expert | None = None,
+    seed: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None,
+    resume: bool = False,
+    trust_task_code: bool = False,
+    out_path: Output | None = None,
+    push: Pushed,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Train an expert from a recipe.
 
     RECIPE is a YAML file, or the name of a shipped recipe such as train/llama-3.1-8b-instruct/math. It names the base,
     the datasets and the training options. The expert is a PEFT LoRA folder (or, with adapter: none, a full model), with
     training.json next to the weights. On several devices: accelerate launch -m adapterswap train RECIPE.
+
+    Args:
+        overrides: Change a value, such as training.seed=1.
+        base_model: Base to train on, instead of the recipe's.
+        start: Adapter to start from, or the recipe (.yaml) of a composition.
+        seed: Short for --set training.seed=N --set training.data_seed=N.
+        device: Short for --set training.device=…
+        dtype: Short for --set training.dtype=…
+        resume: Resume from the last checkpoint of an unfinished run.
+        trust_task_code: Let the files in selection.include_path run their own Python code.
+        out_path: Folder to write, instead of the recipe's.
+        overwrite: Replace an earlier output, and the checkpoints of an unfinished run.
+        dry_run: Print the rows, steps and memory of the run, and train nothing.
     """
-    push = Push.of(options)
     short = {"base_model": base_model, "start": start, "training.device": device, "training.dtype": dtype}
     short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-import click
-
-from adapterswap.cli.options import EXPERT, name_and_path
+from adapterswap.cli.options import Expert, Json, NamedExpert, name_and_path
 from adapterswap.cli.printing import echo, note, print_json, rare_collections, working
+from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from adapterswap.tools.extracted import Verification
@@ -17,15 +16,11 @@ _WHERE = {"full": "--expert full=PATH", "base": "--base-model"}  # the options t
 _SHOWN = 10  # tensors to name; with a wrong source nearly all of them differ
 
 
-@click.command("verify")
-@click.argument("path", type=EXPERT)
-@click.option(
-    "--expert", "experts", type=EXPERT, multiple=True, metavar="NAME=PATH", help="The folder of a source; repeatable."
-)
-@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base model, if it came from a folder.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@declare("verify")
 @rare_collections()
-def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json: bool) -> None:
+def command(
+    path: Expert, *, experts: tuple[NamedExpert, ...] = (), base_model: Expert | None = None, as_json: Json = False
+) -> None:
     """Recompute an adapter or a model from its sources and compare.
 
     PATH is an adapter, a model or a GGUF file (or a folder of pieces) that adapterswap wrote. Its record names the
@@ -33,6 +28,10 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
     are compared by their SHA-256; with --expert full=PATH and --base-model, so is the error of every module's ΔW. So
     are those of a converted adapter, if an SVD or a pickle was involved, and its source's; and those of an adapter that
     was trained from another one (--expert start=PATH). Exits with 1 if anything differs.
+
+    Args:
+        experts: The folder of a source; repeatable.
+        base_model: The base model, if it came from a folder.
     """
     from adapterswap.tools.verification import verify
 

@@ -693,6 +693,6 @@ def test_the_command_opens_and_checks(lab_run: Path) -> None:
     result = CliRunner().invoke(main, ["studio", "--lab", str(lab_run), "--dry-run", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert "math, language" in result.stderr
-    for wrong in (["--lab", str(lab_run), "--base-model", "x"], ["--base-model", "x"], [], ["--seed", "1"]):
+    for wrong in (["--lab", str(lab_run), "--base-model", "x"], ["--base-model", "x"], [], ["--lab-seed", "1"]):
         assert CliRunner().invoke(main, ["studio", *wrong]).exit_code == 2
     assert open_lab(lab_run, device="cpu").num_layers == LAYERS

@@ -1,0 +1,267 @@
+"""Commands from signatures: a function's parameters are a command's arguments and options, its `Args:` their help.
+
+    @declare("slice")
+    def command(expert: Expert, *, layers: Annotated[str, "LAYERS"], dry_run: bool = False) -> None:
+        \"\"\"Cut an expert to some layers.
+
+        Args:
+            layers: Layers to keep, such as 0-4,30-31.
+        \"\"\"
+
+Positional parameters are arguments, the others options. A type says what a value may be: `bool` is a flag, `Literal` a
+choice, `tuple[str, ...]` an option that can be repeated. `Annotated` adds click's own type, flags (texts that begin
+with a dash), or the word that help shows for the value. `Options(make)` stands for all parameters of `make`, and the
+command receives what it returns. A dry run needs no --out-path: it says what would happen in a new folder `out`.
+
+The functions are the commands', not the library's: help must not import numpy or pydantic, a library's docstring
+speaks of Python values, and most commands print what their function returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import click
+
+# The groups of `-h`, in their order; all other options are in a group of the command's own.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Experts": (
+        "task_expert", "language_expert", "experts", "chains", "base_model", "start", "adapter", "recipe", "num_layers",
+        "task_type",
+    ),
+    "Layers": (
+        "rules", "bottom", "top", "bottom_transition", "top_transition", "partition", "layers", "modules", "embeddings",
+        "row_threshold", "norms", "outside", "stack",
+    ),
+    "Method": ("method", "task_weight", "language_weight", "weights", "more_parameters", "allow_negative"),
+    "Options": (),
+    "Output": (
+        "out_path", "layout", "names", "max_rank", "max_error", "max_shard_size", "dequantize", "outtype", "pieces",
+        "by", "overwrite", "dry_run", "as_json",
+    ),
+    "Hub": ("push_to_hub", "private", "revision", "commit_message"),
+    "General": ("quiet", "verbose"),
+}  # fmt: skip
+_FEW = 9  # options that need no groups
+# The help of options that several commands have, unless their own `Args:` say more.
+_HELP = {
+    "base_model": "The base model.  [default: the one that the experts name]",
+    "num_layers": "Number of the base's layers.  [default: from its config]",
+    "experts_path": "A folder of adapter folders, or experts.yaml with names, allowed compositions and limits.",
+    "device": "auto, cpu, cuda, cuda:N, mps.",
+    "dtype": "Dtype of the base; auto: as stored.",
+    "engine": "What computes the answers.  [default: transformers]",
+    "engine_args": "With --engine vllm: its own settings, such as gpu_memory_utilization=0.8. Repeatable.",
+    "confirm_run_unsafe_code": "Let tasks (MBPP) run the code that the model writes.",
+    "out_path": "Folder to write.",
+    "max_rank": "Truncate modules of a higher rank.",
+    "max_error": "Truncate blends up to this relative error of ΔW.",
+    "overwrite": "Replace what adapterswap wrote there before.",
+    "dry_run": "Print the plan and write nothing.",
+    "as_json": "Print JSON.",
+}
+_RULES: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+class Options:
+    """In `Annotated`: this parameter is `make(…)`, whose keyword parameters are options of the command."""
+
+    def __init__(self, make: Callable[..., Any], more: Iterable[click.Option] = ()) -> None:
+        self.make, self.more = make, list(more)
+
+
+class Option(click.Option):
+    """An option whose mistakes are worded as the library words them.
+
+    Attributes:
+        rule: the values that it accepts, in words; empty if its type says so itself.
+        listed: whether `-h` shows it.
+        names_output: whether it is --out-path, and required except for a dry run.
+    """
+
+    rule = ""
+    listed = True
+    names_output = False
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().type_cast_value(ctx, value)
+        except click.BadParameter:
+            if not self.rule or ctx.resilient_parsing:
+                raise
+            raise click.UsageError(f"{max(self.opts, key=len)} is {value}, but must be {self.rule}.", ctx) from None
+
+
+class Command(click.Command):
+    """A command whose help lists options in groups, and which needs no --out-path for a dry run."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        output = next((param for param in self.params if isinstance(param, Option) and param.names_output), None)
+        if output is not None and ctx.params["out_path"] is None:
+            if not ctx.params["dry_run"]:
+                raise click.MissingParameter(ctx=ctx, param=output)
+            names = (f"out{number or ''}" for number in itertools.count())
+            ctx.params["out_path"] = next(name for name in names if not os.path.lexists(name))
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
+        homes = {name: title for title, names in GROUPS.items() for name in names}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and getattr(param, "listed", True):
+                title = "General" if "--help" in param.opts else homes.get(param.name or "", "Options")
+                groups[title] += filter(None, [param.get_help_record(ctx)])
+        if sum(map(len, groups.values())) <= _FEW:
+            groups = {"Options": [record for records in groups.values() for record in records]}
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def declare(
+    name: str, *, cls: type[Command] = Command, group: click.Group | None = None
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Turn a function into a command, as this module's docstring describes; with `group`, into one of its commands."""
+
+    def make(function: Callable[..., None]) -> click.Command:
+        made = list(_parameters(function))
+        bundles = {p.name: p for p in made if isinstance(p, _Bundle)}
+
+        def call(**values: Any) -> None:
+            for name, bundle in bundles.items():
+                values[name] = bundle.make(**{key: values.pop(key) for key in bundle.names})
+            function(**values)
+
+        params = [p for part in made for p in (part.params if isinstance(part, _Bundle) else [part])]
+        built = cls(name, params=params, callback=call, help=_without_args(function), context_settings=_CONTEXT)
+        if group is not None:
+            group.add_command(built)
+        return built
+
+    return make
+
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class _Bundle(NamedTuple):
+    name: str
+    make: Callable[..., Any]
+    params: list[click.Parameter]
+
+    @property
+    def names(self) -> list[str]:
+        return [param.name or "" for param in self.params]
+
+
+class _Form(NamedTuple):
+    """What an annotation says."""
+
+    kind: Any
+    types: list[click.ParamType[Any]]
+    flags: list[str]
+    metavar: str | None
+    options: Options | None
+    multiple: bool
+
+
+def _form(hint: Any) -> _Form:
+    more: list[Any] = []
+    metavar, multiple = None, False
+    while (origin := get_origin(hint)) in (Annotated, Union, types.UnionType, tuple):
+        if origin is Annotated:
+            more += hint.__metadata__
+            words = [item for item in hint.__metadata__ if isinstance(item, str) and not item.startswith("-")]
+            metavar, hint = metavar or (words[-1] if words else None), hint.__origin__
+        elif origin is tuple:
+            hint, multiple = get_args(hint)[0], True
+        else:
+            hint = next(part for part in get_args(hint) if part is not type(None))
+    return _Form(
+        hint,
+        [item for item in more if isinstance(item, click.ParamType)],
+        [item for item in more if isinstance(item, str) and item.startswith("-")],
+        metavar,
+        next((item for item in more if isinstance(item, Options)), None),
+        multiple,
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter | _Bundle]:
+    hints, texts = get_type_hints(function, include_extras=True), _args(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        form = _form(hints[name])
+        is_argument = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        default = None if parameter.default is parameter.empty else parameter.default
+        if form.options is not None:
+            bundled = [part for part in _parameters(form.options.make) if isinstance(part, click.Parameter)]
+            yield _Bundle(name, form.options.make, [*bundled, *form.options.more])
+        elif is_argument:
+            yield click.Argument(
+                [name], type=_type(form), nargs=-1 if form.multiple else 1,
+                metavar=form.metavar if form.multiple else None,
+                required=parameter.default is parameter.empty, default=None if form.multiple else default,
+            )  # fmt: skip
+        else:
+            text = texts.get(name, _HELP.get(name, ""))
+            yield _option(name, form, default, text, required=parameter.default is parameter.empty)
+
+
+def _option(name: str, form: _Form, default: Any, text: str, *, required: bool) -> Option:
+    names_output = required and name == "out_path"
+    if names_output:
+        text += "  [required, except with --dry-run]"
+    is_flag = form.kind is bool and not form.types and not form.metavar
+    option = Option(
+        [*(form.flags or [f"--{name.replace('_', '-')}"]), name],
+        type=None if is_flag else _type(form),
+        is_flag=is_flag,
+        multiple=form.multiple,
+        default=None if form.multiple else default,
+        show_default=not form.multiple and default is not None and default is not False,
+        required=required and not names_output,
+        metavar=form.metavar or (None if form.types or is_flag else {int: "N", float: "X"}.get(form.kind)),
+        help=text,
+    )
+    option.rule, option.names_output = _rule(form, option.type), names_output
+    return option
+
+
+def _type(form: _Form) -> click.ParamType[Any] | Any:
+    if form.types:
+        return form.types[0]
+    return click.Choice(get_args(form.kind)) if get_origin(form.kind) is Literal else form.kind
+
+
+def _rule(form: _Form, kind: click.ParamType[Any]) -> str:
+    """The values that a type accepts, in words."""
+    if isinstance(kind, click.Choice):
+        return f"one of {', '.join(map(str, kind.choices))}"
+    if isinstance(kind, click.IntRange) and kind.min is not None:
+        return f"{kind.min} or more" if kind.max is None else f"{kind.min} to {kind.max}"
+    return "" if form.types else _RULES.get(form.kind, "")
+
+
+_ARGS = re.compile(r"^Args:\n(?P<lines>(?:[ \t]+.*\n?|\n)*)", flags=re.MULTILINE)
+
+
+def _args(function: Callable[..., Any]) -> dict[str, str]:
+    """The texts of `Args:` by parameter."""
+    found = _ARGS.search(inspect.getdoc(function) or "")
+    lines = textwrap.dedent(found["lines"]) if found else ""
+    entries = re.findall(r"^(\w+): (.*(?:\n[ \t]+.*)*)", lines, flags=re.MULTILINE)
+    return {name: re.sub(r"\n\s+", " ", text) for name, text in entries}
+
+
+def _without_args(function: Callable[..., Any]) -> str:
+    return _ARGS.sub("", inspect.getdoc(function) or "").strip()
