@@ -18,7 +18,7 @@ from adapterswap.experts.keys import LORA_PARTS
 from adapterswap.files.folders import scratch_folder
 from adapterswap.files.numbers import open_files, read_numbers
 from adapterswap.files.tensorfile import Tensor
-from adapterswap.live.inventory import Inventory, LoadedFrom, beside, factors, is_unloaded
+from adapterswap.live.inventory import Inventory, LoadedFrom, Versions, beside, factors, is_unloaded
 from adapterswap.live.switching import Switch, make_switch
 from adapterswap.model.layers import check_depth_of, known_depth
 from adapterswap.planning.base import least_depth
@@ -127,7 +127,7 @@ class Catalogue:
         self.inventory = Inventory(model, {})
         self._model = model
         self._origins: dict[str, LoadedFrom] = {}
-        self._switches: dict[str, Switch] = {}
+        self._switches: dict[str, tuple[Switch, Versions | None]] = {}  # None if no tensor decides a coefficient
 
     def add(self, name: str, adapter: Adapter) -> None:
         """Note that the adapter `name` in the model was loaded from `adapter`."""
@@ -150,11 +150,14 @@ class Catalogue:
             composition.check_adapter()
             return make_switch(composition, self.inventory)
         key = composition.model_dump_json() if isinstance(composition, Composition) else composition or BASE
-        if key not in self._switches:
-            while len(self._switches) >= _REMEMBERED:
-                self._switches.pop(next(iter(self._switches)))
-            self._switches[key] = self._make(self._parse(composition))
-        return self._switches[key]
+        remembered = self._switches.get(key)
+        if remembered is not None and remembered[1] in (None, self.inventory.versions(remembered[0].experts)):
+            return remembered[0]
+        while len(self._switches) >= _REMEMBERED:
+            self._switches.pop(next(iter(self._switches)))
+        switch, by_tensors = self._make(self._parse(composition))
+        self._switches[key] = switch, self.inventory.versions(switch.experts) if by_tensors else None
+        return switch
 
     def _look(self) -> None:
         self.inventory = Inventory(self._model, self._origins)
@@ -183,9 +186,10 @@ class Catalogue:
         check_names(names, self.inventory.names, problems, rules)
         problems.raise_if_any()
 
-    def _make(self, composition: Composition | None) -> Switch:
+    def _make(self, composition: Composition | None) -> tuple[Switch, bool]:
+        """A composition's settings, and whether its coefficients depend on the experts' tensors."""
         if composition is None:
-            return Switch()
+            return Switch(), False
         num_layers = self.inventory.num_layers
         self._check_names(composition.expert_names, composition.allocation)
         experts = self.inventory.experts(composition.expert_names)
@@ -197,6 +201,6 @@ class Catalogue:
         plan = make_plan(composition, experts, num_layers=depth, base_at_hand=True)
         rules = [slot.rule for slot in plan if slot.rule is not None]
         if any(rule.weights or rule.spans for rule in rules):
-            with plan_on_disk(plan, self.inventory) as resident:  # the coefficients depend on the tensors
-                return make_switch(resident, self.inventory)
-        return make_switch(plan, self.inventory)
+            with plan_on_disk(plan, self.inventory) as resident:
+                return make_switch(resident, self.inventory), True
+        return make_switch(plan, self.inventory), False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _AVERAGE = "__adapterswap_average__"  # the name of the additional copy in PEFT's wrapper
 _ELEMENTS = 2**22  # to average at a time
+
+Versions = list[tuple[int, int]]
+"""See `Inventory.versions`."""
 
 
 def find_wrappers(model: Any) -> dict[str, Any]:
@@ -256,6 +259,12 @@ class Inventory:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._configs)
+
+    def versions(self, names: Collection[str]) -> Versions:
+        """The places of these adapters' factors in memory, and how often each was written to."""
+        pairs = (factors(layer, name) for layer in self.layers.values() for name in names)
+        tensors = [tensor for pair in pairs if pair is not None for tensor in (pair.a, pair.b)]
+        return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
     @cached_property
     def num_layers(self) -> NumLayers | None:

@@ -40,6 +40,10 @@ class Switch:
     terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     in_full: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
+    @property
+    def experts(self) -> tuple[str, ...]:
+        return tuple(self.plan.experts) if self.plan else ()
+
 
 def why_not_live(plan: Plan) -> str | None:
     """Why a plan cannot be computed by switching adapters on and off; None if it can."""

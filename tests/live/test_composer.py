@@ -313,6 +313,23 @@ def test_variants_of_lora_are_refused_with_their_reason(options: dict[str, Any],
         composing.set("odd")
 
 
+@pytest.mark.parametrize("name", ["math+swahili@method=soup,weights=magnitude", "math+swahili@method=slerp"])
+def test_experts_that_are_trained_between_compositions(composer: Composers, name: str) -> None:
+    """Coefficients that depend on the experts' tensors are those of the tensors at that time."""
+    composing = composer()
+    composing.set(name)
+    for key, parameter in composing.model.named_parameters():
+        if "lora_B.math" in key:  # an optimizer's step
+            with torch.no_grad():
+                parameter.mul_(3).add_(0.01)
+    composing.reset()
+    with composing.use(name):
+        found = logits(composing.model)
+    composing._catalogue._look()  # forgets all
+    with composing.use(name):
+        assert torch.equal(found, logits(composing.model))
+
+
 def test_remembered_compositions_are_bounded(composer: Composers) -> None:
     from adapterswap.live import catalogue
 
