@@ -147,7 +147,7 @@ def test_a_failed_use_changes_nothing(composer: Composers) -> None:
     assert state_of(composing.model) == before
     composing.set("math+swahili@bottom_transition=2")
     inside = state_of(composing.model)
-    with pytest.raises(AdapterswapError, match="bottom 9"):
+    with pytest.raises(AdapterswapError, match="bottom has 9"):
         composing.set("math+swahili@bottom=9")
     assert state_of(composing.model) == inside
 
