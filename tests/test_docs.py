@@ -118,9 +118,7 @@ def test_the_page_on_inspecting_adapters_runs(
         shutil.copytree(place, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     lines = [line for page, line in commands_shown() if page == "inspect.md"]
-    assert {line.split()[1] for line in lines} == {"compose", "inspect", "diff", "verify", "slice"}
+    assert {line.split()[1] for line in lines} == {"compose", "inspect", "diff", "verify"}
     for line in lines:
         result = run(*shlex.split(line)[1:])
         assert result.exit_code == 0, f"{line}: {result.stderr}"
-    one, other = (tmp_path / name / "adapter_model.safetensors" for name in ("mine", "from-slices"))
-    assert one.read_bytes() == other.read_bytes()

@@ -1,6 +1,6 @@
 """Outputs in every language with the number that a careful reader takes from them, and the numbers that scorers read.
 
-`answer_labels.json` says how the rows were made. Run this file to print the tables of docs/tasks.md.
+`answer_labels.json` says how the rows were made. Run this file to print the tables of docs/evaluate.md.
 """
 
 from __future__ import annotations

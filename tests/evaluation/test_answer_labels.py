@@ -1,4 +1,4 @@
-"""How often each scorer agrees with `answer_labels.json`: the figures in docs/tasks.md."""
+"""How often each scorer agrees with `answer_labels.json`: the figures in docs/evaluate.md."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_our_score_agrees_with_the_label(language: str, output: str, gold: int, 
 
 
 def test_how_often_each_scorer_agrees_with_the_labels(tasks: dict[str, Any]) -> None:
-    """The numbers in docs/tasks.md. The table consists of hard forms: it does not estimate a score's bias."""
+    """The numbers in docs/evaluate.md. The table consists of hard forms: it does not estimate a score's bias."""
     agreed: Counter[str] = Counter()
     for language, output, gold, right in TABLE:
         agreed.update(name for name, verdict in verdicts(tasks[language], output, gold).items() if verdict is right)

@@ -205,12 +205,12 @@ def test_more_shots_than_there_are_rows_are_refused(byte_model: Model, kinds: Pa
         run(byte_model, kinds, "pico_choice_all", num_fewshot=3)
 
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "tasks.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "evaluate.md"
 
 
 def test_the_names_on_the_page_exist(kinds: Path) -> None:
     """The table of the papers' benchmarks: names in its second column, shots in its third."""
-    section = PAGE.read_text(encoding="utf-8").partition("## The papers' benchmarks")[2].partition("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8").partition("### The papers' benchmarks")[2].partition("\n### ")[0]
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")][1:]
     names = [name for row in rows for name in re.findall(r"`([a-z]\w+(?:-\w+)?)`", row[1])]
     assert len(names) >= 12

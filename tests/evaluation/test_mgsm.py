@@ -148,7 +148,7 @@ def stock_task(name: str) -> Any:
 
 @pytest.mark.parametrize("name", mgsm_task_names())
 def test_prompts_match_the_harness(name: str) -> None:
-    """Prompts, stops and stock filters are the harness's, except for its errors listed in docs/tasks.md."""
+    """Prompts, stops and stock filters are the harness's, except for its errors listed in docs/evaluate.md."""
     ours, stock = build_mgsm_task(name), stock_task(name)
     mode, _, code = name.removeprefix("mgsm_").rpartition("_")
     same = [prompt(ours, shots, 3) == prompt(stock, shots, 3) for shots in (0, 2, 8)]

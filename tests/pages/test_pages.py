@@ -48,16 +48,16 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("*", r"^adapterswap train train/", "needs data from the Hub: tests/recipes trains on rows like them"),
     ("docs/methods.md", r"^python benchmarks", "trains for an hour: tests/lab/test_methods_lab.py trains a little"),
     ("docs/published.md", r"^python benchmarks", "needs the Hub: tests/recipes/test_fusionbench.py, on a small T5"),
-    ("docs/models.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
+    ("docs/adapters.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
     ("docs/engines.md", r"from transformers import|hotswap", "tests/live/test_recipes.py compares it with PEFT"),
     (
-        "docs/tasks.md",
+        "docs/evaluate.md",
         r"flores|FLORES",
         "needs FLORES's sentences, which are not shipped: tests/evaluation/test_flores.py",
     ),
-    ("docs/tasks.md", r"^include:", "names another folder: tests/evaluation/test_language_tasks.py runs such a file"),
+    ("docs/evaluate.md", r"^include:", "another folder: tests/evaluation/test_language_tasks.py runs such a file"),
     (
-        "docs/tasks.md",
+        "docs/evaluate.md",
         r"mgsm_rev2|MGSM_REV2|afrimgsm|multijail|MULTIJAIL",
         "needs data that are not shipped: tests/evaluation/test_downloaded_tasks.py",
     ),
@@ -79,7 +79,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/scripts.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
     ("docs/scripts.md", r"^# \.github", "a workflow file: a test below reads it"),
     ("docs/train.md", r"^selection:", "evaluates during training: tests/training has smaller runs"),
-    ("docs/train.md", r"^(base_model|datasets):", "needs data from the Hub: tests/training/test_recipe.py"),
+    ("docs/train.md", r"^(base_model|datasets|start):", "fragments: tests/training/test_recipe.py and test_start.py"),
     ("examples/live/README.md", r"chat\.py", "talks with its user: tests/live/test_example.py"),
 ]
 

@@ -74,7 +74,7 @@ def full_checkpoint(folder: Path, *, seed: int) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
-def models_page() -> None:
+def encoder_decoder_experts() -> None:
     """Two adapters of a pico NLLB, of twelve layers on either side."""
     from transformers import M2M100Config, M2M100ForConditionalGeneration
 
@@ -89,16 +89,11 @@ def models_page() -> None:
 
 
 def adapters_page() -> None:
-    """A DoRA, and an expert with a head that was trained in full."""
+    """A DoRA, an expert with a head that was trained in full, and two adapters of an encoder-decoder."""
+    encoder_decoder_experts()
     save_expert(open_base(), Path("experts/dora"), seed=1, use_dora=True, target_modules=["q_proj"])
     shutil.rmtree("experts/swahili")
     save_expert(open_base(), Path("experts/swahili"), seed=2, modules_to_save=["lm_head"])
-
-
-def extract_page() -> None:
-    """A full fine-tune; the page writes experts/swahili itself."""
-    shutil.rmtree("experts/swahili")
-    full_checkpoint(Path("experts/swahili-full"), seed=1)
 
 
 def merge_page() -> None:
@@ -225,13 +220,14 @@ def train_page() -> None:
 
 
 def evaluate_page() -> None:
-    """The composition that the page evaluates from disk."""
+    """The composition that the page evaluates from disk, and responses with a judge's labels."""
+    labelled_responses()
     from adapterswap import layer_swap
 
     layer_swap("experts/math", "experts/swahili", bottom=5, top=2).write("math-swahili")
 
 
-def tasks_page() -> None:
+def labelled_responses() -> None:
     """Responses with a judge's labels."""
     rows = [{"task": "multijail_sw", "doc_id": number, "output": "Samahani."} for number in range(3)]
     labelled = [row | {"label": label} for row, label in zip(rows, ("safe", "safe", "invalid"), strict=True)]
@@ -255,16 +251,13 @@ SETUPS: dict[str, Callable[[], None]] = {
     "docs/adapters.md": adapters_page,
     "docs/engines.md": engines_page,
     "docs/evaluate.md": evaluate_page,
-    "docs/extract.md": extract_page,
     "docs/gguf.md": gguf_page,
     "docs/layers.md": texts_page,
     "docs/merge.md": merge_page,
-    "docs/models.md": models_page,
     "docs/own_adapters.md": adapters_of_other_tools,
     "docs/publish.md": publish_page,
     "docs/recipes.md": papers_experts,
     "docs/report.md": report_page,
-    "docs/tasks.md": tasks_page,
     "docs/sweep.md": papers_experts,
     "docs/train.md": train_page,
     "docs/troubleshooting.md": troubleshooting_page,
