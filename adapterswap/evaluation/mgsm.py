@@ -2,8 +2,8 @@
 
 Reads the data shipped in `data/mgsm/` (Shi et al. 2022, "Language Models are Multilingual Chain-of-Thought Reasoners",
 arXiv 2210.03057; CC BY 4.0, see the LICENSE there) and makes prompts of the questions. Task names, prompt words and
-answer patterns are those of lm-evaluation-harness's `mgsm_*` tasks, so that scores are comparable; docs/evaluate.md lists
-the exceptions, where the harness's prompts contradict the exemplars.
+answer patterns are those of lm-evaluation-harness's `mgsm_*` tasks, so that scores are comparable;
+docs/evaluate.md lists the exceptions, where the harness's prompts contradict the exemplars.
 
 AfriMGSM (Adelani et al. 2024, IrokoBench, arXiv 2406.03368; Apache 2.0) is `masakhane/afrimgsm` on the Hub.
 """
