@@ -226,6 +226,8 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
     for task in previews:
         if task.room is not None and task.max_gen_toks is not None and task.room < task.max_gen_toks:
             note(f"{task.name}: the longest prompt leaves room for {task.room} of {task.max_gen_toks} output tokens")
+        if task.overlong:
+            note(f"{task.name}: {task.overlong} prompts with their continuations do not fit in the model's context")
     note_dry_run("evaluated")
 
 

@@ -107,6 +107,8 @@ class TaskPreview:
             generate nothing.
         max_gen_toks: the longest output in tokens, by the task's own limit if it has one; None for tasks that generate
             nothing.
+        overlong: how many prompts do not fit in the model's context with their continuations, for tasks that compare
+            likelihoods.
     """
 
     name: str
@@ -117,6 +119,7 @@ class TaskPreview:
     longest: int
     room: int | None
     max_gen_toks: int | None = None
+    overlong: int = 0
 
 
 def preview(
@@ -169,6 +172,8 @@ def preview(
             begun = has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
             longest = max(map(len, tokenizer(prompts, add_special_tokens=not begun)["input_ids"]))
             generates = task.OUTPUT_TYPE == "generate_until"
+            scored = ["".join(request.args) for request in requests if request.request_type == "loglikelihood"]
+            whole = tokenizer(scored, add_special_tokens=not begun)["input_ids"] if scored else []
             previews.append(
                 TaskPreview(
                     name=name,
@@ -179,6 +184,7 @@ def preview(
                     longest=longest,
                     room=context - longest if generates else None,
                     max_gen_toks=output_limit(requests[0].args[1], settings.max_gen_toks) if generates else None,
+                    overlong=sum(len(ids) > context + 1 for ids in whole),
                 )
             )
     return previews
@@ -380,13 +386,11 @@ def _collect(
     for task, rows in harness_results["samples"].items():
         merged: dict[int, Sample] = {}
         for row in rows:
-            arguments = row["arguments"][0]
-            generated = len(arguments) > 1 and isinstance(arguments[1], dict)
-            key = request_key(*arguments[:2]) if generated else ""
+            keys = {request_key(*arguments[:2]) for arguments in row["arguments"] if len(arguments) > 1}
             is_first = row["doc_id"] not in merged
-            sample = merged.setdefault(row["doc_id"], _sample(task, row, cut=key in model.cut))
+            sample = merged.setdefault(row["doc_id"], _sample(task, row, cut=not keys.isdisjoint(model.cut)))
             _add_filter(sample, row)
-            truncated[task] = truncated.get(task, 0) + (is_first and key in model.truncated)
+            truncated[task] = truncated.get(task, 0) + (is_first and not keys.isdisjoint(model.truncated))
         samples[task] = merged
     # A group without a mean of its own is among the results too, but empty.
     tasks = {

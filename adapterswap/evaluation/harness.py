@@ -29,9 +29,9 @@ from adapterswap.evaluation.mgsm import mgsm_task
 from adapterswap.processes import Processes
 
 
-def request_key(prompt: str, gen_kwargs: dict[str, Any]) -> str:
-    """A key for a generation request: equal keys mean equal outputs."""
-    return json.dumps([prompt, gen_kwargs], sort_keys=True)
+def request_key(prompt: str, rest: dict[str, Any] | str) -> str:
+    """A key for a prompt with its generation settings or its continuation: equal keys mean equal outputs."""
+    return json.dumps([prompt, rest], sort_keys=True)
 
 
 def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]], Sequence[int]]) -> list[list[int]]:
@@ -208,7 +208,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
     Attributes:
         cut: keys of the requests whose output ended at the limit of tokens.
-        truncated: keys of the requests whose prompt lost its beginning.
+        truncated: keys of the requests whose prompt loses its beginning.
     """
 
     def __init__(
@@ -274,9 +274,31 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         return self._answers(requests, batches, super().generate_until)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
-        """See the harness."""
+        """See the harness. Contexts that do not fit are refused, or counted if truncation is allowed."""
         self._check()
-        return self._answers(requests, in_batches(requests, self.batch_size, self._measured), super().loglikelihood)
+        pairs = list(dict.fromkeys(request.args for request in requests))
+        lengths = dict(zip(pairs, self._processes.shared(pairs, self._length), strict=True))
+        for request in requests:
+            if (length := lengths[request.args]) <= self.max_length + 1:  # the last token is only predicted
+                continue
+            self.truncated.add(request_key(*request.args))
+            if not self._truncate:
+                raise ArgumentError(
+                    f"{request.task_name}: a prompt and its continuation have {length} tokens, and do not fit in the "
+                    f"model's context of {self.max_length} tokens",
+                    "Lower `num_fewshot`, or pass `truncate=True` to cut the start of long prompts",
+                    parameter="num_fewshot",
+                )
+        by_text = {"".join(pair): length for pair, length in lengths.items()}
+        batches = in_batches(requests, self.batch_size, lambda texts: [by_text[text] for text in texts])
+        return self._answers(requests, batches, super().loglikelihood)
+
+    def _length(self, pair: tuple[str, str]) -> int:
+        """The tokens of a context and its continuation, as the harness scores them."""
+        context, continuation = pair
+        if context:
+            return len(self.tok_encode(context + continuation))
+        return 1 + len(self.tok_encode(continuation, add_special_tokens=False))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         """See the harness."""

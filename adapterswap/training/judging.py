@@ -78,6 +78,13 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
                 "Use fewer shots (num_fewshot), a lower max_gen_toks, or truncate: true",
                 parameter="selection",
             )
+        if task.overlong:
+            problems.add(
+                f"selection: {task.name}: {task.overlong} prompts with their continuations are longer than the model's "
+                "context",
+                "Use fewer shots (num_fewshot), or truncate: true",
+                parameter="selection",
+            )
     metrics = {}
     for name in _counted(options.tasks, loaded):
         with problems.collect():

@@ -15,12 +15,13 @@ from tolerances import near
 
 from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import EvaluationResult, Settings, evaluate
+from adapterswap.evaluation.evaluating import preview
 from adapterswap.evaluation.flores import is_flores
 from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.tasks import load_tasks
 
-from .conftest import LAYERS
+from .conftest import LAYERS, byte_tokenizer, pico_model
 
 Model = tuple[Any, Any]
 
@@ -217,3 +218,18 @@ def test_the_names_on_the_page_exist(kinds: Path) -> None:
     known = {*_manager(str(kinds)).all_tasks, *mgsm_task_names()}
     assert [name for name in names if name not in known and not is_flores(name)] == []
     assert all(re.search(r"\d", row[2]) for row in rows)
+
+
+def test_a_choice_that_does_not_fit_is_refused_or_counted(kinds: Path) -> None:
+    """The harness cuts off the beginning of a prompt without a word."""
+    tokenizer, longest = byte_tokenizer(), max(len(row["text"].encode()) for row in ROWS)
+    options: dict[str, Any] = {"include_path": kinds, "trust_task_code": True}
+    whole = longest + len(" hapana kabisa")  # without a start token; the last token is only predicted
+    fitting, tight = pico_model(layers=1, context=whole - 1), pico_model(layers=1, context=whole - 2)
+    name = "pico_choice_all"
+    assert evaluate(fitting, tokenizer, [name], Settings(**options)).tasks[name].truncated == 0
+    assert [task.overlong for task in preview(tokenizer, fitting.config, [name], Settings(**options))] == [0]
+    with refused(ArgumentError, "num_fewshot", match=rf"{name}: .* {whole} tokens, .* context of {whole - 2}"):
+        evaluate(tight, tokenizer, [name], Settings(**options))
+    assert evaluate(tight, tokenizer, [name], Settings(truncate=True, **options)).tasks[name].truncated == 1
+    assert [task.overlong for task in preview(tokenizer, tight.config, [name], Settings(**options))] == [1]
