@@ -248,8 +248,8 @@ def _load(
         groups = loaded["groups"]
     problems = Problems(ArgumentError)
     for name, task in tasks.items():
-        _configure(task, num_fewshot, json.loads(settings))
         with problems.collect():
+            _configure(name, task, num_fewshot, json.loads(settings))
             _check_pool(name, task, parameter="tasks" if suffix else "num_fewshot")
     problems.raise_if_any()
     return _renamed(tasks, groups, suffix) if suffix else {"tasks": tasks, "groups": groups}
@@ -270,7 +270,12 @@ def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> dict
     }
 
 
-def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -> None:
+# The harness's names for one setting, of which it takes the first, and settings that it drops if `do_sample` is false.
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+
+
+def _configure(name: str, task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -> None:
     """Apply shots and generation settings by the harness's own rules: a task that sets 0 shots keeps them."""
     task_shots = task.get_config("num_fewshot")
     if num_fewshot is not None and task_shots != 0:
@@ -278,7 +283,28 @@ def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -
     elif task_shots is None:
         task.set_config("num_fewshot", 0)
     if gen_kwargs and task.get_config("output_type") == "generate_until":
-        task.set_config("generation_kwargs", gen_kwargs, update=True)
+        task.set_config("generation_kwargs", _overridden(name, task.get_config("generation_kwargs") or {}, gen_kwargs))
+
+
+def _overridden(name: str, own: Mapping[str, Any], gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's own generation settings with those of the user, each of which has an effect."""
+    limits = [key for key in _LIMITS if key in gen_kwargs]
+    if len(limits) > 1:
+        raise ArgumentError(
+            f"`gen_kwargs` sets the longest output {len(limits)} times: {', '.join(limits)}",
+            "Set only one of them",
+            parameter="gen_kwargs",
+        )
+    merged = {key: value for key, value in own.items() if not (limits and key in _LIMITS)} | dict(gen_kwargs)
+    sampling = [key for key in _OF_SAMPLING if gen_kwargs.get(key)]
+    if sampling and merged.get("do_sample") is False:
+        raise ArgumentError(
+            f"`gen_kwargs` sets {', '.join(sampling)}, which has no effect: {name} takes the likeliest tokens "
+            "(do_sample is false)",
+            "Add do_sample=true, or leave it out",
+            parameter="gen_kwargs",
+        )
+    return merged
 
 
 def _check_pool(name: str, task: Any, *, parameter: str) -> None:

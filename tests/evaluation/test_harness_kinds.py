@@ -233,3 +233,19 @@ def test_a_choice_that_does_not_fit_is_refused_or_counted(kinds: Path) -> None:
         evaluate(tight, tokenizer, [name], Settings(**options))
     assert evaluate(tight, tokenizer, [name], Settings(truncate=True, **options)).tasks[name].truncated == 1
     assert [task.overlong for task in preview(tokenizer, tight.config, [name], Settings(**options))] == [1]
+
+
+def test_generation_settings_have_an_effect_or_are_refused(byte_model: Model, kinds: Path) -> None:
+    """The harness takes its first name for a limit, and drops settings of sampling if the task does not sample."""
+    for limit in ("max_gen_toks", "max_new_tokens", "max_tokens"):
+        result = run(byte_model, kinds, "pico_write", gen_kwargs={limit: 3, "until": []})
+        task = result.tasks["pico_write"]
+        assert (task.max_gen_toks, task.cut) == (3, 3)  # by the setting, of which all three outputs make use
+    for odd in ({"temperature": 0.7}, {"top_p": 0.5, "temperature": 0}, {"do_sample": False, "top_k": 5}):
+        with refused(ArgumentError, "gen_kwargs", match="pico_write takes the likeliest"):
+            load_tasks(["pico_write"], Settings(include_path=kinds, gen_kwargs=odd))
+    with refused(ArgumentError, "gen_kwargs", match="2 times: max_gen_toks, max_tokens"):
+        load_tasks(["pico_write"], Settings(include_path=kinds, gen_kwargs={"max_tokens": 3, "max_gen_toks": 4}))
+    drawn = Settings(include_path=kinds, gen_kwargs={"do_sample": True, "temperature": 0.7})
+    own = load_tasks(["pico_write"], drawn)["tasks"]["pico_write"].get_config("generation_kwargs")
+    assert (own["do_sample"], own["temperature"], own["max_gen_toks"]) == (True, 0.7, 6)
