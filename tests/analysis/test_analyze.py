@@ -412,7 +412,7 @@ def test_a_layer_beyond_any_model_is_refused(run: Callable[..., Result], math: P
     table = tmp_path / "table.csv"
     table.write_text("expert,layer,module,fraction_of_rows_above_threshold\na,99999,q_proj,0.5\n")
     assert run("analyze", "--from-csv", table).exit_code == 3
-    table.write_text("expert,layer,module,fraction_of_rows_above_threshold\na,9998,q_proj,0.5\n")
+    table.write_text("expert,layer,module,fraction_of_rows_above_threshold\na,499,q_proj,0.5\n")
     assert run("analyze", "--from-csv", table, "-o", tmp_path / "pictures").exit_code == 0
 
 

@@ -363,19 +363,19 @@ def test_a_difference_of_ranks_states_its_reversed_sign(tmp_path: Path) -> None:
 
 
 def test_a_difference_that_rounds_to_zero_has_no_sign(tmp_path: Path) -> None:
-    """One document of 4,000 in one pair of nine."""
+    """One document of 300 in one pair of nine."""
 
     def values(cell: Cell, task: str) -> list[float]:
         lost = cell.family == "layer_swap" and cell.short.startswith("math1+sw1@")
-        return [float(not (lost and index == 3999)) for index in range(4000)]
+        return [float(not (lost and index == 299)) for index in range(300)]
 
     folder = craft(
-        tmp_path / "run", recipe(retention=[], compositions=[{"bottom": 5}]), documents=4000, split=False, values=values
+        tmp_path / "run", recipe(retention=[], compositions=[{"bottom": 5}]), documents=300, split=False, values=values
     )
     report = reported(folder)
     result = row(report, "layer_swap").difference
     assert result is not None
-    assert result.mean == pytest.approx(-1 / 36000)
+    assert result.mean == pytest.approx(-1 / 2700)
     shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
     for text in (shown.stdout, latex_table(report), re.sub(r'data-value="[^"]*"', "", render_page(report))):
         assert re.search(r"[-\u2212+]0\.000(?!\d)", text) is None
