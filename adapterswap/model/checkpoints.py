@@ -42,7 +42,7 @@ from adapterswap.model.layers import (
 )
 from adapterswap.model.sources import CONFIG as ADAPTER_CONFIG
 from adapterswap.model.sources import MODEL_WEIGHTS, PROVENANCE, TRAINING_RECORD, Source, find_source, recorded_base
-from adapterswap.model.tokenizers import TOKENIZER_FILES
+from adapterswap.model.tokenizers import TOKENIZER_FILES, tokenizer_files
 
 # The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
@@ -106,8 +106,8 @@ def _num_layers(tensors: Iterable[str], container: str) -> int:
 MODEL_CONFIG = "config.json"
 MODEL_INDEX = "model.safetensors.index.json"
 
-# The small files that a model needs besides its config and weights.
-COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
+# The small files that a model needs besides its config and weights. Its code is only copied, never run.
+COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*", "*.py")
 
 # A remedy for checkpoints that lack each other's tensors. By default transformers saves under the names that it read.
 OTHER_NAMES = (
@@ -339,6 +339,14 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
         recorded_base(source.folder),
         recorded_layers(source.folder),
     )
+
+
+def companions(checkpoint: Checkpoint) -> list[Path]:
+    """The files of `COMPANIONS` in a checkpoint's folder, sorted; its code only if config.json refers to it."""
+    folder = checkpoint.source.folder
+    files = sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()})
+    own_code = tokenizer_files(folder) if "auto_map" not in checkpoint.config else files
+    return [path for path in files if path.suffix != ".py" or path in own_code]
 
 
 def check_alone(folder: Path) -> None:

@@ -16,7 +16,7 @@ from adapterswap.files.text import exists, open_regular, read_json
 
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt", "*.jinja",
-    "chat_template*", "*.tiktoken", "*processor_config.json",
+    "chat_template*", "*.tiktoken", "*processor_config.json", "tokenization_*.py",
 )  # fmt: skip
 
 Tokens = Mapping[int, str]

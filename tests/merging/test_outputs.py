@@ -43,6 +43,23 @@ def test_the_folder(run: Run, model: Callable[..., Path], tmp_path: Path) -> Non
     assert str(tmp_path) not in everything
 
 
+def test_code_that_the_config_refers_to_is_copied(model: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers looks for it beside the config; it is not run here."""
+    task, language = model(seed=1), model(seed=2)
+    for name in ("modeling_own.py", "tokenization_own.py"):
+        (task / name).write_text("raise SystemExit")
+    for code in (False, True):
+        config = json.loads((task / "config.json").read_text())
+        mapped = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}} if code else {}
+        (task / "config.json").write_text(json.dumps(config | mapped))
+        plan = adapterswap.layer_swap(task, language, bottom=2, top=1)
+        out = adapterswap.merge(plan, out_path=tmp_path / f"out-{code}")
+        names = ["modeling_own.py"] * code + ["tokenization_own.py"]
+        assert sorted(path.name for path in out.glob("*.py")) == names
+        experts = {path.name: path for path in (task, language)}
+        assert adapterswap.verify(out, experts=experts).equal
+
+
 def test_the_record_counts_and_hashes_the_inputs(model: Callable[..., Path], tmp_path: Path) -> None:
     """Per expert: what was copied, what was computed with, and nothing else."""
     task, language = model(seed=1), model(seed=2)
