@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from adapterswap.sweeps.recipe import SweepRecipe as SweepRecipe
     from adapterswap.sweeps.results import Run as Run
     from adapterswap.sweeps.running import sweep as sweep
+    from adapterswap.tools.attributing import Attribution as Attribution
     from adapterswap.tools.comparing import Comparison as Comparison
     from adapterswap.tools.comparing import diff as diff
     from adapterswap.tools.conversion import convert as convert
@@ -69,6 +70,7 @@ _HOME = {
     "Adapter": "experts.adapter",
     "AdapterswapError": "errors",
     "Analysis": "analysis.analyzing",
+    "Attribution": "tools.attributing",
     "Checkpoint": "model.checkpoints",
     "Comparison": "tools.comparing",
     "Composition": "planning.composition",

@@ -118,7 +118,7 @@ def test_the_page_on_inspecting_adapters_runs(
         shutil.copytree(place, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     lines = [line for page, line in commands_shown() if page == "inspect.md"]
-    assert {line.split()[1] for line in lines} == {"compose", "inspect", "diff", "verify"}
+    assert {line.split()[1] for line in lines} == {"compose", "inspect", "diff", "verify", "merge"}
     for line in lines:
         result = run(*shlex.split(line)[1:])
         assert result.exit_code == 0, f"{line}: {result.stderr}"

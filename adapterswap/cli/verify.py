@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from adapterswap.cli.options import Expert, Json, NamedExpert, name_and_path
 from adapterswap.cli.printing import echo, note, print_json, rare_collections, working
@@ -19,7 +19,12 @@ _SHOWN = 10  # tensors to name; with a wrong source nearly all of them differ
 @declare("verify")
 @rare_collections()
 def command(
-    path: Expert, *, experts: tuple[NamedExpert, ...] = (), base_model: Expert | None = None, as_json: Json = False
+    path: Expert,
+    *,
+    experts: tuple[NamedExpert, ...] = (),
+    rules: Annotated[tuple[str, ...], "--rule", "RULE"] = (),
+    base_model: Expert | None = None,
+    as_json: Json = False,
 ) -> None:
     """Recompute an adapter or a model from its sources and compare.
 
@@ -29,17 +34,27 @@ def command(
     are those of a converted adapter, if an SVD or a pickle was involved, and its source's; and those of an adapter that
     was trained from another one (--expert start=PATH). Exits with 1 if anything differs.
 
+    Without a record, as after another tool's merge, say what PATH should be: pass the --base-model, and the experts
+    that should be in it. The answer says what it is, within the rounding of its dtype: which expert, how much of it, in
+    which layers.
+
     Args:
         experts: The folder of a source; repeatable.
+        rules: Without a record: what PATH should be, as for `compose`; repeatable.  [default: the only expert]
         base_model: The base model, if it came from a folder.
     """
+    from adapterswap.cli.composition_options import parsed_rules
+    from adapterswap.tools.attributing import Attribution
     from adapterswap.tools.verification import verify
 
     source_paths = dict(map(name_and_path, experts))
     with working("verifying"):
-        verification = verify(path, source_paths, base_model=base_model)
+        verification = verify(path, source_paths, base_model=base_model, rules=parsed_rules(rules) or None)
     if as_json:
         print_json(verification.as_json())
+    elif isinstance(verification, Attribution):
+        for answer in verification.answers:
+            echo(answer)
     else:
         _print(verification)
     for remark in verification.notes:
@@ -48,6 +63,9 @@ def command(
         options = " and ".join(_WHERE.get(name, f"--expert {name}=PATH") for name in verification.unchecked)
         names = " and ".join(verification.unchecked)
         note(f"Not compared: {names} came from a folder, and its location is not recorded. Pass {options}.")
+    if not verification.equal and isinstance(verification, Attribution):
+        note(f"Error: {path} is not {verification.stated}.")
+        sys.exit(1)
     if not verification.equal:
         note(f"Error: {path} does not match its sources. Make it again, or pass the sources it was made from.")
         sys.exit(1)

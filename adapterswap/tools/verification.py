@@ -44,7 +44,8 @@ from adapterswap.model.sources import (
 )
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
-from adapterswap.planning.rules import BASE
+from adapterswap.planning.rules import BASE, Rule
+from adapterswap.tools.attributing import Attribution, attribute
 from adapterswap.tools.extracted import FILES, Verification, added_files, contradicting, marked, verify_extracted
 from adapterswap.writing.adapter import CARD, prepare, write_prepared
 from adapterswap.writing.outputs import Form
@@ -145,8 +146,12 @@ _BLOCK = 2**24  # bytes compared at a time
 
 
 def verify(
-    path: str | Path, experts: Mapping[str, str | Path] | None = None, *, base_model: str | Path | None = None
-) -> Verification:
+    path: str | Path,
+    experts: Mapping[str, str | Path] | None = None,
+    *,
+    base_model: str | Path | None = None,
+    rules: Sequence[Rule | str] | None = None,
+) -> Verification | Attribution:
     """Recompute the composed adapter, or the full weights, in `path` and compare them, byte for byte.
 
     The record is compared too, except for the version of adapterswap and the names of sources. Numbers in it may differ
@@ -156,15 +161,20 @@ def verify(
     adapter see `verify_extracted`. LoRA in GGUF is exported again; of a folder of pieces, all pieces are compared. An
     adapter that was trained from another one is compared by hashes: its files and those of its start.
 
+    A folder without a record, such as another tool's merge, is compared with what `rules` state, within the rounding of
+    its dtype: the base, or the base plus experts. The answer says what it is instead, as far as its numbers show it.
+
     Args:
         path: a folder or Hub id; a GGUF file of `export`, or its folder of pieces.
         experts: the paths of the sources, by name; sources from the Hub are found automatically. The fine-tune that an
             adapter was extracted from is called `full`, and the adapter that training started from `start`.
         base_model: the base, if it did not come from the Hub. Full weights need it; an adapter's base is compared with
             the record.
+        rules: without a record: what is stated of it, such as `math*0.5 + swahili*0.5`; by default that it has the
+            only expert with its full ΔW in every layer.
 
     Returns:
-        What differs; `equal` is True if nothing does.
+        What differs; `equal` is True if nothing does. Without a record, an `Attribution`.
 
     Raises:
         ArgumentError: a parameter has the wrong type; `experts` names a source that the record does not have; neither
@@ -184,7 +194,11 @@ def verify(
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
     if not exists(folder / PROVENANCE) and "start" in (trained := read_training(folder)):
         return _verify_trained(folder, trained, experts or {})
+    if not exists(folder / PROVENANCE) and (base_model is not None or experts):
+        return attribute(folder, experts or {}, base_model, rules)
     content = _content(folder)
+    if rules is not None:
+        raise ArgumentError(f"{folder} has a record of its rules", "Leave out `rules`", parameter="rules")
     record = _record(folder, content)
     if isinstance(record, ExtractionRecord):
         return verify_extracted(folder, content, record, experts or {}, base_model)
@@ -420,7 +434,8 @@ def _find_base(
 
 def _content(folder: Path) -> dict[str, Any]:
     if not (folder / PROVENANCE).exists():
-        raise ExpertError(f"{folder} has no {PROVENANCE}, so its sources are unknown", _REMEDY, parameter="path")
+        remedy = f"{_REMEDY}; or say what it should be, with `base_model` and `experts`"
+        raise ExpertError(f"{folder} has no {PROVENANCE}, so its sources are unknown", remedy, parameter="path")
     content = read_json(folder / PROVENANCE, _REMEDY)
     check_format(content.get("format"), folder / PROVENANCE, parameter="path")
     return content

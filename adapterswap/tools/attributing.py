@@ -1,0 +1,589 @@
+"""Check anyone's merge: is a folder its base plus these experts, how much of each, and in which layers?
+
+No record is needed. Every stored weight W' is compared with W + Σ c_i·ΔW_i, for the coefficients that are stated and,
+if these do not fit, for those that do: the least squares over all numbers of the tensor, each weighted by how far
+rounding can move it, tested again number by number. Full weights are compared with their base's, and an adapter's ΔW
+with zero. Tensors are read in blocks of rows, so memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.changes.kinds import LowRank, Opaque, Whole
+from adapterswap.changes.locating import Located, locate_all
+from adapterswap.changes.reading import Factors, read_factors, read_rows
+from adapterswap.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
+from adapterswap.experts.adapter import Adapter, LoraModule, and_more, open_adapter
+from adapterswap.files.numbers import open_files, row_ranges
+from adapterswap.files.tensorfile import FLOATS
+from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
+from adapterswap.model.layers import format_layers
+from adapterswap.model.sources import WEIGHTS
+from adapterswap.planning.composing import compose
+from adapterswap.planning.composition import Composition
+from adapterswap.planning.making import base_of, merge_plan
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.rules import BASE, Rule
+from adapterswap.writing.outputs import map_in_threads
+from adapterswap.writing.resolving import resolve
+
+Numbers = npt.NDArray[np.floating[Any]]  # float32; to check numbers in float32, float64
+
+_BLOCK = 2**20  # elements at a time
+_DIGITS = {"F32": 24, "F16": 11, "BF16": 8}  # of the significand
+_LEAST = {"F32": 2.0**-149, "F16": 2.0**-24, "BF16": 2.0**-133}  # the smallest number above zero
+_NO_CHANGE = 1e-30  # a bound for numbers that nothing changes; its square is a float64
+_SLACK = 1.01  # the bounds are of first order
+_MISTAKES = (
+    "α/r was applied, where the scale of a rank-stabilized LoRA is α/√r",
+    "α/√r was applied, where the scale of a LoRA is α/r",
+    "B·A was added without its scale",
+)
+_SURE, _CLOSE = 5.0, 0.01  # how far an estimate may be off, in standard errors and as a share
+_PERMUTED = 32  # tensors among which those in another's place are looked for
+_SHOWN = 4  # names in a sentence
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a tensor of a folder, or a module of an adapter, is made of.
+
+    Attributes:
+        name, layer: the stored tensor, or the module.
+        stated: each expert's coefficient by the rules.
+        found: the coefficients that fit, up to rounding; None if none do.
+        unseen: whether the stated change is too small to be seen in the stored precision.
+        mistake: what was probably done instead of what was stated; empty if that is not known.
+    """
+
+    name: str
+    layer: int | None
+    stated: Mapping[str, float]
+    found: Mapping[str, float] | None
+    unseen: bool = False
+    mistake: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.found == self.stated
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Whether a folder is what was stated.
+
+    Attributes:
+        stated: the statement as a formula, such as `base + math`.
+        answers: sentences that say what the folder is, the statement itself if it is true.
+        findings: every tensor or module that could be compared.
+        differing: names of tensors that are missing, added, or not what was stated.
+        notes: what could not be decided.
+    """
+
+    stated: str
+    answers: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    differing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def equal(self) -> bool:
+        return not self.differing
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Sources that were not compared: none."""
+        return ()
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data: what `adapterswap verify --json` prints."""
+        odd = {finding.name: finding for finding in self.findings if not finding.fits}
+        return {
+            "equal": self.equal,
+            "stated": self.stated,
+            "answers": list(self.answers),
+            "differing": list(self.differing),
+            "found": {name: finding.found and dict(finding.found) for name, finding in odd.items()},
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A tensor to explain: W' (rows×columns), the base's W, and the experts that change it.
+
+    Attributes:
+        read: (start, stop) → rows of W', and of W.
+        rounding: (rows of W', rows of W, start, stop) → what rounding can change each number of W' by.
+        changes: expert → (start, stop, W) → rows of its ΔW, and what rounding can change them by.
+        mistakes: expert → what is often done wrong with its scale, and the factor that this makes.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, int]
+    stated: Mapping[str, float]
+    read: Callable[[int, int], tuple[Numbers, Numbers]]
+    rounding: Callable[[Numbers, Numbers, int, int], Numbers]
+    changes: Mapping[str, Callable[[int, int, Numbers], tuple[Numbers, Numbers]]]
+    mistakes: Mapping[str, Mapping[str, float]]
+
+
+def half_unit(values: Numbers, dtype: str) -> Numbers:
+    """Half the distance between two numbers of `dtype` at `values`: the most by which rounding changes them."""
+    powers = (values.astype(np.float32).view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)  # 2^⌊log₂|x|⌋
+    halves: Numbers = np.maximum(powers * np.float32(2.0 ** -_DIGITS[dtype]), np.float32(_LEAST[dtype] / 2))
+    return halves
+
+
+def _wide(numbers: Numbers, dtype: str) -> Numbers:
+    """The numbers in the precision in which those of `dtype` can be checked."""
+    return numbers.astype(np.float64) if dtype == "F32" else numbers
+
+
+@dataclass
+class _Sums:
+    """Sums over a tensor: of squares and products, weighted by what rounding can change; and the worst misfit."""
+
+    gram: Numbers
+    products: Numbers
+    worst: float = 0.0
+    moved: bool = False
+    visible: bool = False
+
+
+def _compare(subject: _Subject, coefficients: Mapping[str, float], *, most: int | None = None) -> _Sums:
+    """Compare a tensor, or its first rows, with its base plus the experts' changes with these coefficients."""
+    names = list(subject.changes)
+    sums = _Sums(np.zeros((len(names), len(names))), np.zeros(len(names)))
+    rows, columns = subject.shape
+    rows = rows if most is None else min(rows, most)
+    for start, stop in row_ranges(rows, max(1, _BLOCK // max(columns, 1))):
+        target, own = subject.read(start, stop)
+        difference, bound = target - own, subject.rounding(target, own, start, stop)
+        sums.moved |= bool(difference.any())
+        expected = np.zeros_like(difference)
+        deltas = []
+        for name in names:
+            delta, inexact = subject.changes[name](start, stop, own)
+            expected += coefficients.get(name, 0.0) * delta
+            bound = bound + max(1.0, abs(coefficients.get(name, 0.0))) * inexact
+            deltas.append(delta)
+        bound = np.maximum(bound, _NO_CHANGE)
+        sums.visible |= bool((np.abs(expected) > bound).any())
+        sums.worst = max(sums.worst, float((np.abs(difference - expected) / bound).max(initial=0.0)))
+        weighted = [(delta / bound).ravel() for delta in (*deltas, difference)] if deltas else []
+        for i, one in enumerate(weighted[:-1]):
+            sums.products[i] += float(one @ weighted[-1])
+            for j in range(i + 1):
+                sums.gram[i, j] = sums.gram[j, i] = sums.gram[i, j] + float(one @ weighted[j])
+    return sums
+
+
+def _estimate(sums: _Sums) -> tuple[Numbers, Numbers] | None:
+    """The coefficients that fit best, and how far off they may be; None if the changes are not independent."""
+    if not len(sums.products) or not np.linalg.eigvalsh(sums.gram)[0] > 1e-12 * np.trace(sums.gram):
+        return None
+    estimate: Numbers = np.linalg.solve(sums.gram, sums.products)
+    errors = np.sqrt(np.diag(np.linalg.inv(sums.gram)))
+    return estimate, np.maximum(_SURE * errors, _CLOSE * np.maximum(1.0, np.abs(estimate)))
+
+
+def _fits(subject: _Subject, coefficients: Mapping[str, float], sums: _Sums) -> bool:
+    """Whether each number fits, and all of them together: a bound for one leaves room for a wrong coefficient."""
+    if sums.worst > _SLACK:
+        return False
+    if (estimated := _estimate(sums)) is None:
+        return True
+    stated = np.array([coefficients.get(name, 0.0) for name in subject.changes])
+    return bool((np.abs(stated - estimated[0]) <= estimated[1]).all())
+
+
+def _explain(subject: _Subject) -> tuple[Finding, bool]:
+    """What a tensor is made of, and whether it equals the base's in every number."""
+
+    def finding(found: Mapping[str, float] | None, *, unseen: bool = False, mistake: str = "") -> Finding:
+        return Finding(subject.name, subject.layer, subject.stated, found, unseen, mistake)
+
+    stated = subject.stated
+    sums = _compare(subject, stated)
+    if _fits(subject, stated, sums):
+        return finding(stated, unseen=any(stated.values()) and not sums.visible), not sums.moved
+    if not sums.moved:
+        return finding(dict.fromkeys(stated, 0.0)), True
+    for coefficients in _candidates(subject, sums):
+        if _fits(subject, coefficients, _compare(subject, coefficients)):
+            return finding(coefficients, mistake=_mistake(subject, coefficients)), False
+    return finding(None), False
+
+
+def _mistake(subject: _Subject, coefficients: Mapping[str, float]) -> str:
+    """The usual mistake that makes these coefficients of the stated ones, with the experts' names; else empty."""
+    for text in _MISTAKES:
+        factors = {name: subject.mistakes[name][text] for name in subject.mistakes}
+        if all(math.isclose(coefficients[name], subject.stated[name] * factors[name]) for name in coefficients):
+            return text
+    return ""
+
+
+def _candidates(subject: _Subject, sums: _Sums) -> Iterator[dict[str, float]]:
+    """Coefficients that may fit, the plainest first: usual mistakes near the estimate, and the estimate itself."""
+    if (estimated := _estimate(sums)) is None:
+        return
+    names, plain = list(subject.changes), dict[str, float]()
+    for name, value, room in zip(names, *estimated, strict=True):
+        stated = subject.stated.get(name, 0.0)
+        usual = [0.0, stated, *(factor * stated for factor in subject.mistakes[name].values())]
+        usual += [round(float(value), digits) for digits in (1, 2, 3)]
+        plain[name] = next((choice for choice in usual if abs(choice - value) <= room), float(value))
+    yield plain
+    yield {name: float(value) for name, value in zip(names, estimated[0], strict=True)}
+
+
+def _low_rank(
+    expert: str, change: LowRank, file: int, dtype: str
+) -> Callable[[int, int, Numbers], tuple[Numbers, Numbers]]:
+    """ΔW of LoRA by rows. Its factors, and their product, may have been rounded to the precision of the result."""
+    factors = read_factors(expert, file, change.lora)
+    stored = factors.T if change.transposed else factors
+    unit = max(2.0 ** -_DIGITS[one] for one in (dtype, change.lora.dtype))
+    error = 4 * unit + (change.lora.rank + 2) * 2.0**-24  # A, B, B·A and s·B·A are rounded; sums, in float32
+    rows, columns = _lengths(stored)
+    rows *= np.float32(error)
+
+    def read(start: int, stop: int, own: Numbers) -> tuple[Numbers, Numbers]:
+        return _wide(stored.rows(start, stop), dtype), np.outer(rows[start:stop], columns)
+
+    return read
+
+
+def _lengths(factors: Factors) -> tuple[Numbers, Numbers]:
+    """The lengths of the rows of B and of the columns of A: their products bound ΔW, and so its errors."""
+    return np.linalg.norm(factors.b, axis=1), np.linalg.norm(factors.a, axis=0)
+
+
+def _replaced(
+    expert: str, change: Whole, files: Mapping[Path, int], dtype: str
+) -> Callable[[int, int, Numbers], tuple[Numbers, Numbers]]:
+    """ΔW of a weight that replaces the base's, by rows."""
+
+    def read(start: int, stop: int, own: Numbers) -> tuple[Numbers, Numbers]:
+        theirs = _wide(read_rows(expert, change, files, start, stop), dtype)
+        return theirs - own, half_unit(theirs, dtype)
+
+    return read
+
+
+def attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) -> Attribution:
+    """Check whether a folder of full weights is its base plus experts.
+
+    Args:
+        folder: the full weights.
+        base: the base.
+        plan: what is stated; None for the base alone.
+    """
+    stated, located = _stated(plan, base)
+    pairs, remarks, differing = _pairs(folder, base, stated)
+    experts = [] if plan is None else [*plan.experts.values()]
+    shards = [shard for expert in experts if isinstance(expert, Checkpoint) for shard in expert.shards]
+    adapters = [expert.file for expert in experts if isinstance(expert, Adapter)]
+    with open_files([*folder.shards, *base.shards, *shards, *adapters]) as files:
+
+        def subject(name: str, place: str | None = None) -> _Subject:
+            """A tensor; `place` is another one whose numbers it may hold."""
+            ours, theirs = pairs[place or name][0], pairs[name][1]
+            kept = Whole.of(theirs.path, theirs.tensor)
+            dtype, columns = ours.tensor.dtype, (ours.tensor.shape or (1,))[-1]
+            given = {expert: changes[name] for expert, changes in located.items() if name in changes}
+
+            def read(start: int, stop: int) -> tuple[Numbers, Numbers]:
+                target = read_rows(folder.name, Whole.of(ours.path, ours.tensor), files, start, stop)
+                own = read_rows(base.name, kept, files, start, stop)
+                return _wide(target, dtype), _wide(own, dtype)
+
+            def rounding(target: Numbers, own: Numbers, start: int, stop: int) -> Numbers:
+                if not given and theirs.tensor.dtype == dtype:
+                    return np.full_like(own, _NO_CHANGE)  # nothing was computed
+                cast = half_unit(own, dtype) if theirs.tensor.dtype != dtype else 0.0
+                return half_unit(np.maximum(np.abs(target), np.abs(own)), dtype) + cast
+
+            changes = {
+                expert: _low_rank(expert, place.change, files[place.change.path], dtype)
+                if isinstance(place.change, LowRank)
+                else _replaced(expert, place.change, files, dtype)
+                for expert, place in given.items()
+                if not isinstance(place.change, Opaque)  # `_stated` refuses these
+            }  # fmt: skip
+            return _Subject(
+                name, ours.layer, (math.prod(ours.tensor.shape) // max(columns, 1), columns), stated.get(name, {}),
+                read, rounding, changes, {expert: _mistakes(place.change.lora) for expert, place in given.items()},
+            )  # fmt: skip
+
+        found = list(map_in_threads(lambda name: _explain(subject(name)), pairs))
+        moved = {finding.name for finding, same in found if not same}
+        findings = tuple(finding for finding, _ in found)
+        lost = sorted(finding.name for finding in findings if finding.found is None)
+        swapped = {
+            place: name
+            for name, place in permutations(lost[:_PERMUTED], 2)
+            if pairs[name][0].tensor.shape == pairs[place][0].tensor.shape
+            and _compare(subject(name, place), stated.get(name, {}), most=64).worst <= _SLACK
+        }
+    for name in lost:
+        if (tied := pairs[name][0].name) != name and not stated.get(name):
+            remarks.append(f"{name} is tied to {tied}, and changes with it, but the experts leave it as it is")
+            findings, differing = tuple(f for f in findings if f.name != name), [*differing, name]
+    return _answers(_formula(plan), findings, moved, remarks, differing, swapped, base)
+
+
+def _mistakes(lora: LoraModule | None) -> dict[str, float]:
+    """The factors that usual mistakes make in a module's scale; 1 if it cannot be mistaken in this way."""
+    if lora is None:
+        return dict.fromkeys(_MISTAKES, 1.0)
+    root = math.sqrt(lora.rank)
+    factors = (1 / root, 1.0) if lora.rslora else (1.0, root)
+    return dict(zip(_MISTAKES, (*factors, 1 / lora.scale), strict=True))
+
+
+def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Located]]]:
+    """The experts' coefficients by tensor, and every expert's change of every tensor."""
+    if plan is None:
+        return {}, {}
+    problems = Problems(BaseModelError)
+    adapters = {name: expert for name, expert in plan.experts.items() if isinstance(expert, Adapter)}
+    located = {name: dict(changes) for name, changes in locate_all(adapters, base, problems).located.items()}
+    problems.raise_if_any()
+    for name, expert in plan.experts.items():
+        if isinstance(expert, Checkpoint):
+            located[name] = {
+                key: Located(part.module, Whole.of(part.path, part.tensor)) for key, part in expert.parameters.items()
+            }
+    stated: dict[str, dict[str, float]] = {}
+    for slot in plan if plan.is_model else merge_plan(plan, base):
+        odd = slot.opaque or slot.spans or not slot.is_linear or any(term.change.rows for term in slot.whole)
+        if odd:
+            raise UnsupportedError(
+                f"{slot.name} is more than a weighted sum of LoRA and whole weights, which cannot be taken apart",
+                "Merge it with `merge`, and compare the files",
+                parameter="rules",
+            )
+        present = {name for name, changes in located.items() if slot.name in changes}
+        stated[slot.name] = {name: slot.summed.get(name, 0.0) for name in sorted(present)}
+    return stated, located
+
+
+_Pair = tuple[StoredTensor, StoredTensor]
+
+
+def _pairs(
+    folder: Checkpoint, base: Checkpoint, stated: Iterable[str]
+) -> tuple[dict[str, _Pair], list[str], list[str]]:
+    """The tensors of the folder and of the base to compare, by name; sentences about the others, and their names.
+
+    A head that only one of the two stores is compared with the embedding to which the other ties it, and so is a head
+    that has to be stored, because an expert changes the embedding alone.
+    """
+    ours, theirs = dict(folder.parameters), dict(base.parameters)
+    if not ours.keys() & theirs.keys():
+        raise ArgumentError(
+            f"{folder.name} and {base.name} have no tensor in common",
+            f"Pass the base of the same model class as `base_model`{OTHER_NAMES}",
+            parameter="base_model",
+        )
+    if ours.keys() != theirs.keys() or not set(stated) <= ours.keys():
+        for stored, tied in ((ours, folder.tied_keys), (theirs, base.tied_keys)):
+            for name, other in (tied, tied[::-1]) if tied else ():
+                if name not in stored and other in stored and name in {*ours, *theirs, *stated}:
+                    stored[name] = stored[other]
+    added, missing = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
+    both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
+    odd = [name for name, pair in both.items() if len({part.tensor.shape for part in pair}) > 1]
+    odd += [name for name, pair in both.items() if not {part.tensor.dtype for part in pair} <= {*FLOATS}]
+    remarks = [
+        f"{_counted(names, 'tensor')} {what}: {and_more(names, _SHOWN)}"
+        for names, what in (
+            (added, "that the base lacks"), (missing, "that only the base has"),
+            (odd, "of another shape, or not in float32, bfloat16 or float16"),
+        )
+        if names
+    ]  # fmt: skip
+    return {name: pair for name, pair in both.items() if name not in odd}, remarks, [*added, *missing, *odd]
+
+
+def attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
+    """Check whether an adapter is the sum of others that is stated; see `attribute_model`."""
+    plan = resolve(plan).plan
+    experts = {name: expert for name, expert in plan.experts.items() if isinstance(expert, Adapter)}
+    for name, expert in {"the adapter": adapter, **experts}.items():
+        if expert.opaque or expert.saved or any(module.parameter for module in expert.modules.values()):
+            raise UnsupportedError(
+                f"{name} is more than LoRA on modules, which cannot be taken apart",
+                "Merge both into full weights, and compare these",
+                parameter="path",
+            )
+    everything = dict.fromkeys([*adapter.modules, *(name for one in experts.values() for name in one.modules)])
+    with open_files([adapter.file, *(expert.file for expert in experts.values())]) as files:
+
+        def subject(name: str) -> _Subject:
+            given = {expert: one.modules[name] for expert, one in experts.items() if name in one.modules}
+            ours = adapter.modules.get(name)
+            like = ours or next(iter(given.values()))
+            slot = plan.slots.get(name)
+            changes = {
+                expert: _low_rank(expert, LowRank(module, experts[expert].file.path),
+                                  files[experts[expert].file.path], "F32")
+                for expert, module in given.items()
+            }  # fmt: skip
+            factors = None if ours is None else read_factors("the adapter", files[adapter.file.path], ours)
+            lengths = factors and _lengths(factors)
+            unit = 0.0 if ours is None else 4.0 * 2.0 ** -_DIGITS[ours.dtype]
+
+            def read(start: int, stop: int) -> tuple[Numbers, Numbers]:
+                own = np.zeros((stop - start, like.in_features))
+                return own if factors is None else _wide(factors.rows(start, stop), "F32"), own
+
+            def rounding(target: Numbers, own: Numbers, start: int, stop: int) -> Numbers:
+                least: Numbers = np.full_like(own, _NO_CHANGE)
+                return least if lengths is None else least + unit * np.outer(lengths[0][start:stop], lengths[1])
+
+            stated = {expert: 0.0 if slot is None else slot.summed.get(expert, 0.0) for expert in sorted(given)}
+            return _Subject(
+                name, like.layer, (like.out_features, like.in_features), stated, read, rounding, changes,
+                {expert: _mistakes(module) for expert, module in given.items()},
+            )  # fmt: skip
+
+        found = list(map_in_threads(lambda name: _explain(subject(name)), everything))
+    findings = tuple(finding for finding, _ in found)
+    moved = {finding.name for finding, same in found if not same}
+    return _answers(_formula(plan), findings, moved, [], [], {}, None)
+
+
+def _formula(plan: Plan | None) -> str:
+    """What the rules state, such as `base + 0.5 × math`; rules that differ between layers are not written out."""
+    if plan is None:
+        return BASE
+    if len(plan.rules) > 1:
+        return f"{BASE} + {', '.join(plan.experts)} by {len(plan.rules)} rules"
+    return _sum({name: value for name, value in plan.rules[0].coefficients().items() if name != BASE})
+
+
+def _sum(coefficients: Mapping[str, float]) -> str:
+    parts = [BASE]
+    for name, value in coefficients.items():
+        if value:
+            factor = "" if abs(value) == 1 else f"{abs(value):.4g} × "
+            parts.append(f"{'-' if value < 0 else '+'} {factor}{name}")
+    return " ".join(parts)
+
+
+def _counted(names: Sequence[str], what: str) -> str:
+    return f"{len(names)} {what}{'s' * (len(names) != 1)}"
+
+
+def _where(findings: Sequence[Finding], everything: Sequence[Finding]) -> str:
+    """The layers of findings if these are whole layers, else the names."""
+    layers = {finding.layer for finding in findings}
+    all_of_them = [finding for finding in everything if finding.layer in layers]
+    if None in layers or len(all_of_them) != len(findings):
+        return and_more([finding.name for finding in findings], _SHOWN)
+    text = format_layers(layer for layer in layers if layer is not None)
+    return f"layer{'s' * (len(layers) > 1)} {text}"
+
+
+def _answers(
+    stated: str, findings: tuple[Finding, ...], moved: Iterable[str], remarks: Sequence[str],
+    differing: Sequence[str], swapped: Mapping[str, str], base: Checkpoint | None,
+) -> Attribution:  # fmt: skip
+    """The sentences for what was found."""
+    moved, changed = set(moved), [finding for finding in findings if any(finding.stated.values())]
+    odd = [finding for finding in findings if not finding.fits]
+    answers: list[str] = []
+    lost = [finding for finding in odd if finding.found is None]
+    untouched = [finding.name for finding in lost if not finding.stated]
+    whose = "zero" if base is None else "the base's"
+    if changed and not moved and len(odd) == len([f for f in changed if not f.unseen]):
+        where = "Adds nothing to the base" if base is None else "Equals the base in every number"
+        answers.append(f"{where}: nothing was merged")
+    elif base is not None and len(untouched) > len([f for f in findings if not f.stated]) / 2:
+        answers.append(
+            f"Not made from {base.name}: {_counted(untouched, 'tensor')} that no expert changes, such as "
+            f"{untouched[0]}, differ from the base's"
+        )
+    else:
+        scaled = Counter(tuple(finding.found.items()) for finding in odd if finding.found is not None)
+        for coefficients, count in scaled.most_common():
+            group = [f for f in odd if f.found is not None and tuple(f.found.items()) == coefficients]
+            answers.append(_scaled(group, count, changed, stated))
+        if lost:
+            held = [name for name in sorted(swapped) if name in {finding.name for finding in lost}]
+            rest = [finding.name for finding in lost if finding.name not in swapped]
+            if held:
+                pairs = [f"{name} holds what belongs in {swapped[name]}" for name in held]
+                answers.append(f"{_counted(held, 'tensor')} in another's place: {and_more(pairs, _SHOWN)}")
+            if rest:
+                what = f"neither {whose}" if base is None else f"neither {whose} nor a weighted sum"
+                answers.append(f"{_counted(rest, 'tensor')} {what} with the experts: {and_more(rest, _SHOWN)}")
+    answers += remarks
+    names = tuple(dict.fromkeys([*differing, *(finding.name for finding in odd)]))
+    notes = []
+    if unseen := [finding.name for finding in findings if finding.unseen]:
+        notes.append(f"In {_counted(unseen, 'tensor')} the change is smaller than the rounding: {and_more(unseen, 1)}")
+    return Attribution(stated, tuple(answers) if names else (stated,), findings, names, tuple(notes))
+
+
+def _scaled(group: Sequence[Finding], count: int, changed: Sequence[Finding], stated: str) -> str:
+    """The sentence for tensors whose coefficients are others than the stated ones."""
+    first = group[0]
+    found = dict(first.found or {})
+    missing = [name for name, value in first.stated.items() if value and not found.get(name)]
+    others = {name: value for name, value in found.items() if value and value != first.stated.get(name)}
+    alone = len(group) == len(changed) and all(any(finding.stated.values()) for finding in group)
+    mistakes = {finding.mistake for finding in group}
+    mistake = f": {mistakes.pop()}" if len(mistakes) == 1 and "" not in mistakes else ""
+    if alone:
+        return f"{_sum(found)}, and not {stated}{mistake}"
+    where = _where(group, changed)
+    if missing and not others:
+        verb = "lacks" if where.startswith("layer ") or count == 1 else "lack"
+        return f"{where} {verb} {' and '.join(missing)}"
+    return f"{where}: {_sum(found)}{mistake}"
+
+
+def attribute(
+    folder: Path, experts: Mapping[str, str | Path], base_model: str | None, rules: Sequence[Rule | str] | None
+) -> Attribution:
+    """Check a folder without a record against what is stated; see `verify`."""
+    if not experts and rules:
+        raise ArgumentError("`rules` name experts, but there are none", "Pass `experts`", parameter="experts")
+    if len(experts) > 1 and not rules:
+        raise ArgumentError(
+            f"{len(experts)} experts can be combined in many ways, and {folder} has no record",
+            "Pass `rules`, such as `rules=['math + swahili']`",
+            parameter="rules",
+        )
+    plan = None
+    if experts:
+        allocation = tuple(rules or [Rule(expert=next(iter(experts)))])
+        content = {"allocation": allocation, "base_model": base_model}
+        plan = compose(Composition(**content), dict(experts))
+    if (folder / WEIGHTS).exists():
+        if plan is None:
+            raise ArgumentError(
+                f"{folder} is an adapter without a record", "Pass `experts` to compare it with", parameter="experts"
+            )
+        return attribute_adapter(open_adapter(folder), plan)
+    base = open_checkpoint(base_model) if plan is None and base_model else base_of(plan, base_model) if plan else None
+    if base is None:
+        raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
+    plan = plan and resolve(plan).plan
+    return attribute_model(open_checkpoint(folder, what="model"), base, plan)
