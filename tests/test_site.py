@@ -103,6 +103,29 @@ def test_the_search_finds_the_page_first(address: str, browser: Any, query: str,
     assert page in found
 
 
+@pytest.mark.parametrize(
+    ("question", "page", "section"),
+    [
+        ("compose my Unsloth adapters", "own_adapters.html", "two-names-for-one-base"),
+        ("serve modules_to_save in vLLM", "troubleshooting.html", "17-modules_to_save-in-vllm"),
+        ("compose experts with new tokens", "adapters.html", "new-tokens"),
+        ("pre-register a sweep", "sweep.html", "pre-registration"),
+        ("export to GGUF", "gguf.html", "ollama"),
+        ("check exit codes in CI", "scripts.html", "exit-codes"),
+        ("install it with a GPU", "install.html", "with-and-without-a-gpu"),
+        ("install it offline", "install.html", "offline"),
+        ("understand an error", "troubleshooting.html", "opening-experts"),
+        ("cite it", "cite.html", "cite"),
+    ],
+)
+def test_questions_are_answered_in_two_clicks(site: Path, question: str, page: str, section: str) -> None:
+    """From the first page's text or its tabs to a page, and from its table of contents to the section."""
+    assert f'href="{page}"' in (site / "index.html").read_text(), question
+    text = (site / page).read_text()
+    assert f'href="#{section}"' in text, question
+    assert f'id="{section}"' in text, question
+
+
 def test_the_search_leaves_out_the_log(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     pages = {entry["location"].partition("#")[0] for entry in index}

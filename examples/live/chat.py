@@ -35,7 +35,7 @@ class Chat:
         self.speak(language)
 
     def speak(self, language: str) -> None:
-        """Change the language, which takes about a millisecond and no memory."""
+        """Change the language, which takes milliseconds and no memory."""
         self.composer.set(f"{self.task}+{language}")
 
     def answer(self, message: str, max_new_tokens: int) -> str:
