@@ -102,12 +102,14 @@ class Column:
         group: the head above it; neighbouring columns share one.
         value: what it shows of a row: a number, the two ends of an interval, or text; None is a dash.
         is_score: whether the best is marked.
+        is_share: whether more is better, whatever the target's score is.
     """
 
     head: str
     group: str
     value: Callable[[Report, MethodRow], float | tuple[float, float] | str | None]
     is_score: bool = True
+    is_share: bool = False
 
 
 def _interval(row: MethodRow) -> tuple[float, float] | None:
@@ -151,8 +153,8 @@ COLUMNS: Mapping[str, Column] = {
     "p": Column("$p$", "reference", _p, False),
     "english": Column("English", "languages", lambda _, row: row.english),
     "languages": Column("all", "languages", lambda _, row: row.all_languages),
-    "understanding": Column("other tasks", "languages", lambda _, row: row.understanding),
-    "fidelity": Column("in language", "languages", lambda _, row: row.fidelity),
+    "understanding": Column("other tasks", "languages", lambda _, row: row.understanding, is_share=True),
+    "fidelity": Column("in language", "languages", lambda _, row: row.fidelity, is_share=True),
     "papers-mean": Column("mean", "papers", lambda _, row: row.papers.mean if row.papers else None),
     "papers-max": Column("max", "papers", lambda _, row: row.papers.max if row.papers else None),
     "error": Column(
@@ -312,7 +314,7 @@ def _cells(report: Report, target: Target, rows: Sequence[MethodRow], column: Co
             texts.append(f"[{', '.join(_number(end, percent=percent) for end in value)}]")
         else:
             texts.append(value if isinstance(value, str) else _number(value, percent=percent))
-    marked = _marked(texts, higher=target.higher_is_better) if column.is_score else texts
+    marked = _marked(texts, higher=target.higher_is_better or column.is_share) if column.is_score else texts
     return dict(zip((row.label for row in rows), marked, strict=True))
 
 

@@ -41,8 +41,8 @@ from adapterswap.sweeps.recording import Preregistration, default_reference, rea
 from adapterswap.sweeps.results import prompts_file, read_prompts, samples_file
 
 _NOT_OPTIONS = {"task", "language", "allocation", "allow_negative"}
-_SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction")
-_FLAGS = ("apply_chat_template", "truncate", "confirm_run_unsafe_code")
+_SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction", "dtype")
+_FLAGS = ("apply_chat_template", "truncate", "language_fidelity", "confirm_run_unsafe_code")
 
 
 def compose_command(run: Run, cell: Cell) -> str | None:
@@ -85,6 +85,9 @@ def evaluate_command(run: Run, cell: Cell) -> str:
         if settings.get(key) is not None:
             words += [f"--{key.replace('_', '-')}", str(settings[key])]
     words += [f"--{key.replace('_', '-')}" for key in _FLAGS if settings.get(key)]
+    if engine := settings.get("engine"):
+        words += ["--engine", engine["name"]]
+        words += [word for key, value in engine["arguments"].items() for word in ("--engine-args", f"{key}={value}")]
     if own_tasks := run.described["recipe"].get("settings", {}).get("include_path"):
         words += ["--include-path", str(own_tasks)]
     if settings.get("seed", SEED) != SEED:

@@ -471,7 +471,9 @@ def _settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, float):  # in full if six digits do not say which it is: configurations are told apart by them
+        return short if float(short := f"{value:g}") == value else repr(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _order(cell: Cell, everything: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:

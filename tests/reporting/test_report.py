@@ -207,6 +207,10 @@ def test_settings_of_the_recipe_are_in_the_command(tmp_path: Path) -> None:
     run.described["settings"]["seed"] = 7  # as the sweep itself records it
     line = evaluate_command(run, run.results[0].cell)
     assert line.endswith("--include-path own-tasks --sampling-seed 7")
+    engine = {"name": "vllm", "arguments": {"max_num_seqs": 4}}
+    run.described["settings"].update(dtype="bfloat16", language_fidelity=True, engine=engine)
+    again = evaluate_command(run, run.results[0].cell)
+    assert "--dtype bfloat16 --language-fidelity --engine vllm --engine-args max_num_seqs=4" in again
 
 
 def test_another_reference(written: Written) -> None:

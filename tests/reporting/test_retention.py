@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,14 @@ def test_both_are_shown(kept: Report) -> None:
         assert f"{100 * value:.1f}" in line
     lines = csv.DictReader(io.StringIO(csv_table(kept)))
     assert {line["language_share"] for line in lines if line["task"] == SW and line["method"] == "soup"} == {"0.75"}
+
+
+def test_more_is_better_whatever_the_target_is(kept: Report) -> None:
+    """Of a perplexity less is better, of the share of answers in its language more."""
+    target = replace(kept.targets[0], higher_is_better=False)
+    text = latex_table(replace(kept, targets=(target,)), TableStyle(columns=["fidelity"], percent=True))
+    (bold,) = (line for line in text.splitlines() if "\\textbf" in line)
+    assert bold.startswith("language expert")
 
 
 def test_both_are_absent_if_not_measured(tmp_path: Path) -> None:

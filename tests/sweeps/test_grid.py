@@ -74,7 +74,7 @@ def test_short_names_match_the_composition() -> None:
         {"bottom": [3], "top": [0, 1]},
         {"partition": ["A", "Z"]},
         {"method": ["soup", "slerp"], "task_weight": 2.5},
-        {"method": "task_arithmetic", "scale": [0.5, 0.75]},
+        {"method": "task_arithmetic", "scale": [1 / 3, 0.3333333]},  # equal in six digits
         {},
     ]
     cells = grid_of(compositions=families, baselines=["soup", "magnitude_soup"]).cells
