@@ -471,7 +471,9 @@ def _settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, float):  # in full if six digits do not say which it is: configurations are told apart by them
+    if isinstance(
+        value, float
+    ):  # configurations are distinguished by it, so it is in full if six digits are not enough
         return short if float(short := f"{value:g}") == value else repr(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
