@@ -95,7 +95,7 @@ CHANGED: list[tuple[str, str, str]] = [
     ("docs/live.md", "max_new_tokens=200", "max_new_tokens=2"),
     ("docs/sweep.md", "--out-path runs/swahili    ", "--out-path runs/swahili --dry-run"),
     # Alternatives that would write to one folder.
-    ("docs/engines.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
+    ("docs/gguf.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
 ]
 
 # YAML that is written to a file, found by its first words, and a command that reads it if the page has none.

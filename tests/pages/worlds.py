@@ -124,13 +124,6 @@ def publish_page() -> None:
     repository(cache, "org/experts", files, **{"v1.0": COMMIT})
 
 
-def engines_page() -> None:
-    """A recipe of a composition."""
-    Path("recipe.yaml").write_text(
-        "experts: {math: experts/math, swahili: experts/swahili}\nrules: [swahili: 0-4, math]\n"
-    )
-
-
 def texts_page() -> None:
     """A few texts for each expert."""
     for name in ("gsm8k", "swahili"):
@@ -176,7 +169,9 @@ def adapters_of_other_tools() -> None:
 
 
 def gguf_page() -> None:
-    """An expert with a head that was trained in full."""
+    """A recipe of a composition, and an expert with a head that was trained in full."""
+    rules = "experts: {math: experts/math, swahili: experts/swahili}\nrules: [swahili: 0-4, math]\n"
+    Path("recipe.yaml").write_text(rules)
     save_expert(open_base(), Path("experts/head"), seed=2, modules_to_save=["lm_head"])
 
 
@@ -249,7 +244,6 @@ def report_page() -> None:
 
 SETUPS: dict[str, Callable[[], None]] = {
     "docs/adapters.md": adapters_page,
-    "docs/engines.md": engines_page,
     "docs/evaluate.md": evaluate_page,
     "docs/gguf.md": gguf_page,
     "docs/layers.md": texts_page,
