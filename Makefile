@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 VLLM := .venv-vllm/.installed
 REV ?= HEAD
 
-.PHONY: demo test test-fast test-all matrix golden architectures numerics lint format pages docs dist bench peers vllm clean
+.PHONY: demo test test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
 
 demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
@@ -80,6 +80,9 @@ bench: $(STAMP)  ## the README's timings, as ratios measured side by side
 	$(BIN)/python benchmarks/merge.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/sweep.py
+
+gpu-check: $(STAMP)  ## every place where a device matters, on the GPU beside the CPU: a table, and gpu-check.json to send us
+	$(BIN)/python benchmarks/gpu_check.py gpu-check.json
 
 peers: $(STAMP)  ## the README's comparison with PEFT and mergekit, which is installed in a separate environment
 	test -x .venv-peers/bin/mergekit-yaml || ($(PYTHON) -m venv .venv-peers && \
