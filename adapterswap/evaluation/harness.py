@@ -97,14 +97,14 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         self.dataset = {name: Dataset.from_list(rows) for name, rows in self._splits.items()}
 
 
-def build_mgsm_task(name: str, rev2_folder: Path | None = None) -> ConfigurableTask:
-    """The task of MGSM or MGSM-Rev2 of that name, with eight fixed shots by default; for the arguments see `mgsm_task`.
+def build_mgsm_task(name: str, folder: Path | None = None) -> ConfigurableTask:
+    """The task of MGSM or a variant, with eight fixed shots by default; for the arguments see `mgsm_task`.
 
     Its filters are the stock ones (`strict-match` or `remove_whitespace`, and `flexible-extract`) and `normalized`.
     Each is scored as exact_match: the stock ones as text without case and punctuation, as the harness does; ours as a
     number.
     """
-    spec = mgsm_task(name, rev2_folder)
+    spec = mgsm_task(name, folder)
     language = spec.solutions_from.code
     rows = [{"question": question, "answer": str(number)} for question, number in spec.language.questions]
     return OfflineTask(

@@ -23,9 +23,42 @@ LANGUAGES = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")
 MODES = ("direct", "native_cot", "en_cot")
 """The number alone; a worked solution in the question's language; a worked solution in English."""
 MGSM_REV2_PATH = "MGSM_REV2_PATH"
-"""The environment variable that names the folder with MGSM-Rev2's `mgsm_bn.tsv` … `mgsm_zh.tsv`."""
+MGSM_SYMBOLIC_PATH = "MGSM_SYMBOLIC_PATH"
 
-_REV2 = "mgsm_rev2_"
+
+@dataclass(frozen=True)
+class MgsmVariant:
+    """Other questions in MGSM's form, asked with MGSM's prompts and exemplars: `mgsm_bn.tsv` … `mgsm_zh.tsv`.
+
+    Attributes:
+        prefix: what the names of its tasks begin with.
+        variable: the environment variable that names the folder.
+        title: its name.
+        remedy: how to get the files.
+        same_number: whether it has as many questions as MGSM.
+    """
+
+    prefix: str
+    variable: str
+    title: str
+    remedy: str
+    same_number: bool
+
+
+VARIANTS = (
+    # Peter et al. 2025, arXiv 2511.05162; CC BY-SA 4.0.
+    MgsmVariant("mgsm_rev2_", MGSM_REV2_PATH, "MGSM-Rev2", "Download the file again", True),
+    # Multilingual GSM-Symbolic, arXiv 2610.03367; MIT. For choosing: MGSM has no development set.
+    MgsmVariant(
+        "mgsm_symbolic_", MGSM_SYMBOLIC_PATH, "MGSM-Symbolic", "Write it again with scripts/mgsm_symbolic.py", False
+    ),
+)
+
+
+def variant_of(name: str) -> MgsmVariant | None:
+    """The variant that a task's name, or the beginning of a pattern, belongs to."""
+    return next((variant for variant in VARIANTS if name.startswith(variant.prefix)), None)
+
 
 _DIRECT_WORD = {"de": "Antwort:", "es": "Respuesta:", "fr": "Réponse :"}  # elsewhere lm-eval writes "Answer:"
 _STRICT = {  # the stock strict-match filter's phrases; Bengali questions have an English one
@@ -106,10 +139,8 @@ def _questions(text: str) -> list[tuple[str, int]]:
     return questions
 
 
-def read_mgsm_rev2(folder: Path, code: str) -> MgsmLanguage:
-    """A language of MGSM with the questions of MGSM-Rev2 (Peter et al. 2025, arXiv 2511.05162; CC BY-SA 4.0).
-
-    MGSM-Rev2 corrects questions and brings no exemplars, so these are MGSM's.
+def read_variant(variant: MgsmVariant, folder: Path, code: str) -> MgsmLanguage:
+    """A language of MGSM with a variant's questions; the exemplars are MGSM's, because variants bring none.
 
     Args:
         folder: holds `mgsm_sw.tsv` and so on, in MGSM's own form.
@@ -121,13 +152,13 @@ def read_mgsm_rev2(folder: Path, code: str) -> MgsmLanguage:
         questions = _questions(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(
-            f"{folder} has no {path.name}", f"Set {MGSM_REV2_PATH} to the folder that holds MGSM-Rev2's files"
+            f"{folder} has no {path.name}", f"Set {variant.variable} to the folder that holds {variant.title}'s files"
         ) from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "Download the file again") from None
-    if len(questions) != len(language.questions):
+        raise DataError(f"{path} cannot be read: {error}", variant.remedy) from None
+    if variant.same_number and len(questions) != len(language.questions):
         raise DataError(
-            f"{path} has {len(questions)} questions, but MGSM has {len(language.questions)}", "Download the file again"
+            f"{path} has {len(questions)} questions, but MGSM has {len(language.questions)}", variant.remedy
         )
     return replace(language, questions=tuple(questions))
 
@@ -190,20 +221,21 @@ def mgsm_task_names() -> list[str]:
     return [f"mgsm_{mode}_{code}" for mode in MODES for code in LANGUAGES]
 
 
-def mgsm_rev2_task_names() -> list[str]:
-    """The same over MGSM-Rev2: `mgsm_rev2_direct_bn` … `mgsm_rev2_en_cot_zh`."""
-    return [f"{_REV2}{mode}_{code}" for mode in MODES for code in LANGUAGES]
+def variant_task_names() -> list[str]:
+    """The same over each of `VARIANTS`: `mgsm_rev2_direct_bn` … `mgsm_symbolic_en_cot_zh`."""
+    return [f"{variant.prefix}{mode}_{code}" for variant in VARIANTS for mode in MODES for code in LANGUAGES]
 
 
-def mgsm_task(name: str, rev2_folder: Path | None = None) -> MgsmTask:
+def mgsm_task(name: str, folder: Path | None = None) -> MgsmTask:
     """The task of that name.
 
     Args:
-        name: one of `mgsm_task_names()`; with a folder, one of `mgsm_rev2_task_names()`.
-        rev2_folder: see `read_mgsm_rev2`.
+        name: one of `mgsm_task_names()` or `variant_task_names()`.
+        folder: of a variant, see `read_variant`.
     """
-    mode, _, code = name.removeprefix(_REV2 if rev2_folder else "mgsm_").rpartition("_")
-    return MgsmTask(mode, read_mgsm_rev2(rev2_folder, code) if rev2_folder else read_mgsm(code))
+    variant = variant_of(name)
+    mode, _, code = name.removeprefix(variant.prefix if variant else "mgsm_").rpartition("_")
+    return MgsmTask(mode, read_variant(variant, folder, code) if variant and folder else read_mgsm(code))
 
 
 AFRIMGSM = "masakhane/afrimgsm"

@@ -21,7 +21,7 @@ from typing import Any
 
 from adapterswap.errors import DataError, NotFoundError, Problems
 from adapterswap.evaluation.flores import FLORES_PATH, flores_task, is_flores
-from adapterswap.evaluation.mgsm import LANGUAGES, MGSM_REV2_PATH, MODES, mgsm_rev2_task_names
+from adapterswap.evaluation.mgsm import LANGUAGES, MODES, VARIANTS, variant_of, variant_task_names
 from adapterswap.evaluation.results import Score, TaskResult
 from adapterswap.files.text import expand
 
@@ -163,13 +163,20 @@ def _result(task: str, labels: list[str]) -> TaskResult:
     )
 
 
-_FAMILIES = {f"mgsm_rev2_{mode}": [f"mgsm_rev2_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
-LOCAL_NAMES = (*mgsm_rev2_task_names(), *_FAMILIES, *multijail_task_names())
+_FAMILIES = {
+    f"{variant.prefix}{mode}": [f"{variant.prefix}{mode}_{code}" for code in LANGUAGES]
+    for variant in VARIANTS
+    for mode in MODES
+}
+LOCAL_NAMES = (*variant_task_names(), *_FAMILIES, *multijail_task_names())
 """All names but FLORES's, which are too many to list."""
 
 _REMEDIES = {
     FLORES_PATH: "FLORES is not shipped: set {} to the folder that holds its dev/ and devtest/",
-    MGSM_REV2_PATH: "MGSM-Rev2 is not shipped: set {} to the folder that holds its mgsm_bn.tsv … mgsm_zh.tsv",
+    **{
+        variant.variable: f"{variant.title} is not shipped: set {{}} to the folder with its mgsm_bn.tsv … mgsm_zh.tsv"
+        for variant in VARIANTS
+    },
     MULTIJAIL_PATH: "MultiJail is not shipped: set {} to the folder that holds MultiJail.csv",
 }
 
@@ -178,8 +185,8 @@ def local_names(name: str) -> list[str]:
     """The tasks that a name, a family such as `mgsm_rev2_direct` or a pattern such as `mgsm_rev2_*_sw` means."""
     if is_flores(name):
         return [name]
-    if name.startswith("mgsm_rev2_"):
-        return _FAMILIES.get(name) or fnmatch.filter(mgsm_rev2_task_names(), name)
+    if variant_of(name):
+        return _FAMILIES.get(name) or fnmatch.filter(variant_task_names(), name)
     return fnmatch.filter(multijail_task_names(), name) if name.startswith("multijail_") else []
 
 
@@ -193,7 +200,8 @@ def local_folders(names: Sequence[str]) -> dict[str, Path]:
                 flores_task(name)
             variables[name] = FLORES_PATH
         else:
-            variables[name] = MULTIJAIL_PATH if name in multijail_task_names() else MGSM_REV2_PATH
+            variant = variant_of(name)
+            variables[name] = variant.variable if variant else MULTIJAIL_PATH
     folders = {}
     for variable in dict.fromkeys(variables.values()):
         folder = os.environ.get(variable)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, Problems
-from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_names, normalized_language
+from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_names, normalized_language, variant_of
 from adapterswap.evaluation.multijail import LOCAL_NAMES, local_folders, local_names
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
@@ -201,8 +201,7 @@ def _resolve(names: Sequence[str]) -> _TaskNames:
 def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, parameter: str) -> None:
     if num_fewshot < 0:
         problems.add(f"the number of shots is {num_fewshot}", "Pass 0 or more", parameter=parameter)
-    rev2 = any(name.startswith("mgsm_rev2_") for name in resolved.local)
-    limits = {"MGSM": MAX_SHOTS} if resolved.mgsm or rev2 else {}
+    limits = {"MGSM": MAX_SHOTS} if resolved.mgsm or any(map(variant_of, resolved.local)) else {}
     if parameter == "tasks":  # `num_fewshot` passes over tasks that always have none
         limits |= dict.fromkeys((name for name in resolved.local if name.startswith("multijail_")), 0)
     for name, limit in limits.items():

@@ -1,4 +1,4 @@
-"""AfriMGSM, MGSM-Rev2 and MultiJail from small stand-ins for their files, with the same names and columns."""
+"""AfriMGSM, variants of MGSM, and MultiJail from small stand-ins for their files, with the same names and columns."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import Result
 from datasets import Dataset, DatasetDict
+from importing import loaded
 from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError, FieldError, NotFoundError
 from adapterswap.evaluation import Settings, evaluate, write_result
 from adapterswap.evaluation.languages import language_of
-from adapterswap.evaluation.mgsm import LANGUAGES, MGSM_REV2_PATH, MODES, mgsm_rev2_task_names, read_mgsm
+from adapterswap.evaluation.mgsm import (
+    LANGUAGES,
+    MGSM_REV2_PATH,
+    MGSM_SYMBOLIC_PATH,
+    MODES,
+    read_mgsm,
+    variant_task_names,
+)
 from adapterswap.evaluation.multijail import LABELS, MULTIJAIL_PATH, multijail_task_names, score_labels
 from adapterswap.evaluation.tasks import check_task_names, load_tasks, task_names
 from adapterswap.sweeps.preparing import _primary
@@ -147,7 +157,7 @@ def test_mgsm_rev2_prompts_like_mgsm_with_its_own_questions(rev2: Path, mode: st
 
 def test_names_of_mgsm_rev2(rev2: Path) -> None:
     assert set(load_tasks(["mgsm_rev2_*_sw"])["tasks"]) == {f"mgsm_rev2_{mode}_sw" for mode in MODES}
-    assert len(mgsm_rev2_task_names()) == 3 * len(LANGUAGES)
+    assert len(variant_task_names()) == 2 * 3 * len(LANGUAGES)
     assert set(load_tasks(["mgsm_*_sw"])["tasks"]) == {f"mgsm_{mode}_sw" for mode in MODES}
     assert "mgsm_rev2_direct_sw" in task_names("mgsm_rev2_d")
     with refused(ArgumentError, "tasks", match="mgsm_rev2_direct_xx"):
@@ -172,6 +182,61 @@ def test_files_of_mgsm_rev2_that_do_not_fit(rev2: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv(MGSM_REV2_PATH)
     with refused(NotFoundError, match="MGSM_REV2_PATH is not set"):
         load_tasks(["mgsm_rev2_direct_sw", "mgsm_rev2_direct_de"])
+
+
+def test_mgsm_symbolic_may_have_any_number_of_questions(rev2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scripts/mgsm_symbolic.py writes the files; its exemplars, prompts and scores are MGSM's."""
+    with refused(NotFoundError, match="MGSM_SYMBOLIC_PATH is not set"):
+        load_tasks(["mgsm_symbolic_native_cot_sw"])
+    monkeypatch.setenv(MGSM_SYMBOLIC_PATH, str(rev2))
+    (rev2 / "mgsm_sw.tsv").write_text("Anna ana kalamu tatu. Ngapi?\t3\nBen ana mbili. Ngapi?\t2\n", encoding="utf-8")
+    tasks = load_tasks(["mgsm_symbolic_native_cot_sw", "mgsm_native_cot_sw"])["tasks"]
+    symbolic, mgsm = tasks["mgsm_symbolic_native_cot_sw"], tasks["mgsm_native_cot_sw"]
+    assert [doc["answer"] for doc in symbolic.eval_docs] == ["3", "2"]
+    prompts = [task.fewshot_context(task.eval_docs[0], num_fewshot=8) for task in (symbolic, mgsm)]
+    assert prompts[0] == prompts[1].replace(read_mgsm("sw").questions[0][0], "Anna ana kalamu tatu. Ngapi?")
+    assert [each.name for each in symbolic._filters] == [each.name for each in mgsm._filters]
+    assert language_of("mgsm_symbolic_native_cot_sw") == "sw"
+    assert set(load_tasks(["mgsm_symbolic_*_sw"])["tasks"]) == {f"mgsm_symbolic_{mode}_sw" for mode in MODES}
+    with refused(ArgumentError, "num_fewshot", match="9 shots"):
+        load_tasks(["mgsm_symbolic_direct_sw"], Settings(num_fewshot=9))
+    with refused(DataError, match=r"mgsm_te\.tsv"):
+        load_tasks(["mgsm_symbolic_direct_te"])
+    (rev2 / "mgsm_sw.tsv").write_text("Ngapi?\n", encoding="utf-8")
+    with refused(DataError, match="line 1"):
+        load_tasks(["mgsm_symbolic_direct_sw"])
+
+
+class Template:
+    """A template of the package `multilingual_gsm_symbolic`, made up."""
+
+    def __init__(self, id_orig: int, ending: str = "#### {number}") -> None:
+        self.id_orig, self._ending = id_orig, ending
+
+    def generate_questions(self, n: int, *, rng: Random, verbose: bool) -> list[SimpleNamespace]:
+        numbers = [rng.randrange(1000, 2000) for _ in range(n)]
+        return [
+            SimpleNamespace(
+                question=f"Anna\tana\n{number}.", answer="Hivyo\n" + self._ending.format(number=f"{number:,}")
+            )
+            for number in numbers
+        ]
+
+
+def test_questions_are_written_without_those_of_mgsm(rev2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = loaded(Path(__file__).parents[2] / "scripts" / "mgsm_symbolic.py")
+    templates = [Template(700), Template(249), Template(250)]
+    lines = script.rows(templates, 3, 0)
+    assert len(lines) == 6  # question 249 is MGSM's last
+    assert lines == script.rows(templates[::-1], 3, 0)
+    assert lines != script.rows(templates, 3, 1)
+    monkeypatch.setenv(MGSM_SYMBOLIC_PATH, str(rev2))
+    (rev2 / "mgsm_sw.tsv").write_text("".join(lines), encoding="utf-8")
+    docs = load_tasks(["mgsm_symbolic_direct_sw"])["tasks"]["mgsm_symbolic_direct_sw"].eval_docs
+    assert all(doc["question"] == f"Anna ana {doc['answer']}." for doc in docs)
+    assert set(script.CODES) == set(LANGUAGES)
+    with pytest.raises(SystemExit, match="Template 300"):
+        script.rows([Template(300, "nothing")], 1, 0)
 
 
 @pytest.fixture

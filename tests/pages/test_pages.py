@@ -58,7 +58,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/evaluate.md", r"^include:", "another folder: tests/evaluation/test_language_tasks.py runs such a file"),
     (
         "docs/evaluate.md",
-        r"mgsm_rev2|MGSM_REV2|afrimgsm|multijail|MULTIJAIL",
+        r"mgsm_rev2|MGSM_REV2|mgsm_symbolic|afrimgsm|multijail|MULTIJAIL",
         "needs data that are not shipped: tests/evaluation/test_downloaded_tasks.py",
     ),
     ("docs/evaluate.md", r"to\(\"cuda\"\)", "needs a GPU: tests/evaluation/test_processes.py"),
