@@ -176,6 +176,8 @@ def _print_report(report: TrainReport) -> None:
             _print_line("checkpoint", line)
     elif report.eval_losses:
         _print_line("validation", f"{report.eval_losses[-1][1]:.4f}")
+    if report.ladder:
+        _print_line("ladder", ", ".join(f"checkpoint-{step}" for step in report.ladder))
     for line in (*rows.notes(), *(report.selection.notes() if report.selection else [])):
         note(line)
     note_output(report.path)

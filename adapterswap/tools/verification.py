@@ -192,7 +192,8 @@ def verify(
     folder = find_source(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
-    if not exists(folder / PROVENANCE) and "start" in (trained := read_training(folder)):
+    trained = {} if exists(folder / PROVENANCE) or not exists(folder / TRAINING_RECORD) else read_training(folder)
+    if "start" in trained:
         return _verify_trained(folder, trained, experts or {})
     if not exists(folder / PROVENANCE) and (base_model is not None or experts):
         return attribute(folder, experts or {}, base_model, rules)

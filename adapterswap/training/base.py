@@ -18,7 +18,7 @@ def check_libraries(recipe: TrainRecipe) -> None:
     """Check that all libraries that the recipe needs are installed."""
     require("train")
     problems, options = Problems(DependencyError), recipe.training
-    if recipe.selection and find_spec("lm_eval") is None:
+    if recipe.judged_by and find_spec("lm_eval") is None:
         problems.add(
             "`selection` needs lm-evaluation-harness, which is not installed",
             "Run `pip install 'adapterswap[eval]'`",

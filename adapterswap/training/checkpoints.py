@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,6 +64,7 @@ _SEAL = "fingerprints.json"  # in each checkpoint: written last, so one without 
 
 _RUN = "run.json"
 _BUILDING = "run.tmp"
+LADDER = "ladder"  # the folder of the adapters that `selection.ladder` keeps
 _BESIDE = f"../{_RUN}"  # in a seal: the run that the checkpoint belongs to
 _CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
 _WITHOUT_EFFECT = ("keep_checkpoints", "report_to")  # options of training that do not change its result
@@ -182,6 +184,7 @@ class Checkpoints:
             "selection.json",
             "selection.tmp",
             "best/**",
+            f"{LADDER}/**",
             "runs/**",
             *(f"{name}/**" for name in folders),
             _BUILDING,
@@ -199,6 +202,18 @@ def seal(checkpoint: Path) -> None:
     sync_one(checkpoint / _SEAL)
     for folder in (checkpoint, checkpoint.parent):
         sync_one(folder)
+
+
+def link_weights(checkpoint: Path, folder: Path) -> None:
+    """Fill `folder` with the weights of `checkpoint` (no optimizer), as hard links where possible."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for pattern in ("*.safetensors", "*.index.json", "*config.json"):
+        for file in checkpoint.glob(pattern):
+            try:
+                os.link(file, folder / file.name)
+            except OSError:  # a file system without hard links
+                shutil.copy2(file, folder / file.name)
 
 
 def _changed(checkpoint: Path) -> str | None:

@@ -7,7 +7,6 @@ checkpoints, so a resumed run measures nothing twice. Importing this module impo
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from adapterswap.files.text import read_json
 from adapterswap.model.loading import OpenedBase
 from adapterswap.processes import Processes
 from adapterswap.progress import ProgressRow
+from adapterswap.training.checkpoints import link_weights
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.selection import (
     CheckpointSelection,
@@ -63,7 +63,7 @@ class Examination:
 
 def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> Examination:
     """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are reported before training."""
-    options = recipe.selection
+    options = recipe.judged_by
     assert options is not None
     settings = options.as_settings(recipe.folder, trust_task_code=trust_task_code)
     previews = preview(base.tokenizer, base.config, options.tasks, settings)
@@ -274,15 +274,3 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
             self._trainer._load_from_checkpoint(str(self._best / f"checkpoint-{step}"))
             if step != best:
                 yield step
-
-
-def link_weights(checkpoint: Path, folder: Path) -> None:
-    """Fill `folder` with the weights of `checkpoint` (no optimizer), as hard links where possible."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for pattern in ("*.safetensors", "*.index.json", "*config.json"):
-        for file in checkpoint.glob(pattern):
-            try:
-                os.link(file, folder / file.name)
-            except OSError:  # a file system without hard links
-                shutil.copy2(file, folder / file.name)

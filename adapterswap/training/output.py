@@ -150,6 +150,7 @@ def describe(
         "tokens": report.tokens,
         "losses": {"train": report.train_losses, "eval": report.eval_losses},
         "selection": asdict(report.selection) if report.selection else None,
+        **({"ladder": list(report.ladder)} if report.ladder else {}),
         "versions": {
             "adapterswap": __version__,
             **{name: version(name) for name in (*_LIBRARIES, *(["lm_eval"] if report.selection else []))},

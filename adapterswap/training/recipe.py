@@ -371,7 +371,7 @@ class TrainRecipe(StrictModel):
     quantization: Quantization | None = Field(default=None, description="Keep the base in 4 or 8 bits (QLoRA).")
     training: TrainingOptions = Field(default=TrainingOptions(), description="How the expert is trained.")
     selection: SelectionOptions | None = Field(
-        default=None, description="Evaluate checkpoints, and write the best one instead of the last."
+        default=None, description="Evaluate checkpoints and write the best one, or keep a ladder of them."
     )
 
     _folder: Path = PrivateAttr(default=Path())
@@ -408,8 +408,15 @@ class TrainRecipe(StrictModel):
         if options.split_long and not any(source.text is not None for source in self.datasets):
             raise ValueError("training.split_long applies to `text`, but no dataset uses `text`")
         if self.selection and options.save_every_samples is None:
-            raise ValueError("`selection` evaluates checkpoints, but training.save_every_samples is null")
+            raise ValueError("`selection` evaluates or keeps checkpoints, but training.save_every_samples is null")
+        if self.selection and self.selection.ladder and adapter.method == "none":
+            raise ValueError("selection.ladder keeps adapters, but adapter: none trains whole models")
         return self
+
+    @property
+    def judged_by(self) -> SelectionOptions | None:
+        """How checkpoints are evaluated; None if they are not."""
+        return self.selection if self.selection and self.selection.tasks else None
 
     @property
     def folder(self) -> Path:

@@ -210,6 +210,7 @@ class TrainReport:
         trainable_parameters: the number of trained parameters: the adapter's, or the model's own.
         processes: how many processes trained together.
         selection: the checkpoints' scores, and which one was written; None if the last step's weights were written.
+        ladder: the steps whose adapters were kept as well, in folders such as checkpoint-100.
     """
 
     path: Path
@@ -223,6 +224,7 @@ class TrainReport:
     trainable_parameters: int
     processes: int
     selection: CheckpointSelection | None = None
+    ladder: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}

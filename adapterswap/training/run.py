@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,10 @@ def train(
     recipe = _recipe(recipe, overrides)
     target = _target(recipe, out_path)
     check_libraries(recipe)
-    if recipe.selection:
+    if judged_by := recipe.judged_by:
         from adapterswap.evaluation.tasks import check_task_names
 
-        check_task_names(recipe.selection.tasks, recipe.selection.as_settings(recipe.folder).include_path)
+        check_task_names(judged_by.tasks, judged_by.as_settings(recipe.folder).include_path)
     from adapterswap.model.loading import empty_model
     from adapterswap.processes import joined
     from adapterswap.training.base import device_and_dtype, load_trainable, open_trainable
@@ -136,7 +137,7 @@ def train(
         scratch_folder("training") as scratch,
         checkpoints.tidied(keep=not processes.main),
     ):
-        from adapterswap.training.trainer import Sealing, Stopping, build_trainer
+        from adapterswap.training.trainer import Ladder, Sealing, Stopping, build_trainer
 
         bar = bars.row("opening the base")
         base = open_trainable(recipe.base_model)
@@ -150,7 +151,7 @@ def train(
         data = load_data(recipe, base)
         rows, parts = sequences(data, options)
         steps = _steps(recipe, parts, processes.count)
-        if recipe.selection:
+        if judged_by:
             from adapterswap.training.judging import examine
 
             bar.begin("reading the selection's tasks")
@@ -165,13 +166,15 @@ def train(
         )  # fmt: skip
         if options.save_every_samples:
             trainer.add_callback(Sealing(processes))  # before the judge, which reads complete checkpoints
+        ladder = None
+        if recipe.selection and recipe.selection.ladder:
+            ladder = Ladder(recipe.selection.rungs(steps), trainer, processes)
+            trainer.add_callback(ladder)
         judge = None
-        if recipe.selection:
+        if judged_by:
             from adapterswap.training.judging import CheckpointJudge
 
-            judge = CheckpointJudge(
-                recipe.selection, examination, base.tokenizer, trainer, processes=processes, bar=bar
-            )
+            judge = CheckpointJudge(judged_by, examination, base.tokenizer, trainer, processes=processes, bar=bar)
             trainer.add_callback(judge)
         checkpoint: Path | None = None
         listening: AbstractContextManager[None] = nullcontext()
@@ -181,7 +184,7 @@ def train(
                 read: dict[str, Any] = {"rows": data.rows.sha256}
                 if data.validation:
                     read["validation_rows"] = data.validation.sha256()
-                if recipe.selection:
+                if judged_by:
                     read["selection_tasks"] = examination.fingerprints
                 if start:
                     read["start_files"] = start.record.sha256
@@ -215,6 +218,7 @@ def train(
             trainable_parameters=targets.parameters,
             processes=processes.count,
             selection=judge.selection() if judge else None,
+            ladder=tuple(ladder.kept) if ladder else (),
         )
         bar.begin("writing")
         # With FSDP each process holds a part of the weights, so all must take part.
@@ -224,7 +228,9 @@ def train(
                 atomic_folder(target, kind=EXPERT, overwrite=overwrite, inputs=inputs) as folder,
                 explained("the expert", target),
             ):
-                for step in judge.restored() if judge else ():
+                for step in chain(ladder.restored() if ladder else (), judge.restored() if judge else ()):
+                    if (folder / f"checkpoint-{step}").exists():
+                        continue
                     write_weights(folder / f"checkpoint-{step}", trainer.model, recipe, base, targets)
                 write_expert(folder, trainer.model, recipe, base, targets, report, start=start, weights=weights)
             if not options.keep_checkpoints:
@@ -318,11 +324,11 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         if options.max_steps is not None or recipe.simultaneous:
             passes = steps * rows_a_step(options, processes) / sum(parts)
         selection = None
-        if recipe.selection:
+        if judged_by := recipe.judged_by:
             from adapterswap.training.judging import examine
 
             examination = examine(recipe, base, trust_task_code=trust_task_code)
-            between = steps_between(options.save_every_samples, options, processes) * recipe.selection.every
+            between = steps_between(options.save_every_samples, options, processes) * judged_by.every
             selection = {
                 "checkpoints": math.ceil(steps / between),
                 "documents": examination.documents,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from adapterswap.evaluation.settings import EvaluationOptions
 
@@ -21,12 +21,12 @@ class Enough(Exception):
 
 
 class SelectionOptions(EvaluationOptions):
-    """Evaluate checkpoints on tasks while training, and write the best one. Needs the `eval` extra."""
+    """Keep checkpoints: the best on tasks, evaluated while training (needs the `eval` extra), or a ladder of them."""
 
     tasks: list[str] = Field(
-        min_length=1,
-        description="For a language expert such as [belebele_swh_Latn, global_mmlu_full_sw]; for a math expert "
-        "[mgsm_native_cot_en].",
+        default=[],
+        description="What checkpoints are evaluated on: for a language expert such as [belebele_swh_Latn, "
+        "global_mmlu_full_sw]; for a math expert [mgsm_native_cot_en].",
     )
     metric: str | dict[str, str] | None = Field(
         default=None,
@@ -40,6 +40,23 @@ class SelectionOptions(EvaluationOptions):
         default=None, ge=1, description="Stop after so many checkpoints in a row that are no better. Default: never."
     )
     every: int = Field(default=1, ge=1, description="Evaluate every so many checkpoints, and the last one.")
+    ladder: int | None = Field(
+        default=None,
+        ge=2,
+        description="Also keep so many adapters, at even fractions of the run, the last at its end; each is a folder "
+        "in the expert's.",
+    )
+
+    @model_validator(mode="after")
+    def _selects(self) -> SelectionOptions:
+        if not self.tasks and self.ladder is None:
+            raise ValueError("`selection` needs `tasks` to choose by, or a `ladder`")
+        return self
+
+    def rungs(self, steps: int) -> list[int]:
+        """The steps whose adapters the ladder keeps, of a run of so many."""
+        count = self.ladder or 0
+        return sorted({max(1, (steps * rung + count // 2) // count) for rung in range(1, count + 1)})
 
     def notes(self) -> list[str]:
         """Warnings about this choice of tasks."""

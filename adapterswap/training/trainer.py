@@ -32,7 +32,7 @@ from adapterswap.model.loading import OpenedBase
 from adapterswap.planning.composition import SIDES, Side
 from adapterswap.processes import Processes
 from adapterswap.progress import ProgressRow
-from adapterswap.training.checkpoints import seal
+from adapterswap.training.checkpoints import LADDER, link_weights, seal
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.report import choose_schedule, rows_a_step, steps_between
 from adapterswap.training.start import Start, take_over
@@ -218,6 +218,55 @@ class _ProgressCallback(TrainerCallback):  # type: ignore[misc]
         if "loss" in logs:
             rate = self._bar.rate_of(state.num_input_tokens_seen)
             self._bar.update(state.global_step, note=f"loss {logs['loss']:.3f}, {rate:,.0f} tokens/s")
+
+
+class Ladder(TrainerCallback):  # type: ignore[misc]
+    """Saves a checkpoint at each rung of the ladder, and keeps its adapter beside the checkpoints, which are removed.
+
+    Attributes:
+        kept: the steps whose adapters are kept so far.
+    """
+
+    def __init__(self, rungs: Sequence[int], trainer: ExpertTrainer, processes: Processes) -> None:
+        if trainer.is_fsdp_enabled:
+            raise UnsupportedError(
+                "FSDP spreads an adapter over processes, and selection.ladder needs it whole",
+                "Start it without FSDP, or without the ladder",
+                parameter="selection",
+            )
+        self._rungs, self._trainer, self._processes = rungs, trainer, processes
+        self._folder = Path(trainer.args.output_dir) / LADDER
+
+    @property
+    def kept(self) -> list[int]:
+        return [step for step in self._rungs if (self._folder / f"checkpoint-{step}").is_dir()]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._keep(args, state)  # a run may end between the checkpoint and its copy
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step in self._rungs
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._keep(args, state)
+
+    def _keep(self, args: Any, state: Any) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._processes.main and state.global_step in self._rungs and checkpoint.is_dir():
+            link_weights(checkpoint, self._folder / checkpoint.name)
+
+    def restored(self) -> Iterator[int]:
+        """Load the adapter of each rung into the trainer's model, the last one last, and yield its step."""
+        passed = [step for step in self._rungs if step <= self._trainer.state.global_step]
+        if lost := sorted({*passed} - {*self.kept}):
+            raise RunError(
+                f"the adapter of step {lost[0]}, a rung of selection.ladder, is no longer in {self._folder}",
+                "Pass `overwrite=True` without `resume` to start again",
+                parameter="resume",
+            )
+        for step in self.kept:
+            self._trainer._load_from_checkpoint(str(self._folder / f"checkpoint-{step}"))
+            yield step
 
 
 class Sealing(TrainerCallback):  # type: ignore[misc]

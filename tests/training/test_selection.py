@@ -28,11 +28,13 @@ from transformers import AutoModelForCausalLM
 from adapterswap.errors import AdapterswapError, DependencyError, FieldError, RunError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.mgsm import mgsm_task_names
+from adapterswap.experts.adapter import open_adapter
 from adapterswap.files.yaml import shipped_recipes
 from adapterswap.training import TrainRecipe, TrainReport, estimate, judging, train
 from adapterswap.training.selection import JudgedCheckpoint, SelectionOptions, best_first, is_judged, worn_out
 
 from .conftest import echo_rows, make_expert, word_tokenizer
+from .spying import spied
 
 MakeRecipe = Callable[..., TrainRecipe]
 
@@ -136,6 +138,42 @@ def test_the_best_checkpoint_is_written_with_its_table(tmp_path: Path, selecting
     assert same(weights(report.path / f"checkpoint-{found.kept[1]}"), weights(kept / f"checkpoint-{found.kept[1]}"))
     assert not same(weights(report.path), weights(report.path / f"checkpoint-{found.kept[1]}"))
     assert sorted(path.name for path in kept.iterdir()) == sorted(f"checkpoint-{step}" for step in found.kept)
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_ladder_of_adapters_is_kept(
+    tmp_path: Path, selecting: MakeRecipe, monkeypatch: pytest.MonkeyPatch, judged: bool
+) -> None:
+    """Those of plain runs that end at these steps; also where the run crashed in between."""
+    recipe = selecting(ladder=3, **({"keep_best": 5} if judged else {"tasks": []}))
+    plain = recipe.model_copy(update={"selection": None})
+    straight = plain.training.model_copy(update={"schedule": "constant", "warmup": 0})
+    recipe, plain = (one.model_copy(update={"training": straight}) for one in (recipe, plain))
+    report = train(recipe, out_path=tmp_path / "expert", progress=False)
+    assert report.ladder == (3, 7, 10)
+    assert described(report.path)["ladder"] == [3, 7, 10]
+    kept = {*report.ladder, *(report.selection.kept if report.selection else ())}
+    best = report.selection.kept[0] if report.selection else None
+    folders = {path.name for path in report.path.glob("checkpoint-*")}
+    assert folders == {f"checkpoint-{step}" for step in kept if step != best or step in report.ladder}
+    for step in report.ladder:
+        shorter = straight.model_copy(update={"max_steps": step})
+        alone = train(plain.model_copy(update={"training": shorter}), out_path=tmp_path / f"{step}", progress=False)
+        assert same(weights(report.path / f"checkpoint-{step}"), weights(alone.path))
+        assert open_adapter(report.path / f"checkpoint-{step}").base_fingerprints
+    if not judged:
+        assert same(weights(report.path), weights(report.path / "checkpoint-10"))
+
+    def crash(step: int, *_: Any) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with spied(monkeypatch, crash), pytest.raises(KeyboardInterrupt):
+        train(recipe, out_path=tmp_path / "broken", progress=False)
+    again = train(recipe, out_path=tmp_path / "broken", progress=False, resume=True)
+    assert again.ladder == report.ladder
+    assert all(same(weights(again.path / name), weights(report.path / name)) for name in folders)
+    assert not (tmp_path / "broken.checkpoints").exists()
 
 
 @pytest.mark.parametrize("started", [False, True])
