@@ -88,6 +88,8 @@ def test_options_that_pages_show_exist(page: str, line: str) -> None:
     command = importlib.import_module(f"adapterswap.cli.{words[1]}").command
     below = words[2:3] if isinstance(command, click.Group) else []
     shown = CliRunner().invoke(main, [words[1], *below, "--help"], terminal_width=300).output
+    if "--method" in words:  # its own parameters are options that `methods` shows
+        shown += CliRunner().invoke(main, ["methods", words[words.index("--method") + 1]]).output
     own = words[2 : words.index("--")] if "--" in words else words[2:]
     for option in (word.split("=")[0] for word in own if re.match(r"--?[a-z]", word)):
         assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", shown), f"{page}: {option} in {line}"
