@@ -531,7 +531,7 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
     for step in location:
         if isinstance(step, str) and (step.startswith(MEMBER) or step == "[key]"):
             continue
-        if isinstance(content, dict) and isinstance(step, int):
+        if isinstance(content, dict) and isinstance(step, int) and step not in content:  # else YAML's key is a number
             step = [key for key, value in content.items() if value is not None][step]
         if step == "parameters" and isinstance(content, Mapping) and step not in content:
             continue  # the parameters of a method are next to it (`planning.parameters`)

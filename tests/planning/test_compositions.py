@@ -167,6 +167,14 @@ def test_a_recipe_reports_all_its_mistakes(tmp_path: Path) -> None:
     assert "layer_swap" in message
 
 
+def test_names_that_yaml_reads_as_numbers(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("experts: {1: here, 7: there}\ntask: '1'\nlanguage: '7'\n")
+    with pytest.raises(FieldError) as caught:
+        read_recipe(recipe, Composition)
+    assert {problem.parameter for problem in caught.value.problems} == {"experts.1", "experts.7"}
+
+
 @pytest.mark.parametrize("text", ["a: 1\na: 2\n", "- 1\n", "a: [\n", "a: !!python/object:os.system {}\n", "\x00"])
 def test_bad_yaml_is_refused(text: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
