@@ -148,9 +148,13 @@ def find_numbers(text: str, language: str | None = None) -> list[Number]:
 
 
 def parse_number(text: str, language: str | None = None) -> Decimal | None:
-    """The value of the only number in `text` (`2,125`, `$18.00`, `১৮টি`); None if there are none or several."""
-    numbers = find_numbers(normalize_text(text), language)
-    return numbers[0].value if len(numbers) == 1 else None
+    """The value of a text that is nothing but a number (`2,125`, `$18.00`, `৭০ হাজার`); None for `Nairobi, 2020`."""
+    text = normalize_text(text)
+    numbers = find_numbers(text, language)
+    if len(numbers) != 1:
+        return None
+    beside = text[: numbers[0].start] + text[numbers[0].end :]
+    return None if any(character.isalpha() for character in beside) else numbers[0].value
 
 
 def format_number(value: Decimal) -> str:

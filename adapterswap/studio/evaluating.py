@@ -203,16 +203,21 @@ def _score_rows(
     tell: Callable[[Progress], None],
     stopped: threading.Event,
 ) -> tuple[float, int]:
-    """Score greedy answers, each in its own turn: correct if the text is the answer or ends in the same number."""
+    """Score greedy answers, each in its own turn; see `is_right`."""
     right = 0
     for number, (prompt, answer) in enumerate(rows):
         tell(Progress(number, len(rows)))
         if stopped.is_set():
             raise _Stopped
         *_, last = workspace.answers(prompt, [composition], max_new_tokens=_TOKENS, chat=False)
-        gold = parse_number(answer)
-        right += last.texts[0].strip() == answer or (gold is not None and is_correct(last.texts[0], gold))
+        right += is_right(last.texts[0], answer)
     return right, len(rows)
+
+
+def is_right(written: str, answer: str) -> bool:
+    """Whether a text is the answer, or gives the same number if the answer is nothing but a number."""
+    number = parse_number(answer)
+    return written.strip() == answer or (number is not None and is_correct(written, number))
 
 
 def _score_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:

@@ -238,3 +238,17 @@ def test_a_file_of_rows_is_read_or_refused(content: str) -> None:
     assert evaluating.read_rows(f"\n{row}\r\n") == [("a b", "4")]
     with pytest.raises(DataError):
         evaluating.read_rows(content)
+
+
+@pytest.mark.parametrize(
+    ("written", "answer", "right"),
+    [
+        ("She has 2 + 2 = 4 eggs.", "4", True), ("It costs $1,000.", "1000.0", True), ("-3", "−3", True),
+        ("It is 70 thousand.", "70k", True), (" A 12\n", "A 12", True), ("The answer is 5.", "4", False),
+        ("Mombasa, 2020", "Nairobi, 2020", False), ("B12", "A12", False), ("Two", "2", False),
+    ],
+)  # fmt: skip
+def test_a_number_is_compared_as_a_number_only_if_it_is_the_whole_answer(
+    written: str, answer: str, right: bool
+) -> None:
+    assert evaluating.is_right(written, answer) == right
