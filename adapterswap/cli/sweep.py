@@ -66,6 +66,7 @@ def command(
     out_path: Annotated[Output, "RUN"],
     overwrite: bool = False,
     dry_run: bool = False,
+    tokens_per_second: Annotated[float, click.FloatRange(0, min_open=True), "N"] | None = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate many compositions on one loaded base.
@@ -93,6 +94,7 @@ def command(
         out_path: Folder to write, or to resume.
         overwrite: Replace the sweep in the folder.
         dry_run: Check and count everything, without loading weights or writing files.
+        tokens_per_second: With --dry-run: how fast your engine generates, to estimate the time.
     """
     from adapterswap.evaluation.settings import parsed_arguments
     from adapterswap.files.yaml import find_recipe
@@ -105,6 +107,8 @@ def command(
 
     if workers is not None and ray is None:
         raise click.UsageError("--workers can only be used with --ray.")
+    if tokens_per_second is not None and not dry_run:
+        raise click.UsageError("--tokens-per-second can only be used with --dry-run.")
     if not freeze and (reference is not None or methods):
         raise click.UsageError(
             "--reference and --methods can only be used with --freeze; `adapterswap report` has them too."
@@ -142,7 +146,7 @@ def command(
     if dry_run:
         choose_device(device)
         recorded = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
-        expected = estimate(prepared, recorded)
+        expected = estimate(prepared, recorded, tokens_per_second=tokens_per_second)
         if is_first():
             if as_json:
                 strips = {cell.short: strip(plan) for cell, plan in _by_rules(prepared)}
@@ -222,8 +226,10 @@ def _print_estimate(expected: Estimate) -> None:
         "requests": f"{expected.requests:,}",
         "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first"
         + f"; {expected.merged:,} merged into full weights first" * bool(expected.merged),
-        "time": _time_text(expected.seconds),
+        "time": _time_text(expected),
     }
+    if expected.tokens:
+        lines["answers"] = f"up to {expected.tokens:,} tokens"
     if expected.engine is not None:
         lines["switches"] = f"{expected.reduced:,} written as adapters" + (
             f"; {expected.merged:,} merged into full weights, last" * bool(expected.merged)
@@ -249,8 +255,12 @@ def _engine_text(engine: dict[str, Any]) -> str:
     )
 
 
-def _time_text(seconds: float | None) -> str:
-    return "not estimated: no cell is finished yet" if seconds is None else f"about {duration(seconds)}"
+def _time_text(expected: Estimate) -> str:
+    if expected.seconds is None:
+        return "not estimated: no cell is finished yet" + "; pass --tokens-per-second" * bool(expected.tokens)
+    if expected.finished:
+        return f"about {duration(expected.seconds)}, at the rate of the finished cells"
+    return f"up to {duration(expected.seconds)} for the answers; reading prompts and likelihoods come on top"
 
 
 def _print(rows: list[Row], run: Run) -> None:

@@ -91,10 +91,14 @@ def needs_of(
 
 
 def _zeros(plans: Iterable[Plan]) -> dict[str, tuple[int, int]]:
-    """The keys of one adapted module's factors, with their shapes at rank 1."""
-    modules = (module for plan in plans for adapter in plan.adapters.values() for module in adapter.modules.values())
-    module = next((module for module in modules if not module.parameter), None)
-    return {} if module is None else {module.a.name: (1, module.in_features), module.b.name: (module.out_features, 1)}
+    """The keys of the factors of one adapted module of each kind, with their shapes at rank 1."""
+    adapted = (module for plan in plans for adapter in plan.adapters.values() for module in adapter.modules.values())
+    kinds = {module.name.rpartition(".")[2]: module for module in adapted if not module.parameter}
+    return {
+        name: shape
+        for module in kinds.values()
+        for name, shape in ((module.a.name, (1, module.in_features)), (module.b.name, (module.out_features, 1)))
+    }
 
 
 @contextmanager

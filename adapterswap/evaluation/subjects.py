@@ -307,6 +307,7 @@ class Evaluation:
 
         require("vllm")
         plan, base = self.plan, self.base
+        name = "the adapter" if self.adapter is not None else "the composition"
         if self.adapter is not None:
             check_base_weights({str(self.adapter): recorded_base(self.adapter.folder)}, base.source)
             alone = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
@@ -316,12 +317,12 @@ class Evaluation:
         full = plan is not None and not all(fits_vllm(one, name, shapes) for name, one in plan.adapters.items())
         questions = Questions(base, self.tasks, self.settings)
         requests = questions.requests()
-        needs = needs_of({} if plan is None or full else {"it": (plan, output)}, requests, 1, shapes)
+        needs = needs_of({} if plan is None or full else {name: (plan, output)}, requests, 1, shapes)
         arguments, seed = self.settings.engine_args, self.settings.seed
         with VLLMEngine(base, needs, arguments, device=device, dtype=dtype, seed=seed) as engine:
             on_loaded()
             place = partial(written, plan, output, full=full, base_model=base.reference)
-            ((result, _),) = evaluated(engine, [Job("it", place, questions, requests)], on_progress=on_progress)
+            ((result, _),) = evaluated(engine, [Job(name, place, questions, requests)], on_progress=on_progress)
         return result
 
 

@@ -16,6 +16,7 @@ import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
@@ -33,8 +34,16 @@ from adapterswap.model.loading import OpenedBase, generation_config
 from adapterswap.model.sources import CONFIG, WEIGHTS
 from adapterswap.serving.vllm import RANKS
 
-_RESERVED = {"model", "tokenizer", "dtype", "seed", "enable_lora", "skip_tokenizer_init", "generation_config"}
+_RESERVED = {"model", "tokenizer", "dtype", "seed", "skip_tokenizer_init", "generation_config"}
+_RESERVED |= {"enable_lora", "lora_target_modules"}  # vLLM leaves out the modules that are not listed, without a word
+_CODE = {"trust_remote_code", "worker_cls", "worker_extension_cls", "logits_processors"}  # a recipe may not run code
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # that mean the same in both engines
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # errors in a step arrive here
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+}
 _TOP_K = 50  # transformers' default for sampling
 _MAX_LORAS = 8  # adapters in one batch
 _FAILURES = 3  # steps that may raise while one composition is evaluated
@@ -47,7 +56,7 @@ class Needs:
     Attributes:
         rank: the highest rank of an adapter.
         modules: the last parts of the names of all adapted modules; none if no composition is an adapter.
-        zeros: the tensors of the base's adapter of zeros with their shapes.
+        zeros: the tensors of the base's adapter of zeros with their shapes: one adapted module of each kind.
         width: the sum of inputs and outputs of all modules that may be adapted.
         longest: tokens of the longest request with its answer.
         likelihoods: whether log-likelihoods are asked for.
@@ -87,7 +96,7 @@ def longest_of(requests: Sequence[Request]) -> int:
 
 
 class VLLMEngine:
-    """See `Engine`. Use it as a context manager.
+    """See `Engine`. It runs inside its `with` block.
 
     Args:
         base: the base.
@@ -107,8 +116,8 @@ class VLLMEngine:
         self, base: OpenedBase, needs: Needs, arguments: Mapping[str, Any], *, device: str, dtype: str, seed: int
     ) -> None:
         require("vllm")
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # errors in a step arrive here
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         from vllm.platforms import current_platform
 
         self._base, self._arguments = base, dict(arguments)
@@ -134,7 +143,7 @@ class VLLMEngine:
             "disable_log_stats": True,
             **on_cpu,
             **needs.settings(),
-            **self._checked(),
+            **self._checked(needs),
         }
         self._zeros = dict(needs.zeros)
         self._subjects: dict[str, Subject] = {}
@@ -143,16 +152,20 @@ class VLLMEngine:
         self._numbers = count(1)
         self._failures = 0
         self._full_weights: Path | None = None
-        self._place = scratch_folder("engine")
-        self._folder = self._place.__enter__()
-        self._engine = self._started()
+        self._engine: Any = None
 
     def __enter__(self) -> VLLMEngine:
+        with ExitStack() as stack:
+            self._folder = stack.enter_context(scratch_folder("engine"))
+            stack.callback(self._stop)
+            self._engine = self._started()
+            if self._zeros:  # modules that this vLLM cannot adapt are refused before anything is evaluated
+                self._engine.remove_lora(self._load("LoRA on these modules", None).lora_int_id)
+            self._place = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
-        self._place.__exit__(None, None, None)
+        self._place.close()
 
     @property
     def described(self) -> dict[str, Any]:
@@ -171,37 +184,18 @@ class VLLMEngine:
 
     def put(self, key: str, subject: Subject) -> None:
         """See `Engine`. An adapter that vLLM refuses is refused here."""
-        from vllm.lora.request import LoRARequest
-
         self._subjects[key] = subject
         self._put_weights(subject.folder if isinstance(subject, FullWeights) else None)
-        if not self._zeros:
-            return
-        number = next(self._numbers)
-        folder = subject if isinstance(subject, Path) else self._nothing(number)
-        adapter = LoRARequest(lora_name=f"{key}-{number}", lora_int_id=number, lora_path=str(folder))
-        try:
-            if not self._engine.add_lora(adapter):
-                raise RuntimeError("add_lora returned False")
-        except Exception as error:  # from any of vLLM's layers
-            raise UnsupportedError(
-                f"vLLM cannot load the adapter of {key}: {_reason(error)}",
-                "Use `engine=transformers` for it",
-                parameter="engine",
-            ) from error
-        self._adapters[key] = adapter
+        if self._zeros:
+            self._adapters[key] = self._load(key, subject if isinstance(subject, Path) else None)
 
     def ask(self, key: str, request: Request) -> None:
         """See `Engine`."""
-        number = str(next(self._numbers))
+        number, parameters, adapter = str(next(self._numbers)), _parameters(request), self._adapters.get(key)
+        prompt = {"prompt_token_ids": list(request.tokens)}
         try:
-            self._engine.add_request(
-                number,
-                {"prompt_token_ids": list(request.tokens)},
-                _parameters(request),
-                lora_request=self._adapters.get(key),
-            )
-        except ValueError as error:
+            self._engine.add_request(number, prompt, parameters, lora_request=adapter)
+        except Exception as error:  # from any of vLLM's layers
             raise ArgumentError(
                 f"vLLM refuses a request of {len(request.tokens)} tokens: {_reason(error)}",
                 "Use `engine=transformers`, or change `engine_args`",
@@ -224,6 +218,8 @@ class VLLMEngine:
     def drop(self, key: str) -> None:
         """See `Engine`."""
         del self._subjects[key]
+        if self._engine is None:  # it did not start again
+            return
         if queued := [number for number, (asked, _) in self._asked.items() if asked == key]:
             self._engine.abort_request(queued)
             for number in queued:
@@ -232,7 +228,7 @@ class VLLMEngine:
             self._engine.remove_lora(adapter.lora_int_id)
         self._failures = 0
 
-    def _checked(self) -> dict[str, Any]:
+    def _checked(self, needs: Needs) -> dict[str, Any]:
         """The user's settings, if vLLM has them and nothing else decides them."""
         from dataclasses import fields
 
@@ -240,9 +236,22 @@ class VLLMEngine:
 
         known = {field.name for field in fields(EngineArgs)}
         for name in self._arguments:
-            if name in _RESERVED or name not in known:
-                reason = "is decided by other options" if name in _RESERVED else "is not a setting of this vLLM"
+            reason = (
+                "is decided by other options" if name in _RESERVED
+                else "would run code that this command does not check" if name in _CODE
+                else None if name in known
+                else "is not a setting of this vLLM"
+            )  # fmt: skip
+            if reason is not None:
                 raise ArgumentError(f"engine_args: {name} {reason}", "Leave it out", parameter="engine_args")
+        length = self._arguments.get("max_model_len", needs.longest)
+        if not isinstance(length, int) or length < needs.longest:  # vLLM would end answers there
+            raise ArgumentError(
+                f"engine_args: max_model_len is {length}, but the longest request with its answer has {needs.longest} "
+                "tokens",
+                "Leave it out, or lower `max_gen_toks`",
+                parameter="engine_args",
+            )
         return self._arguments
 
     def _started(self) -> Any:
@@ -261,10 +270,29 @@ class VLLMEngine:
     def _stop(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        if self._engine is None:  # it did not start
+            return
         self._engine.engine_core.shutdown()
         self._engine = None
         gc.collect()
         cleanup_dist_env_and_memory()
+
+    def _load(self, key: str, folder: Path | None) -> Any:
+        """Load an adapter, or one of zeros; returns vLLM's LoRARequest."""
+        from vllm.lora.request import LoRARequest
+
+        number = next(self._numbers)
+        adapter = LoRARequest(
+            lora_name=f"{key}-{number}", lora_int_id=number, lora_path=str(folder or self._nothing(number))
+        )
+        try:
+            if not self._engine.add_lora(adapter):
+                raise RuntimeError("add_lora returned False")
+        except Exception as error:  # from any of vLLM's layers
+            raise UnsupportedError(
+                f"vLLM cannot load {key}: {_reason(error)}", "Use `engine=transformers`", parameter="engine"
+            ) from error
+        return adapter
 
     def _put_weights(self, folder: Path | None) -> None:
         """Give the model the weights of a folder, or its own."""
@@ -280,8 +308,8 @@ class VLLMEngine:
         folder = self._folder / f"zeros-{number}"
         folder.mkdir()
         save_file({key: np.zeros(shape, np.float32) for key, shape in self._zeros.items()}, folder / WEIGHTS)
-        module = next(iter(self._zeros)).rpartition(".lora_")[0].rpartition(".")[2]
-        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [module], "bias": "none"}
+        modules = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in self._zeros})
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": modules, "bias": "none"}
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         return folder
 

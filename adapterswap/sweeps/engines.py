@@ -6,8 +6,9 @@ merged, and evaluated alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from adapterswap.dependencies import require
 from adapterswap.sweeps.grid import Assignment, Cell
 from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, as_judged, way_of
 from adapterswap.sweeps.preparing import PreparedSweep
+from adapterswap.sweeps.recipe import EngineByKind
+from adapterswap.sweeps.results import CellResult
 
 if TYPE_CHECKING:
     from adapterswap.evaluation.asking import Questions, Request, Subject
@@ -36,15 +39,29 @@ def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[J
     _check_merged(prepared)
     settings = prepared.settings
     asked = asked_of_all(prepared)
+    split = isinstance(prepared.recipe.settings.engine, EngineByKind)
+    local = replace(prepared, settings=replace(settings, engine="transformers", engine_args={}))
+    others = LocalJudge(local, device, dtype) if split else None  # first, so that vLLM sees what memory is left
     with VLLMEngine(
         prepared.base, needs(prepared, asked), settings.engine_args, device=device, dtype=dtype, seed=settings.seed
     ) as engine:
-        yield EngineJudge(prepared, engine, asked)
+        judge = EngineJudge(prepared, engine, asked)
+        yield judge if others is None else SplitJudge(judge, others, _generating(prepared))
 
 
 def asked_of_all(prepared: PreparedSweep) -> Asked:
-    """What the tasks ask of cells on all documents, by the cells' tasks."""
-    return {(tasks, None): _asked(prepared, tasks) for tasks in dict.fromkeys(c.tasks for c in prepared.grid.cells)}
+    """What the tasks ask vLLM of cells on all documents, by the cells' tasks."""
+    mine = _generating(prepared) if isinstance(prepared.recipe.settings.engine, EngineByKind) else prepared.tasks
+    by_cell = (tuple(task for task in cell.tasks if task in mine) for cell in prepared.grid.cells)
+    return {(tasks, None): _asked(prepared, tasks) for tasks in dict.fromkeys(by_cell) if tasks}
+
+
+def _generating(prepared: PreparedSweep) -> frozenset[str]:
+    """The tasks whose answers are generated."""
+    from adapterswap.evaluation.tasks import load_tasks
+
+    loaded = load_tasks(list(prepared.tasks), prepared.settings)["tasks"]
+    return frozenset(name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until")
 
 
 def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
@@ -112,7 +129,8 @@ class EngineJudge:
         if key not in self._asked:
             self._asked[key] = _asked(self._prepared, tasks, documents)
         alone = way_of(self._prepared, cell) == "merged"
-        return Job(cell.cell, partial(self._written, cell, alone), *self._asked[key], alone=alone)
+        name = f"{cell.short} ({cell.cell})"
+        return Job(name, partial(self._written, cell, alone), *self._asked[key], alone=alone)
 
     def _written(self, cell: Cell, full: bool) -> AbstractContextManager[Subject]:
         from adapterswap.evaluation.compositions import written
@@ -128,6 +146,51 @@ class EngineJudge:
             hashes=hashes,
             tell=lambda error: self._errors.update({cell.cell: error}),
         )
+
+
+class SplitJudge:
+    """Tasks that generate in vLLM, the others in transformers; see `Judge`.
+
+    Args:
+        engine, local: the judges of the two kinds.
+        generating: the tasks that generate.
+    """
+
+    def __init__(self, engine: EngineJudge, local: LocalJudge, generating: Collection[str]) -> None:
+        self._engine, self._local, self._generating = engine, local, generating
+        theirs = local.described["settings"]
+        settings = {**engine.described["settings"], "loglikelihood": {key: theirs[key] for key in ("device", "dtype")}}
+        self.described: Mapping[str, Any] = {**engine.described, "settings": settings}
+
+    def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
+        """See `Judge`. The documents of tasks in transformers are evaluated while vLLM waits."""
+        pairs = [(self._part(one, True), self._part(one, False)) for one in assignments]
+        generated = self._engine.judged([one for one, _ in pairs if one is not None], on_progress)
+        compared = self._local.judged([one for _, one in pairs if one is not None], on_progress)
+        for assignment, (first, second) in zip(assignments, pairs, strict=True):
+            parts = [*([next(generated)] if first else []), *([next(compared)] if second else [])]
+            yield _joined(assignment.cell, parts)
+
+    def _part(self, assignment: Assignment, generates: bool) -> Assignment | None:
+        """An assignment with one kind of tasks; None without any."""
+        cell, documents = assignment.cell, assignment.documents
+        tasks = tuple(task for task in cell.tasks if (task in self._generating) is generates)
+        if documents is not None:
+            tasks = tuple(task for task in tasks if task in documents)
+            documents = {task: documents[task] for task in tasks}
+        return Assignment(replace(cell, tasks=tasks), documents) if tasks else None
+
+
+def _joined(cell: Cell, parts: Sequence[Judged]) -> Judged:
+    """The results of one cell in two engines."""
+    results = {task: value for part in parts for task, value in part.result.results.items()}
+    questions = {task: rows for part in parts for task, rows in part.questions.items()}
+    order = [task for task in cell.tasks if task in results]
+    seconds = {name: sum(part.result.seconds[name] for part in parts) for name in parts[0].result.seconds}
+    samples = sorted((row for part in parts for row in part.samples), key=lambda row: order.index(row["task"]))
+    error = next((part.result.relative_error for part in parts if part.result.relative_error is not None), None)
+    result = CellResult(cell, {task: results[task] for task in order}, seconds, error)
+    return Judged(result, samples, {task: questions[task] for task in order})
 
 
 def _asked(

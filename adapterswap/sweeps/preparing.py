@@ -33,7 +33,7 @@ from adapterswap.planning.making import make_plan, merge_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.targets import Target, check_expert, clash
 from adapterswap.sweeps.grid import Cell, Grid, composition_of, make_cells
-from adapterswap.sweeps.recipe import DocumentSplit, SweepRecipe, SweepTasks, extra_experts, target_groups
+from adapterswap.sweeps.recipe import DocumentSplit, EngineByKind, SweepRecipe, SweepTasks, extra_experts, target_groups
 from adapterswap.sweeps.results import FORMAT, TaskInfo
 from adapterswap.writing.outputs import Form
 
@@ -78,6 +78,14 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
         with problems.collect():
             infos[name] = _describe_task(name, known[name], role, recipe.primary.get(name), settings, recipe.selection)
     problems.raise_if_any()
+    kinds = {known[name].OUTPUT_TYPE == "generate_until" for name in infos}
+    if isinstance(recipe.settings.engine, EngineByKind) and len(kinds) == 1:
+        engine = recipe.settings.engine.generate if kinds == {True} else recipe.settings.engine.loglikelihood
+        raise FieldError(
+            "settings.engine names an engine for each kind of task, but all tasks are of one kind",
+            f"Set `engine: {engine}`",
+            parameter="settings.engine",
+        )
     _check_directions([info for info in infos.values() if info.role == "target"])
     return SweepTasks(target, retention), infos
 
@@ -439,7 +447,7 @@ def _num_layers(base: OpenedBase, from_recipe: int | None) -> int:
 
 def _describe(prepared: PreparedSweep) -> dict[str, Any]:
     base, experts, sides = prepared.base.source, prepared.experts, prepared.sides
-    content = {
+    content: dict[str, Any] = {
         "format": FORMAT,
         "adapterswap_version": __version__,
         "recipe": _public_recipe(prepared),
@@ -463,6 +471,8 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "settings": prepared.settings.described(),
         "cells": [cell.as_json() for cell in prepared.grid.cells],
     }  # fmt: skip
+    if isinstance(engines := prepared.recipe.settings.engine, EngineByKind):
+        content["settings"]["engine"]["loglikelihood"] = engines.loglikelihood
     plain: dict[str, Any] = json.loads(json.dumps(content))
     return plain
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from adapterswap.errors import FieldError, Problems
-from adapterswap.evaluation.settings import SEED, EvaluationOptions
+from adapterswap.evaluation.settings import SEED, EvaluationOptions, Settings
 from adapterswap.files.text import exists, expand
 from adapterswap.files.yaml import FieldMistake, StrictModel, read_recipe, validate
 from adapterswap.model.layers import MAX_LAYERS
@@ -40,18 +40,30 @@ from adapterswap.sweeps.families import (
 )
 
 
+class EngineByKind(StrictModel):
+    """An engine for each kind of task. vLLM is faster where answers are generated, transformers where they are not."""
+
+    generate: Literal["vllm"] = Field(description="Tasks whose answers are generated.")
+    loglikelihood: Literal["transformers"] = Field(description="Tasks that compare or add up likelihoods.")
+
+
 class SweepSettings(EvaluationOptions):
     """How tasks are evaluated: the options of `evaluate`, and some that only sweeps have."""
 
     gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings that override the tasks' own.")
     seed: int = Field(default=SEED, ge=0, description="The seed of shots and sampling.")
-    engine: Literal["transformers", "vllm"] = Field(
+    engine: Literal["transformers", "vllm"] | EngineByKind = Field(
         default="transformers", description="What computes the answers. vllm has several compositions in flight."
     )
     engine_args: dict[str, Any] = Field(
         default={}, description="With vllm: its own settings, such as gpu_memory_utilization."
     )
     in_flight: int = Field(default=4, ge=1, description="With vllm: compositions that are evaluated at once.")
+
+    def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
+        """See `EvaluationOptions`. Of two engines, the one that generates."""
+        settings = super().as_settings(folder, **more)
+        return replace(settings, engine="vllm") if isinstance(self.engine, EngineByKind) else settings
 
 
 class DocumentSplit(StrictModel):

@@ -7,7 +7,7 @@ them. Nothing is printed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ class Estimate:
         repeated: duplicates within families.
         documents: task → the number of its documents.
         requests: requests to the model for the remaining cells, if all were evaluated on all documents.
+        tokens: tokens of their generated answers, at most.
         switched: remaining cells that only switch LoRA layers.
         reduced: remaining cells that are first reduced to an adapter.
         merged: remaining cells that are first merged into full weights.
@@ -48,7 +49,7 @@ class Estimate:
         engine: what vLLM must hold, by its own names, and the numbers that its slots for adapters hold; None with
             transformers.
         seconds: the time for the remaining cells, at the rate of the finished ones (on the machine that evaluated
-            them); None if none is finished.
+            them), or else for `tokens` at the rate that the user states; None if both are unknown.
     """
 
     cells: int
@@ -59,6 +60,7 @@ class Estimate:
     repeated: int
     documents: dict[str, int]
     requests: int
+    tokens: int
     switched: int
     reduced: int
     merged: int
@@ -73,12 +75,15 @@ class Estimate:
         return content
 
 
-def estimate(prepared: PreparedSweep, findings: Findings | None = None) -> Estimate:
+def estimate(
+    prepared: PreparedSweep, findings: Findings | None = None, *, tokens_per_second: float | None = None
+) -> Estimate:
     """What `sweep` would do. Builds the prompts, which must fit the model.
 
     Args:
         prepared: the sweep.
         findings: the results in its folder.
+        tokens_per_second: how fast the engine generates, in all requests together.
 
     Raises:
         AdapterswapError: see `preview`.
@@ -88,9 +93,10 @@ def estimate(prepared: PreparedSweep, findings: Findings | None = None) -> Estim
     grid, base, findings = prepared.grid, prepared.base, findings or Findings()
     previews = preview(base.tokenizer, base.config, list(prepared.tasks), prepared.settings)
     requests = {task.name: task.num_requests for task in previews}
+    tokens = {task.name: task.num_requests * (task.max_gen_toks or 0) for task in previews}
 
-    def requests_of(cell: Cell) -> int:
-        return sum(requests[task] for task in cell.tasks)
+    def of_all(cells: Iterable[Cell], numbers: Mapping[str, int]) -> int:
+        return sum(numbers[task] for cell in cells for task in cell.tasks)
 
     cells = expected(prepared, findings.seen)
     pending = [cell for cell in cells if cell.cell not in findings.seen]
@@ -100,11 +106,13 @@ def estimate(prepared: PreparedSweep, findings: Findings | None = None) -> Estim
     pending = [cell for cell in pending if new.get(cell.identity) is cell]
     ways = Counter(way_of(prepared, cell) for cell in pending)
     measured = [result for result in findings.results.values() if result.seconds["evaluate"] > 0]
-    remaining_requests = sum(map(requests_of, pending))
+    remaining_requests, remaining_tokens = of_all(pending, requests), of_all(pending, tokens)
     seconds = None
     if measured:
         spent = sum(sum(result.seconds.values()) for result in measured)
-        seconds = spent / sum(requests_of(result.cell) for result in measured) * remaining_requests
+        seconds = spent / of_all((result.cell for result in measured), requests) * remaining_requests
+    elif tokens_per_second is not None and remaining_tokens:
+        seconds = remaining_tokens / tokens_per_second
     return Estimate(
         cells=len(cells),
         finished=len(findings.results),
@@ -114,6 +122,7 @@ def estimate(prepared: PreparedSweep, findings: Findings | None = None) -> Estim
         repeated=grid.repeated,
         documents={name: info.num_docs for name, info in prepared.tasks.items()},
         requests=remaining_requests,
+        tokens=remaining_tokens,
         switched=ways["switched"],
         reduced=ways["reduced"],
         merged=ways["merged"],

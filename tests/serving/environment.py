@@ -26,7 +26,7 @@ def vllm_python() -> str:
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
     """The variables that vLLM is started with: one thread, no network, no usage reports."""
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **quiet, **variables}
 
 

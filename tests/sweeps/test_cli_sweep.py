@@ -36,6 +36,7 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
         "repeated": 0,
         "documents": {"mgsm_direct_sw": 3},
         "requests": 18,
+        "tokens": 18 * 6,
         "switched": 5,
         "reduced": 1,
         "merged": 0,
@@ -48,6 +49,9 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
     assert "requests    12" in shown.stdout
     assert "not estimated" in shown.stdout
     assert "1 whose zones overlap" in shown.stdout
+    paced = run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--limit", 2, "--tokens-per-second", 0.1)
+    assert "up to 12 min for the answers" in paced.stdout
+    assert run("sweep", file, "-o", tmp_path / "run", "--tokens-per-second", 5).exit_code == 2
 
 
 def test_cells_shared_by_rows_are_judged_once(

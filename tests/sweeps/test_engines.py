@@ -17,8 +17,10 @@ from refusals import refused
 from serving.environment import environment, needs_vllm, vllm_python
 from transformers import AutoModelForCausalLM
 
-from adapterswap.errors import ArgumentError, DependencyError, RunError
-from adapterswap.sweeps import SweepRecipe, sweep
+from adapterswap import evaluate
+from adapterswap.errors import ArgumentError, DependencyError, FieldError, RunError, UnsupportedError
+from adapterswap.sweeps import SweepRecipe, prepare, sweep
+from adapterswap.sweeps.running import estimate
 
 from .conftest import PROJECTIONS, plain
 
@@ -28,6 +30,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "math1": {"r": 4},
     "sw1": {"r": 2},
     "sw2": {"r": 4, "use_dora": True},
+    "head": {"r": 2, "target_modules": ["q_proj", "lm_head"]},
+    "wide": {"r": 300, "target_modules": ["v_proj"]},
 }
 ROWS = ["Maji ni uhai. Haraka haraka haina baraka.", "Haba na haba", "Asiyesikia la mkuu"]
 TASKS = {
@@ -76,7 +80,7 @@ def make_world(folder: Path, architecture: str) -> Path:
     for seed, (name, options) in enumerate(EXPERTS.items()):
         base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
         settings = {"lora_alpha": 8, "use_rslora": True, "target_modules": PROJECTIONS, "task_type": "CAUSAL_LM"}
-        model = get_peft_model(base, LoraConfig(**settings, **options))
+        model = get_peft_model(base, LoraConfig(**{**settings, **options}))
         generator = torch.Generator().manual_seed(seed)
         for key, parameter in model.named_parameters():
             if "lora_A" in key or "lora_B" in key:
@@ -124,8 +128,9 @@ def compare(ours: Path, reference: Path) -> None:
     names = sorted(path.name for path in (reference / "samples").iterdir())
     assert names == sorted(path.name for path in (ours / "samples").iterdir())
     for name in names:
-        lines = [(folder / "samples" / name).read_text().splitlines() for folder in (ours, reference)]
-        for one, other in (map(json.loads, pair) for pair in zip(*lines, strict=True)):
+        lines = [map(json.loads, (folder / "samples" / name).open()) for folder in (ours, reference)]
+        in_order = [sorted(rows, key=lambda row: (row["task"], row["doc_id"])) for rows in lines]
+        for one, other in zip(*in_order, strict=True):
             assert [one[key] for key in ("task", "doc_id", "target")] == [
                 other[key] for key in ("task", "doc_id", "target")
             ]
@@ -153,24 +158,97 @@ def test_every_cell_is_answered_as_by_transformers(architecture: str, tmp_path: 
         sweep(SweepRecipe.model_validate(one), tmp_path / f"reference-{number}", device="cpu", dtype="float32")
         for number, one in enumerate((full, content))
     ]
-    settings = {"engine": "vllm", "in_flight": 3}
+    by_kind = {"generate": "vllm", "loglikelihood": "transformers"}
+    settings = {"engine": "vllm", "in_flight": 3}, {"engine": by_kind, "in_flight": 2}
     steps = [
-        {"sweep": sweep_of(world, **{**one, "settings": settings}), "out": str(tmp_path / f"vllm-{number}")}
-        for number, one in enumerate((full, content))
+        {"sweep": sweep_of(world, **{**one, "settings": engines}), "out": str(tmp_path / f"vllm-{number}")}
+        for number, (one, engines) in enumerate(((full, settings[0]), (content, settings[0]), (content, settings[1])))
     ]
     evaluated = {"base_model": str(world / "base"), "adapter": str(world / "math1"), "tasks": "own_write_sw"}
     evaluated |= {"engine": "vllm", "include_path": str(world / "tasks")}
     *runs, alone = in_vllm(*steps, {"evaluate": evaluated})
-    for number, run in enumerate(runs):
-        assert run.get("cells") == len(reference[number].results), run
-        compare(tmp_path / f"vllm-{number}", tmp_path / f"reference-{number}")
-        assert run["settings"]["engine"] == {"name": "vllm", "arguments": {}}
+    split = {"loglikelihood": "transformers"}
+    for number, (run, other, more) in enumerate(zip(runs, (0, 1, 1), ({}, {}, split), strict=True)):
+        assert run.get("cells") == len(reference[other].results), run
+        compare(tmp_path / f"vllm-{number}", tmp_path / f"reference-{other}")
+        assert run["settings"]["engine"] == {"name": "vllm", "arguments": {}, **more}
         assert run["settings"]["repeats"] == "up to the engine's rounding"
     cells = {result.cell.short: result.cell.cell for result in reference[0].results}
     lines = (tmp_path / "reference-0" / "samples" / f"{cells['math1']}.jsonl").read_text().splitlines()
     outputs = [sample["output"] for sample in map(json.loads, lines) if sample["task"] == "own_write_sw"]
     assert alone == outputs
     assert len({path.read_text() for path in (tmp_path / "vllm-0" / "samples").iterdir()}) == len(reference[0].results)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+def test_what_vllm_cannot_do_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    for architecture in CONFIGS:
+        (tmp_path / architecture).mkdir()
+        make_world(tmp_path / architecture, architecture)
+
+    def of(architecture: str, tasks: str, adapter: str | None = "math1", **more: Any) -> dict[str, Any]:
+        world = tmp_path / architecture
+        place = {} if adapter is None else {"adapter": str(world / adapter)}
+        include = {"include_path": str(world / "tasks"), "tasks": tasks}
+        return {"base_model": str(world / "base"), **include, **place, **more}
+
+    write, choose = "own_write_sw", "own_choice_sw"
+    sampled = {"gen_kwargs": {"do_sample": True, "temperature": 1.5, "top_k": 0}}
+    answered = [of("llama", write, "head"), of("qwen2", write)]
+    refused_steps = [
+        (of("llama", choose, "head"), "UnsupportedError", "engine", "lm_head"),
+        (of("qwen2", write, "head"), "UnsupportedError", "engine", "LoRA on these modules"),
+        (of("qwen2", write, engine_args={"max_num_seqs": 0}), "RunError", "engine", "max_num_batched_tokens"),
+        (of("qwen2", write, engine_args={"max_model_len": 50}), "ArgumentError", "engine_args", "53 tokens"),
+        (of("qwen2", write, engine_args={"num_beams": 8}), "ArgumentError", "engine_args", "not a setting"),
+        (of("qwen2", write, engine_args={"trust_remote_code": True}), "ArgumentError", "engine_args", "run code"),
+        (of("qwen2", write, gen_kwargs={"num_beams": 2}), "UnsupportedError", "gen_kwargs", "num_beams"),
+    ]
+    engine = {"engine": "vllm"}
+    steps = [*answered, of("qwen2", write, **sampled), of("qwen2", write, **sampled, batch_size=1)]
+    steps += [step for step, *_ in refused_steps]
+    results = in_vllm(*({"evaluate": {**one, **engine}} for one in steps))
+    for arguments, result in zip(answered, results, strict=False):
+        reference = evaluate(**arguments, device="cpu", dtype="float32")
+        assert result == [sample.output for sample in reference.samples]
+    greedy, one, other = results[1:4]
+    assert one == other != greedy
+    for result, (_, kind, parameter, words) in zip(results[4:], refused_steps, strict=True):
+        assert (result["error"], result["parameter"]) == (kind, parameter), result
+        assert words in result["message"]
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+def test_engines_are_compared_by_a_command_that_prints_nothing_else(tmp_path: Path) -> None:
+    world = make_world(tmp_path, "llama")
+    variables = {"PYTHONPATH": str(HERE.parents[1]), "HF_DATASETS_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    options = ["--base-model", world / "base", "--adapter", world / "math1", "--include-path", world / "tasks"]
+    command = [
+        vllm_python(),
+        "-m",
+        "adapterswap",
+        "evaluate",
+        *options,
+        "--tasks",
+        ",".join(TASKS),
+        "--compare-engines",
+    ]
+    process = subprocess.run(
+        [*command, "--dtype", "float32", "--json"],
+        env=environment(variables), capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-5000:]
+    rows = {row["task"]: row for row in json.loads(process.stdout)}
+    assert rows.keys() == TASKS.keys()
+    for row in rows.values():
+        assert (row["documents"], row["equal"]) == (len(ROWS), len(ROWS))
+        assert row["vllm"] == pytest.approx(row["transformers"], rel=1e-4)
+    assert "leaked" not in process.stderr
+    assert "INFO" not in process.stderr
 
 
 @needs_vllm
@@ -200,6 +278,15 @@ def test_kills_and_failing_steps_change_nothing(tmp_path: Path) -> None:
         compare(tmp_path / f"failing{number}", tmp_path / "peace")
 
 
+def test_a_rank_that_vllm_does_not_take_is_found_before_it_starts(tmp_path: Path) -> None:
+    world = make_world(tmp_path, "qwen2")
+    experts = {"task_experts": {"wide1": str(world / "wide")}, "language_experts": {"wide2": str(world / "wide")}}
+    content = sweep_of(world, **experts, compositions=[{"method": "soup"}], settings={"engine": "vllm"})
+    prepared = prepare(SweepRecipe.model_validate(content))
+    with refused(UnsupportedError, "engine", match="rank 600"):
+        estimate(prepared)
+
+
 def test_an_engine_is_not_mixed_with_another(world: Path, tmp_path: Path, recipe: Callable[..., SweepRecipe]) -> None:
     run = tmp_path / "run"
     sweep(recipe(baselines=["base"], compositions=[]), run, device="cpu")
@@ -214,6 +301,7 @@ def test_an_engine_is_not_mixed_with_another(world: Path, tmp_path: Path, recipe
     [
         ({"engine_args": {"max_num_seqs": 4}}, ArgumentError, "engine_args"),
         ({"engine": "vllm"}, DependencyError, None),
+        ({"engine": {"generate": "vllm", "loglikelihood": "transformers"}}, FieldError, "settings.engine"),
     ],
 )
 def test_refusals_without_vllm(
