@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.evaluation.settings import ENGINES
 
 if TYPE_CHECKING:
-    from adapterswap.evaluation.results import Sample
+    from adapterswap.evaluation.results import EvaluationResult, Sample, Score
     from adapterswap.evaluation.subjects import Evaluation
 
 
@@ -22,9 +22,9 @@ class EngineDifference:
         task, metric, filter: the score.
         documents: how many were evaluated.
         equal: documents with the same answer; of likelihoods, with the same order and greediness of the choices.
-        transformers, vllm: the means.
-        difference: the mean of vllm - transformers over the documents.
-        stderr: its standard error; None for a single document.
+        transformers, vllm: the scores.
+        difference: vllm - transformers.
+        stderr: its standard error over the documents; None for a single one, and for scores of a whole corpus.
     """
 
     task: str
@@ -55,36 +55,34 @@ def compare_engines(
         device, dtype: as for `evaluate`.
         tell: called with the name of each engine before it is used.
     """
-    samples: dict[str, tuple[Sample, ...]] = {}
+    results: list[EvaluationResult] = []
     for engine in ENGINES:
         tell(engine)
         arguments = evaluation.settings.engine_args if engine != ENGINES[0] else {}
         settings = replace(evaluation.settings, engine=engine, engine_args=arguments)
-        samples[engine] = replace(evaluation, settings=settings).run(device=device, dtype=dtype).samples
-    pairs = list(zip(*(samples[engine] for engine in ENGINES), strict=True))
-    scores = {
-        (one.task, name, metric): None for one, _ in pairs for name, kinds in one.scores.items() for metric in kinds
-    }
+        results.append(replace(evaluation, settings=settings).run(device=device, dtype=dtype))
+    pairs = list(zip(*(result.samples for result in results), strict=True))
     return [
-        _difference(task, metric, name, [pair for pair in pairs if pair[0].task == task])
-        for task, name, metric in scores
+        _difference(task.name, ours, theirs, [pair for pair in pairs if pair[0].task == task.name])
+        for task in results[0].tasks.values()
+        for ours, theirs in zip(task.scores, results[1].tasks[task.name].scores, strict=True)
     ]
 
 
-def _difference(task: str, metric: str, name: str, pairs: Sequence[tuple[Sample, Sample]]) -> EngineDifference:
-    values = [tuple(sample.scores[name][metric] for sample in pair) for pair in pairs]
-    count = len(values)
-    ours, theirs = (math.fsum(column) / count for column in zip(*values, strict=True))
-    mean = theirs - ours
-    spread = math.fsum((two - one - mean) ** 2 for one, two in values) / (count - 1) if count > 1 else None
+def _difference(task: str, ours: Score, theirs: Score, pairs: Sequence[tuple[Sample, Sample]]) -> EngineDifference:
+    count, spread, mean = len(pairs), None, theirs.value - ours.value
+    if count > 1 and all(ours.metric in one.scores.get(ours.filter, {}) for one, _ in pairs):
+        values = [tuple(sample.scores[ours.filter][ours.metric] for sample in pair) for pair in pairs]
+        mean = math.fsum(two - one for one, two in values) / count
+        spread = math.fsum((two - one - mean) ** 2 for one, two in values) / (count - 1)
     return EngineDifference(
         task=task,
-        metric=metric,
-        filter=name,
+        metric=ours.metric,
+        filter=ours.filter,
         documents=count,
         equal=sum(_shape(one.output) == _shape(two.output) for one, two in pairs),
-        transformers=ours,
-        vllm=theirs,
+        transformers=ours.value,
+        vllm=theirs.value,
         difference=mean,
         stderr=None if spread is None else math.sqrt(spread / count),
     )

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "docs/log.md": "a diary",
     "docs/python.md": "tests/test_public_face.py",
     "docs/reproducing.md": "tests/recipes/test_reproducing.py",
+    "examples/engines/README.md": "tests/examples/test_two_engines.py",
     "examples/plugin_method/README.md": "tests/examples/test_plugin_method.py",
     "examples/which_layers/README.md": "tests/examples/test_which_layers.py",
 }
