@@ -128,8 +128,8 @@ def compare(ours: Path, reference: Path) -> None:
     names = sorted(path.name for path in (reference / "samples").iterdir())
     assert names == sorted(path.name for path in (ours / "samples").iterdir())
     for name in names:
-        lines = [map(json.loads, (folder / "samples" / name).open()) for folder in (ours, reference)]
-        in_order = [sorted(rows, key=lambda row: (row["task"], row["doc_id"])) for rows in lines]
+        lines = [(folder / "samples" / name).read_text().splitlines() for folder in (ours, reference)]
+        in_order = [sorted(map(json.loads, rows), key=lambda row: (row["task"], row["doc_id"])) for rows in lines]
         for one, other in zip(*in_order, strict=True):
             assert [one[key] for key in ("task", "doc_id", "target")] == [
                 other[key] for key in ("task", "doc_id", "target")
