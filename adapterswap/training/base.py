@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from adapterswap.dependencies import require
-from adapterswap.errors import BaseModelError, DependencyError, Problems, RunError
+from adapterswap.errors import BaseModelError, DependencyError, Problems, RunError, UnsupportedError
+from adapterswap.files.text import read_json
 from adapterswap.model.loading import OpenedBase, load_weights, open_base
 from adapterswap.processes import count_processes
 from adapterswap.training.recipe import Quantization, TrainingOptions, TrainRecipe
@@ -15,9 +18,22 @@ _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_att
 
 
 def check_libraries(recipe: TrainRecipe) -> None:
-    """Check that all libraries that the recipe needs are installed."""
+    """Check that all libraries that the recipe needs are installed, and that the launcher's choices fit it."""
     require("train")
     problems, options = Problems(DependencyError), recipe.training
+    if _is_on("ACCELERATE_USE_DEEPSPEED") and _zero_stage() == 3:
+        problems.add(
+            "DeepSpeed ZeRO-3 leaves each process a part of every weight, so the expert would be written empty",
+            "Start it with ZeRO-2, with FSDP, or without them",
+            kind=UnsupportedError,
+        )
+    if _is_on("ACCELERATE_USE_FSDP") and recipe.quantization:
+        problems.add(
+            "FSDP spreads the base over the devices, but with `quantization` each process loads all of it",
+            "Start it without FSDP: each device then holds the quantized base",
+            parameter="quantization",
+            kind=UnsupportedError,
+        )
     if recipe.judged_by and find_spec("lm_eval") is None:
         problems.add(
             "`selection` needs lm-evaluation-harness, which is not installed",
@@ -68,6 +84,18 @@ def open_trainable(reference: str) -> OpenedBase:
     if base.tokenizer.pad_token_id is None:
         base.tokenizer.pad_token = base.tokenizer.eos_token  # padding is masked, so any token works
     return base
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() == "true"
+
+
+def _zero_stage() -> int:
+    """The stage of ZeRO that `accelerate launch` was told, on its command line or in DeepSpeed's own file."""
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file == "none":
+        return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    return int(read_json(Path(file)).get("zero_optimization", {}).get("stage", 0))
 
 
 def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:

@@ -190,6 +190,13 @@ class TrainingOptions(FiniteModel):
     packing: bool = Field(
         default=False, description="Pack several rows into sequences of max_length tokens; rows do not see each other."
     )
+    group_by_length: bool = Field(
+        default=False, description="Take rows of similar length together, so that batches need less padding."
+    )
+    padding_free: bool = Field(
+        default=False,
+        description="Join the rows of a batch instead of padding them. Faster with FlashAttention only.",
+    )
     split_long: bool = Field(
         default=False,
         description="For `text`: split rows longer than max_length into several, instead of cutting the rest off.",
@@ -407,6 +414,10 @@ class TrainRecipe(StrictModel):
             raise ValueError("training.weight_dtype needs adapter: none; an adapter is trained in float32")
         if options.split_long and not any(source.text is not None for source in self.datasets):
             raise ValueError("training.split_long applies to `text`, but no dataset uses `text`")
+        if options.packing and (options.group_by_length or options.padding_free):
+            raise ValueError("training.packing leaves no padding: remove group_by_length and padding_free")
+        if self.simultaneous and options.group_by_length:
+            raise ValueError("training.group_by_length cannot be combined with `simultaneous`, which orders the rows")
         if self.selection and options.save_every_samples is None:
             raise ValueError("`selection` evaluates or keeps checkpoints, but training.save_every_samples is null")
         if self.selection and self.selection.ladder and adapter.method == "none":

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from peft import LoraConfig
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
 from adapterswap.errors import RunError, UnsupportedError
@@ -71,6 +72,31 @@ class RowsInTurns(Sampler[int]):
 
     def __len__(self) -> int:
         return self._rows.size
+
+
+class RowsByLength(LengthGroupedSampler):  # type: ignore[misc]
+    """Rows of similar length one after the other, in another order in each pass; see the Trainer's own sampler.
+
+    Its generator depends on the seed and the pass alone, so that every process and a resumed run have the same order.
+
+    Args:
+        lengths: tokens of each row.
+        rows: how many rows one process has in a step.
+        seed: for shuffling.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, rows: int, seed: int) -> None:
+        super().__init__(rows, lengths=list(lengths))
+        self._seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        seed = int(np.random.default_rng([self._seed, self._epoch]).integers(2**63))
+        self.generator = torch.Generator().manual_seed(seed)
+        return iter(super().__iter__())
 
 
 def _passes(count: int, length: int, chance: np.random.Generator) -> NDArray[np.int64]:
@@ -139,15 +165,15 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
     """An SFTTrainer that stops if the loss is not finite, and sends no telemetry.
 
     Attributes:
-        rows_in_turns: the order of the rows, if two sides are trained in turns.
+        order: the order of the rows, if it is not random.
         seconds_evaluating: how long the validation loss has been measured so far.
     """
 
-    rows_in_turns: RowsInTurns | None = None
+    order: RowsInTurns | RowsByLength | None = None
     seconds_evaluating = 0.0
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return self.rows_in_turns or super()._get_train_sampler(*args, **kwargs)
+        return self.order or super()._get_train_sampler(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
@@ -337,6 +363,11 @@ def build_trainer(
                 parameter.data = parameter.data.float()
     if start is not None:
         take_over(trainer.model, start, targets.modules)
+    options = recipe.training
+    if options.group_by_length:
+        rows = options.batch_size * options.gradient_accumulation
+        lengths = [len(ids) for ids in train["input_ids"]]
+        trainer.order = RowsByLength(lengths, rows=rows, seed=options.data_seed)
     if turns := recipe.simultaneous:
         if trainer.is_fsdp_enabled:
             raise UnsupportedError(
@@ -344,7 +375,7 @@ def build_trainer(
                 "Start it without FSDP, or train the sides in separate runs and compose them",
                 parameter="simultaneous",
             )
-        trainer.rows_in_turns = RowsInTurns(
+        trainer.order = RowsInTurns(
             parts,
             steps=steps,
             rows_a_step=rows_a_step(recipe.training, processes.count),
@@ -379,8 +410,9 @@ def _arguments(
         max_grad_norm=options.max_grad_norm,
         seed=options.seed,
         data_seed=options.data_seed,
-        max_length=options.max_length,
+        max_length=None if options.padding_free else options.max_length,  # rows have been cut
         packing=options.packing,
+        padding_free=options.padding_free,
         eval_packing=False,
         activation_checkpointing=options.gradient_checkpointing,
         torch_compile=options.torch_compile,
@@ -397,7 +429,7 @@ def _arguments(
         eval_steps=steps_between(evaluate_every, options, processes.count),
         logging_steps=options.logging_steps,
         logging_nan_inf_filter=False,
-        include_num_input_tokens_seen="all" if options.packing else "non_padding",
+        include_num_input_tokens_seen="all" if options.packing or options.padding_free else "non_padding",
         report_to=options.report_to or "none",
         disable_tqdm=True,
         log_level="error",
