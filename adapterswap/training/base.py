@@ -91,7 +91,7 @@ def _is_on(variable: str) -> bool:
 
 
 def _zero_stage() -> int:
-    """The stage of ZeRO that `accelerate launch` was told, on its command line or in DeepSpeed's own file."""
+    """The stage of ZeRO that `accelerate launch` sets, from its command line or from DeepSpeed's own file."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file == "none":
         return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
