@@ -82,6 +82,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/scripts.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
     ("docs/scripts.md", r"^# \.github", "a workflow file: a test below reads it"),
     ("docs/train.md", r"^selection:", "evaluates during training: tests/training has smaller runs"),
+    ("docs/few.md", r"^start:", "names another base: tests/recipes/test_instruct.py trains on rows like its"),
     ("docs/train.md", r"^(base_model|datasets|start):", "fragments: tests/training/test_recipe.py and test_start.py"),
     ("examples/live/README.md", r"chat\.py", "talks with its user: tests/live/test_example.py"),
 ]

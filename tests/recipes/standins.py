@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -102,6 +104,8 @@ def small_recipe(name: str, standin: Base, folder: Path) -> TrainRecipe:
         "training.batch_size=2", "training.gradient_accumulation=1", "training.warmup=0", "training.max_length=128",
         "training.save_every_samples=null", "training.logging_steps=1", "training.device=cpu",
     ]  # fmt: skip
+    if shipped.start is not None:  # an adapter that the user has
+        settings += [f"start={_a_start(base, folder / 'start')}"]
     for position, source in enumerate(shipped.datasets):
         path = folder / f"{position}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows_like(source)), encoding="utf-8")
@@ -109,6 +113,15 @@ def small_recipe(name: str, standin: Base, folder: Path) -> TrainRecipe:
         settings += [f"{place}.path={path}", f"{place}.split=train"]
         settings += [f"{place}.{key}=null" for key in ("name", "data_files", "data_dir", "revision")]
     return read_train_recipe(shipped_recipes()[name], settings)
+
+
+def _a_start(base: Path, folder: Path) -> Path:
+    """An adapter for a stand-in, as PEFT saves it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    model.save_pretrained(folder)
+    return folder
 
 
 def source_names(name: str) -> list[str]:
