@@ -129,6 +129,9 @@ class MethodFields(StrictModel):
             return PydanticCustomError("extra_forbidden", "not a known key", {"known": sorted({*keys})})
         if value == other.default:
             return None
+        if other.shared:
+            message = f"belongs to the composition, not to a method in it: set `{other.name}` there"
+            return PydanticCustomError("foreign_parameter", message)
         belongs = ", ".join(having(other.name, in_rules=cls.in_rules))
         return PydanticCustomError("foreign_parameter", f"only applies to {belongs}, not to {' or '.join(methods)}")
 

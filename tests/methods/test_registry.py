@@ -150,6 +150,14 @@ def test_a_wrong_parameter_is_named(content: dict[str, object], key: str) -> Non
         assert key in caught.value.problems[0].message
 
 
+@pytest.mark.parametrize("rule", [True, False])
+def test_the_seed_belongs_to_the_composition(rule: bool) -> None:
+    content = {"method": "dare_ties", "density": 0.5, "parameters": {"seed": 3}}
+    with pytest.raises(FieldError, match="set `seed`") as caught:
+        Composition.model_validate({"rules": [{"blend": {"a": 1, "b": 1}, **content}]} if rule else content)
+    assert "only applies" not in str(caught.value)
+
+
 def test_mistakes_in_parameters_are_reported_with_the_others() -> None:
     with pytest.raises(FieldError) as caught:
         Composition.model_validate({"method": "ties", "density": 2, "bottm": 3, "row_threshold": -1})
