@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Self
 from adapterswap.errors import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -32,10 +34,11 @@ def _console() -> Console:
 
 
 def duration(seconds: float) -> str:
-    """A number of seconds in words: `40 s`, `12 min`, `3.4 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    """A number of seconds in words: `40 s`, `3 min 20 s`, `3.4 h`."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    minutes, rest = divmod(round(seconds), 60)
+    return " ".join([f"{minutes} min"] * (minutes > 0) + [f"{rest} s"] * (rest > 0 or not minutes))
 
 
 def rate_text(per_second: float) -> str:
@@ -84,6 +87,8 @@ class ProgressRow:
         parts = []
         if not self._steady:
             parts += [f"{duration(took)} so far"] if self.done != self.total else []
+            if self.total and self.total / 5 <= steps < self.total:
+                parts.append(f"about {duration((self.total - self.done) * took / steps)} left")
         elif steps > 0 and took > 0:
             parts.append(rate_text(steps / took))
             if self.total is not None and self.total > self.done:
@@ -104,10 +109,11 @@ class Progress:
     """A context manager that shows rows of progress on stderr; with `shown=False` it shows nothing.
 
     At a terminal each row is a bar, and all bars disappear at the end. Elsewhere all rows share one line, written after
-    five seconds and then every ten.
+    five seconds and then every ten. `tell` is called with the finished steps and the total of a row that has one.
     """
 
-    def __init__(self, *, shown: bool = True) -> None:
+    def __init__(self, *, shown: bool = True, tell: Callable[[int, int], None] | None = None) -> None:
+        self._tell = tell
         self._stream, self._rows = sys.stderr, list[ProgressRow]()
         self._bars: RichProgress | None = None
         self._tasks: dict[ProgressRow, TaskID] = {}
@@ -140,12 +146,14 @@ class Progress:
             self._bars.stop()
 
     def row(self, name: str, total: int | None = None, *, steady: bool = True) -> ProgressRow:
-        """Add a row. If the count is not `steady`, the row shows the time taken instead of a rate and the time left."""
+        """Add a row. If the count is not `steady`, the row shows the time taken, and guesses the time left."""
         row = ProgressRow(self, name, total, steady=steady)
         self._rows.append(row)
         return row
 
     def _changed(self, row: ProgressRow) -> None:
+        if self._tell is not None and row.total:
+            self._tell(row.done, row.total)
         if self._bars is not None:
             if row not in self._tasks:
                 self._tasks[row] = self._bars.add_task(row.name, total=row.total, pace="")

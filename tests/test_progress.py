@@ -39,8 +39,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_durations_and_rates() -> None:
-    assert [duration(s) for s in (0, 40.4, 119, 720, 12240)] == ["0 s", "40 s", "119 s", "12 min", "3.4 h"]
+    assert [duration(s) for s in (0, 40.4, 119, 720, 12240)] == ["0 s", "40 s", "1 min 59 s", "12 min", "3.4 h"]
     assert [rate_text(r) for r in (1234.5, 3.21, 0.25, 0.001)] == ["1,234/s", "3.2/s", "15/min", "3.6/h"]
+
+
+def test_a_row_without_a_steady_rate_guesses_the_time_left(clock: Clock) -> None:
+    told: list[tuple[int, int]] = []
+    row = Progress(shown=False, tell=lambda done, total: told.append((done, total))).row("seed 0", 100, steady=False)
+    clock.now += 30
+    row.update(5)
+    assert str(row) == "seed 0: 5%, 30 s so far"
+    clock.now += 60
+    row.update(60)
+    assert str(row) == "seed 0: 60%, 1 min 30 s so far, about 1 min left"
+    assert told == [(0, 100), (5, 100), (60, 100)]
 
 
 def test_a_log_has_a_line_after_five_seconds_and_then_every_ten(
@@ -60,7 +72,7 @@ def test_a_log_has_a_line_after_five_seconds_and_then_every_ten(
         ]
 
 
-def test_a_count_that_grows_in_jumps_has_no_time_left(clock: Clock) -> None:
+def test_a_count_of_parts_has_no_rate_and_at_first_no_time_left(clock: Clock) -> None:
     with Progress() as shown:
         row = shown.row("seed 0", 100, steady=False)
         clock.now += 40

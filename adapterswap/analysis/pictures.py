@@ -202,7 +202,7 @@ def draw_interference(pair: Interference, width: float) -> Figure:
         line = {"color": look.colour, "marker": look.marker, "linestyle": look.line, "markersize": 2.6}
         axes.plot(list(layers), values, label=key, linewidth=1.0, **line)
     if pair.shared_start is not None:
-        overlap.set_title("`read` shows a shared initial A", fontsize=SMALL)
+        overlap.set_title("read shows a shared initial A", fontsize=SMALL)
     overlap.set_ylim(bottom=0)
     overlap.legend()
     signs.axhline(0.5, color=GREY, linestyle=":")

@@ -15,7 +15,7 @@ from adapterswap.cli.options import Count, Expert, NamedExpert, name_and_path
 from adapterswap.cli.printing import note
 from adapterswap.cli.signature import Option, Options
 from adapterswap.errors import ArgumentError
-from adapterswap.methods.method import SEED, Parameter
+from adapterswap.methods.method import Parameter, flag_of
 from adapterswap.methods.registry import PARAMETERS, find_method, names_of
 from adapterswap.processes import is_first
 
@@ -57,16 +57,11 @@ def _parameter_option(parameter: Parameter) -> Option:
     """The option of a method's parameter. `adapterswap methods NAME` shows it instead of every command's help."""
     kinds: dict[type, Any] = {str: click.Choice(parameter.choices), bool: bool, int: int, float: float}
     option = Option(
-        [parameter_flag(parameter), parameter.name], type=kinds[parameter.kind], help=parameter_text(parameter)
+        [flag_of(parameter.name), parameter.name], type=kinds[parameter.kind], help=parameter_text(parameter)
     )
     option.metavar = None if parameter.choices else {bool: "BOOL", int: "N"}.get(parameter.kind, "X")
     option.rule, option.listed = parameter.allowed, False
     return option
-
-
-def parameter_flag(parameter: Parameter) -> str:
-    """`--density`, say. Of all seeds, only that of the training is called `--seed`."""
-    return "--method-seed" if parameter == SEED else f"--{parameter.name.replace('_', '-')}"
 
 
 def parameter_text(parameter: Parameter) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from adapterswap.cli.composition_options import MethodName, parameter_flag, parameter_text
+from adapterswap.cli.composition_options import MethodName, parameter_text
 from adapterswap.cli.options import Json
 from adapterswap.cli.printing import echo, print_json, print_table
 from adapterswap.cli.signature import declare
-from adapterswap.methods.method import Method
+from adapterswap.methods.method import Method, flag_of
 from adapterswap.methods.registry import BUILT_IN, all_methods, find_method, in_adapters
 
 
@@ -58,7 +58,7 @@ def _print(method: Method) -> None:
     echo(f"{method.name}: {method.formula}", *([method.notes] if method.notes else []))
     echo(f"in an adapter: {in_adapters(method)}", f"reference: {method.reference}")
     for parameter in method.parameters:
-        flag = parameter_flag(parameter) if method.name in BUILT_IN else f"--parameter {parameter.name}="
+        flag = flag_of(parameter.name) if method.name in BUILT_IN else f"--parameter {parameter.name}="
         echo(f"{flag:<25}{parameter_text(parameter)}  ({parameter.allowed})")
 
 

@@ -146,6 +146,8 @@ def _print(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapte
     for line in other_bases(experts, composer.base_model):
         note(f"Warning: {line}")
     manifest = composer.manifest
+    if manifest.skipped:
+        note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
     served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
     note(f"served: {served}; at most {manifest.max_compositions} compositions, kept in {composer.cache.root}")
     note(f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch")

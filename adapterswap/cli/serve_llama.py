@@ -72,6 +72,8 @@ def _print(launch: LlamaLaunch, composer: PieceComposer) -> None:
         note(f"{name}: {adapter.source}, {human_bytes(adapter.file.size)}")
     for line in other_bases(opened, composer.base_model):
         note(f"Warning: {line}")
+    if manifest.skipped:
+        note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
     served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
     note(f"served: {served}; {len(composer.pieces)} files of layers, kept in {composer.cache.root}")
     note("The llama.cpp command (clients cannot reach it directly), and a request to send once it prints ready:")

@@ -10,6 +10,7 @@ from adapterswap.cli.composition_options import named_experts
 from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Place
 from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
 from adapterswap.cli.signature import declare
+from adapterswap.methods.method import flag_of
 
 if TYPE_CHECKING:
     from adapterswap.analysis.dominance import Dominance
@@ -97,7 +98,8 @@ def command(
     if as_json:
         print_json(suggestion.as_json())
     else:
-        _print(suggestion)
+        base = ["--base-model", base_model] if base_model else []
+        _print(suggestion, ["adapterswap", "compose", "-t", task_expert, "-l", language_expert, *base])
     if out_path is not None:
         note_output(out_path)
     elif suggestion.form == "modules":
@@ -133,12 +135,13 @@ def _owners(
     if as_json:
         print_json(proposal.as_json())
     else:
-        _print_owners(proposal)
+        _print_owners(proposal, experts, ["--base-model", base_model] if base_model else [])
     if out_path is not None:
         note_output(out_path)
 
 
-def _print_owners(proposal: Dominance) -> None:
+def _print_owners(proposal: Dominance, experts: dict[str, str], base: list[str]) -> None:
+    """Print the sizes, and the command that composes the rules."""
     import shlex
 
     from rich.table import Table
@@ -152,8 +155,10 @@ def _print_owners(proposal: Dominance) -> None:
         table.add_row(*labels, *(f"{row[name]:.4g}" for name in proposal.sizes))
     print_table(table)
     echo("sizes are ‖ΔW‖ / ‖W‖" if proposal.relative else "sizes are ‖ΔW‖")
-    for rule in proposal.rules:
-        echo(shlex.join(["--rule", rule.text]))
+    words = [word for name, place in experts.items() for word in ("--expert", f"{name}={place}")]
+    words += [word for rule in proposal.rules for word in ("--rule", rule.text)]
+    echo(shlex.join(["adapterswap", "compose", *words, *base, "-o", "composed"]))
+    note("a proposal from weights only may be worse than the paper's default: evaluate both")
     for name in proposal.unused:
         note(f"{name} owns no layer and is in no blend, so no rule names it")
 
@@ -169,7 +174,10 @@ def _print_count(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
     note_dry_run("measured")
 
 
-def _print(suggestion: Suggestion) -> None:
+def _print(suggestion: Suggestion, command: list[str]) -> None:
+    """Print the shares, the reasons, and the command that composes the proposal."""
+    import shlex
+
     from rich.table import Table
 
     importance = suggestion.importance
@@ -185,4 +193,7 @@ def _print(suggestion: Suggestion) -> None:
     task, language = suggestion.kept
     echo(f"kept: {task:.0%} of the task expert's change in the layers, {language:.0%} of the language expert's")
     if suggestion.form == "zones":
-        echo(" ".join(f"--{name} {count}" for name, count in suggestion.composition.items()))
+        zones = [word for name, count in suggestion.composition.items() for word in (flag_of(name), str(count))]
+        echo(shlex.join([*command, *zones, "-o", "composed"]))
+    if importance.measured == "weights":
+        note("a proposal from weights only may be worse than the paper's default: evaluate both, or pass texts")

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,16 +164,28 @@ def run_seed(
             scene, seed, folder / "base", rebuild=pretrains,
             progress=lambda step, steps: tell("pretraining the base", math * step / steps),
         )  # fmt: skip
-    tell("math expert", math)
-    losses = {"math": _train(folder, "math", math_rows(scene, seed), seed)}
-    tell("language expert", language)
-    losses["language"] = _train(folder, "language", language_rows(scene, seed), seed)
+    losses = {}
+    for name, rows, begin, end in (
+        ("math", math_rows(scene, seed), math, language),
+        ("language", language_rows(scene, seed), language, compositions),
+    ):
+        tell(f"{name} expert", begin)
+        move = partial(_within, tell, f"{name} expert", begin, end)
+        losses[name] = _train(folder, name, rows, seed, move)
     tell("development set", compositions)
     with isolated():
         judge = _LoadedPair(folder)
         development = Questions(draw_problems(scene, "development", sizes.development), "xx")
-        grid = {zone: judge.accuracy(judge.swap(*zone), development) for zone in ZONES}
-        scales = {scale: judge.accuracy(judge.sum(scale), development) for scale in SCALES}
+        judged = count(1)
+        half = partial(_within, tell, "development set", compositions, (1 + compositions) / 2)
+
+        def accuracy(plan: Plan) -> float:
+            value = judge.accuracy(plan, development)
+            half(next(judged), len(ZONES) + len(SCALES))
+            return value
+
+        grid = {zone: accuracy(judge.swap(*zone)) for zone in ZONES}
+        scales = {scale: accuracy(judge.sum(scale)) for scale in SCALES}
         bottom, top = max(ZONES[1:], key=lambda zone: (grid[zone], -sum(zone)))
         scale = max(scales, key=lambda scale: (scales[scale], scale))
         tell("test set", (1 + compositions) / 2)
@@ -187,19 +201,34 @@ def run_seed(
     return SeedResult(seed, grid, scales, bottom, top, scale, right, unfamiliar, losses)
 
 
-def _train(folder: Path, name: str, rows: Iterable[LabRow], seed: int) -> float:
+def _within(tell: Tell, step: str, begin: float, end: float, done: int, total: int) -> None:
+    """Tell how far a part of the seed is, between the shares at which it begins and ends."""
+    tell(step, begin + (end - begin) * done / total)
+
+
+def _train(folder: Path, name: str, rows: Iterable[LabRow], seed: int, progress: Callable[[int, int], None]) -> float:
     """Train the expert `name` of the base in `folder`, and return its last training loss."""
-    return train_expert(folder / "base", folder / name, rows, seed, learning_rate=LEARNING_RATES[name])
+    return train_expert(
+        folder / "base", folder / name, rows, seed, learning_rate=LEARNING_RATES[name], progress=progress
+    )
 
 
 def train_expert(
-    base: Path, out_path: Path, rows: Iterable[LabRow], seed: int, *, learning_rate: float, **options: object
+    base: Path,
+    out_path: Path,
+    rows: Iterable[LabRow],
+    seed: int,
+    *,
+    learning_rate: float,
+    progress: bool | Callable[[int, int], None] = False,
+    **options: object,
 ) -> float:
     """Train an expert with the lab's options; its rows are kept next to it in NAME.jsonl.
 
     Args:
         base: the base's folder.
         out_path: the folder to write.
+        progress: see `train`.
         options: `TrainingOptions` that override the lab's.
 
     Returns:
@@ -218,7 +247,7 @@ def train_expert(
             "training": {**_TRAINING, "learning_rate": learning_rate, "seed": seed, "data_seed": seed, **options},
         }
     )
-    return train(recipe, out_path=out_path, progress=False).train_losses[-1][1]
+    return train(recipe, out_path=out_path, progress=progress).train_losses[-1][1]
 
 
 class _LoadedPair:

@@ -74,6 +74,11 @@ DENSITY = Parameter("density", "share of ΔW to keep", 1.0, gt=0, le=1, required
 SEED = Parameter("seed", "seed of the random choices", 0, ge=0, shared=True)
 
 
+def flag_of(field: str) -> str:
+    """The option of a composition's field. `--seed` is the seed of a training, so a method's seed is --method-seed."""
+    return "--method-seed" if field == SEED.name else f"--{field.replace('_', '-')}"
+
+
 @dataclass(frozen=True)
 class MethodSettings:
     """The settings for one module. `settings["density"]` is the value of a parameter.

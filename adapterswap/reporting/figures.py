@@ -169,9 +169,10 @@ def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tupl
     complete = len(cells) == len(tops) * len(heatmap.bottoms)
     where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
     fewer = any(cell["units"] < heatmap.most for cell in cells)
+    method = f"{grid.family}{f' ({grid.settings})' if grid.settings else ''}"
     caption = (
-        f"{grid.task}: {grid.family}{f' ({grid.settings})' if grid.settings else ''} by the number of bottom layers b "
-        f"and top layers u from the language expert. Means over {heatmap.most} "
+        f"{grid.task}: {method} by the number of bottom layers b and "
+        f"top layers u from the language expert. Means over {heatmap.most} "
         f"{_counted(report.units, heatmap.most)}, on {where}. "
         f"{'Darker is better' if better[grid.task] else 'Darker is better (lower)'}."
         + f" ×n: selected for n of the {report.units}." * any(cell["chosen"] for cell in cells)
@@ -180,7 +181,7 @@ def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tupl
     )
     return caption, {
         "bottoms": list(heatmap.bottoms), "tops": sorted(tops), "cells": cells, "most": heatmap.most,
-        "higher_is_better": better[grid.task], "axis": f"{grid.task}, mean",
+        "higher_is_better": better[grid.task], "axis": f"{grid.task}: {method}",
         "scale": [min(means), max(means)],
     }  # fmt: skip
 

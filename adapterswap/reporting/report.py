@@ -17,6 +17,7 @@ from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, DataError
 from adapterswap.evaluation.settings import SEED
 from adapterswap.files.text import exists
+from adapterswap.methods.method import flag_of
 from adapterswap.planning.rules import write_rule
 from adapterswap.reporting.choosing import (
     Choice,
@@ -70,7 +71,7 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     words += ["--base-model", _source(run.described["base_model"])]
     for key, value in {**content, **cell.output}.items():
         if key not in _NOT_OPTIONS | {"full_rank"} and (key, value) != ("method", "layer_swap"):
-            words += [f"--{key.replace('_', '-')}", str(value)]
+            words += [flag_of(key), str(value)]
     words += ["--allow-negative"] if content.get("allow_negative") else []
     return shlex.join([*words, "--out-path", cell.cell])
 
@@ -445,7 +446,7 @@ def _registered(
 def _command(
     source: ReportSource, reference: str, seed: int, methods: Sequence[str] | None, units: Sequence[str] | None
 ) -> str:
-    words = ["adapterswap", "report", *source.names, "--reference", reference, "--seed", str(seed)]
+    words = ["adapterswap", "report", *source.names, "--reference", reference, "--bootstrap-seed", str(seed)]
     for option, names in (("--methods", methods), ("--units", units)):
         words += [word for name in names or () for word in (option, name)]
     return shlex.join(words)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, FieldError, NotFoundError, Problems
 from adapterswap.files.text import exists, expand, is_folder, shown
@@ -83,6 +83,13 @@ class Manifest(StrictModel):
         description="How many compositions one server serves. Each takes as much disk as an adapter.",
     )
 
+    _skipped: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The adapters of the folder that are called like compositions (`math+swahili`); a server makes those."""
+        return self._skipped
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names that a server lists: those in `allow` or, without it, the experts."""
@@ -91,6 +98,8 @@ class Manifest(StrictModel):
 
 def read_manifest(path: str | Path) -> Manifest:
     """Read `experts.yaml`, or a folder, in which each folder with an adapter is an expert of that name.
+
+    Adapters that are called like compositions (`math+swahili`) are left out, see `Manifest.skipped`.
 
     Raises:
         NotFoundError: the file or folder does not exist.
@@ -138,7 +147,10 @@ def _from_folder(path: Path) -> Manifest:
             "Pass the folder that holds the experts' folders",
             parameter="path",
         )
-    return Manifest(experts=experts)
+    skipped = [name for name in experts if {"+", "@"} & {*name}]
+    manifest = Manifest(experts={name: place for name, place in experts.items() if name not in skipped})
+    manifest._skipped = tuple(skipped)
+    return manifest
 
 
 def _from_file(path: Path) -> Manifest:

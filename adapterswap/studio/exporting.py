@@ -12,6 +12,7 @@ from typing import Any
 
 from adapterswap.files.yaml import dump_yaml
 from adapterswap.gguf.export import export
+from adapterswap.methods.method import flag_of
 from adapterswap.planning.composing import compose
 from adapterswap.planning.composition import Composition, own_name
 from adapterswap.studio.choice import FIELDS, by_rules
@@ -125,7 +126,7 @@ def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] 
             words += ["--allow-negative"] if content.get(key) else []
         elif key in content:
             value = content[key]
-            words += [f"--{key.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
+            words += [flag_of(key), str(value).lower() if isinstance(value, bool) else str(value)]
     return words
 
 

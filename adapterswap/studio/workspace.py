@@ -429,7 +429,10 @@ def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
     place = expand(folder)
     record = place / "results.json"
     if not exists(record):
-        raise NotFoundError(f"{place} holds no results.json", "Run `adapterswap lab` first", parameter="lab")
+        whole = place.absolute().parent
+        above = exists(whole / "results.json")
+        remedy = f"Pass the folder above it: `lab={whole}`" if above else "Run `adapterswap lab` first"
+        raise NotFoundError(f"{place} contains no results.json", remedy, parameter="lab")
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
         scene = SCENES[content["scene"]["name"]] if content["format"] == LAB_FORMAT else None
@@ -443,7 +446,7 @@ def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
     if not is_folder(models):
         there = sorted(path.name.removeprefix("seed-") for path in place.glob("seed-*"))
         raise NotFoundError(
-            f"{place} has no seed {seed}", f"Choose among {', '.join(there) or 'none'}", parameter="seed"
+            f"{place} has no seed {seed}", f"Choose among {', '.join(there) or 'none'}", parameter="lab_seed"
         )
     named = {name: str(models / name) for name in ("math", "language")}
     return open_workspace(str(models / "base"), named, lab=scene, **options)

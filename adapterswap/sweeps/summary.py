@@ -142,7 +142,7 @@ def remarks(run: Run) -> list[str]:
             cells_text = f"all {len(values):,} cells" if len(values) > 1 else "the only cell"
             lines.append(
                 f"{task.name}: {cells_text} scored 0, so their scores cannot tell compositions apart. Check the "
-                "outputs in samples/, the score in `primary` and the token limit."
+                "outputs in samples/, the primary score and the token limit."
             )
     return lines
 

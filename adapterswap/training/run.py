@@ -10,7 +10,7 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
@@ -77,7 +77,7 @@ def train(
     out_path: str | Path | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    progress: bool = True,
+    progress: bool | Callable[[int, int], None] = True,
     trust_task_code: bool = False,
 ) -> TrainReport:
     """Train the expert that `recipe` describes, and write the folder of a PEFT adapter or of a whole model.
@@ -91,7 +91,7 @@ def train(
         out_path: the folder to write; by default the recipe's `out_path`.
         overwrite: replace the folder if `train` wrote it, and discard the checkpoints of an unfinished run.
         resume: continue from the last checkpoint of an unfinished run; if there is none, start at the beginning.
-        progress: show a bar on stderr.
+        progress: show a bar on stderr; or, in its place, call this with the number of finished steps and their total.
         trust_task_code: allow the task files in `selection.include_path` to run their Python code.
 
     Returns:
@@ -133,7 +133,7 @@ def train(
     with (
         isolated(),
         joined(device) as processes,
-        Progress(shown=progress and processes.main) as bars,
+        Progress(shown=progress is True and processes.main, tell=progress if callable(progress) else None) as bars,
         scratch_folder("training") as scratch,
         checkpoints.tidied(keep=not processes.main),
     ):

@@ -59,6 +59,15 @@ def test_a_folder_of_adapters_is_a_manifest(experts: Path) -> None:
     assert manifest.allow is None
 
 
+def test_compositions_in_a_folder_are_left_out(experts: Path) -> None:
+    """As in a lab's folder: a server makes them itself, and no expert can have such a name."""
+    before = read_manifest(experts)
+    shutil.copytree(experts / "math", experts / "math+swahili")
+    manifest = read_manifest(experts)
+    assert (manifest.experts, manifest.skipped) == (before.experts, ("math+swahili",))
+    assert before.skipped == ()
+
+
 def test_paths_in_a_manifest_are_relative_to_it(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "experts.yaml").write_text(
         "experts: {math: experts/math, far: org/name@main}\nallow: [math, math+far@top=1]\nmax_compositions: 3\n"

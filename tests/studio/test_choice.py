@@ -110,6 +110,13 @@ def test_an_address_contains_the_whole_choice(workspace: Workspace, query: str) 
     assert workspace.composition(again) == workspace.composition(choice)
 
 
+def test_a_seed_of_a_lab_names_the_folder_above(lab_run: Path) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        open_lab(lab_run / "seed-0")
+    (problem,) = caught.value.problems
+    assert (problem.parameter, problem.remedy) == ("lab", f"Pass the folder above it: `lab={lab_run}`")
+
+
 @pytest.mark.parametrize(
     "query", ["?nonsense=1", "?give=mlp", "?give=mlp.x=math", "?give=mlp.9-1=math", "?prompt=" + "a" * 9000]
 )
@@ -206,7 +213,7 @@ def test_a_folder_that_is_not_a_lab_run(tmp_path: Path, lab_run: Path) -> None:
         open_lab(tmp_path)
     with pytest.raises(NotFoundError) as caught:
         open_lab(lab_run, 3)
-    assert caught.value.parameter == "seed"
+    assert caught.value.parameter == "lab_seed"
 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 10), (10, 10), (3, 7), (59, 100), (1, 1)])
