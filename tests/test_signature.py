@@ -80,6 +80,12 @@ def test_a_mistake_is_one_line_that_names_the_flag(arguments: list[str], message
     assert result.stderr == f"Error: {message}\n"
 
 
+def test_a_group_without_a_command_prints_its_help(run: Run) -> None:
+    shown = run("recipes")
+    assert shown.exit_code == 2
+    assert shown.output.splitlines()[0] == "Usage: main recipes [OPTIONS] COMMAND [ARGS]..."
+
+
 @pytest.mark.parametrize("name", _COMPOSING)
 def test_help_of_composing_commands_has_groups(name: str, run: Run) -> None:
     """In the same order everywhere; parameters of methods are accepted, and shown by `adapterswap methods NAME`."""

@@ -190,6 +190,8 @@ class _Commands(click.Group):
             if (missing := explained(error)) is None:
                 raise
             problems = missing.problems
+        except click.exceptions.NoArgsIsHelpError:  # its message is the help
+            raise
         except click.UsageError as error:
             click.echo(f"Error: {printable(error.format_message())}", err=True)
             sys.exit(WRONG_REQUEST)

@@ -9,7 +9,6 @@ import click
 from adapterswap.cli.composition_options import Requested, any_plan_from_options, recipe_dtype
 from adapterswap.cli.options import Count, Expert, Json, Output, Pushed, RecipePath, Share
 from adapterswap.cli.printing import (
-    echo,
     human_bytes,
     note,
     note_output,
@@ -19,6 +18,7 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import declare
+from adapterswap.cli.summary import plan_as_json, print_errors_of_rank, print_magnitudes, print_plan
 
 if TYPE_CHECKING:
     from adapterswap.model.layers import Stack
@@ -99,22 +99,9 @@ def _to_truncate(plan: Plan, form: Form) -> int:
 
 
 def _as_json(prepared: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
-    from adapterswap.planning.describe import unusual
-    from adapterswap.writing.cards import licences
-
-    plan, layout = prepared.plan, prepared.layout
-    largest = _largest_rank(layout)
+    layout, largest = prepared.layout, _largest_rank(prepared.layout)
     return {
-        "out_path": out_path,
-        "written": not dry_run,
-        "method": plan.composition.method,
-        "num_layers": plan.num_layers,
-        "experts": {name: str(adapter.source) for name, adapter in plan.experts.items()},
-        "rules": [str(rule) for rule in plan.rules],
-        "modules": {slot.name: slot.coefficients for slot in plan},
-        "unusual": unusual(plan),
-        "notes": list(plan.notes),
-        "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
+        **plan_as_json(prepared.plan, out_path, dry_run=dry_run),
         "rank": None if largest is None else {"global": layout.config["r"], "largest": largest},
         "bytes": layout.nbytes,
         **prepared.measured,
@@ -130,17 +117,11 @@ def _largest_rank(layout: Layout) -> int | None:
 
 
 def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
-    from adapterswap.planning.describe import strip, unusual
-    from adapterswap.writing.cards import licence_warning, licences
+    from adapterswap.writing.adapter import united_tokenizer
 
     plan, layout = prepared.plan, prepared.layout
     if (zones := _zones_text(plan)) is not None:
         note(zones)
-    echo(*strip(plan).splitlines())
-    for line in unusual(plan):
-        echo(line)
-    for remark in plan.notes:
-        note(remark)
     copied = sum(tensor.is_copied for tensor in layout.tensors)
     # Modules without terms stay as in the base and are not written.
     changed = sum(bool(slot.terms) for slot in plan.modules.values())
@@ -148,31 +129,15 @@ def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
     summary = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     largest = _largest_rank(layout)
     rank = f"; rank up to {largest}" if largest is not None else ""
-    note(f"{summary}{rank}; {human_bytes(layout.nbytes)}")
-    for remark in _tokenizer_remarks(plan):
-        note(remark)
-    if (clash := licence_warning(licences(plan))) is not None:
-        note(f"Warning: {clash}")
+    print_plan(plan, f"{summary}{rank}; {human_bytes(layout.nbytes)}")
+    if (united := united_tokenizer(plan)) is not None:
+        for name in united.others:
+            note(f"Warning: {name} has a different tokenizer; the result uses the one of {united.owner}")
     for first, second in _same(plan):
         note(f"Warning: {first} and {second} are the same folder, so everything comes from one expert")
-    _print_numbers(prepared)
+    print_magnitudes(prepared.resolved.magnitudes, prepared.resolved.kept_share())
+    _print_errors(prepared)
     note_output(out_path, dry_run=dry_run)
-
-
-def _tokenizer_remarks(plan: Plan) -> list[str]:
-    """Warnings about experts whose tokenizer or chat template differs from the result's."""
-    from adapterswap.writing.adapter import united_tokenizer
-
-    united = united_tokenizer(plan)
-    if united is None:
-        return []
-    warnings = [
-        f"Warning: {name} has a different tokenizer; the result uses the one of {united.owner}"
-        for name in united.others
-    ]
-    for name in united.other_templates:
-        warnings.append(f"Warning: {name} has a different chat template; the result uses the one of {united.template}")
-    return warnings
 
 
 def _same(plan: Plan) -> list[tuple[str, str]]:
@@ -183,31 +148,18 @@ def _same(plan: Plan) -> list[tuple[str, str]]:
     return [(first, second) for first, second in combinations(places, 2) if places[first] == places[second]]
 
 
-def _print_numbers(prepared: Prepared) -> None:
-    from adapterswap.planning.describe import error_text
-
-    for name, magnitude in prepared.resolved.magnitudes.items():
-        note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
-    for name, share in prepared.resolved.kept_share().items():
-        note(f"{name}: {share:.1%} of its rows kept")
-    if prepared.reduced:
-        worst = max(prepared.reduced, key=lambda name: prepared.reduced[name].written_error)
-        errors = [reduced.written_error for reduced in prepared.reduced.values()]
-        mean = sum(errors) / len(errors)
-        bounded = prepared.form.max_rank is not None or prepared.form.max_error is not None
-        treatment = "truncated" if bounded else "computed at their full rank"
+def _print_errors(prepared: Prepared) -> None:
+    form, reduced = prepared.form, prepared.reduced
+    is_bounded = form.max_rank is not None or form.max_error is not None
+    print_errors_of_rank(reduced, "truncated" if is_bounded else "computed at their full rank")
+    largest, name = max(((module.written_error, name) for name, module in reduced.items()), default=(0.0, ""))
+    if form.max_error is not None and max((m.error for m in reduced.values()), default=0) <= form.max_error < largest:
         note(
-            f"{len(errors)} modules {treatment}: relative error of ΔW {error_text(mean)} on average, "
-            f"{error_text(max(errors))} at most ({worst})"
+            f"Warning: rounding {name} to its dtype raises its error to {largest:.2g}, above --max-error "
+            f"{form.max_error:g}"
         )
-        allowed, cut = prepared.form.max_error, [reduced.error for reduced in prepared.reduced.values()]
-        if allowed is not None and max(cut) <= allowed < max(errors):
-            note(
-                f"Warning: rounding {worst} to its dtype raises its error to {max(errors):.2g}, above --max-error "
-                f"{allowed:g}"
-            )
-        if max(errors) > _TELLING_ERROR:
-            note(f"Warning: more than {_TELLING_ERROR:.0%} of a module's ΔW is lost. Raise --max-rank to keep more.")
+    if largest > _TELLING_ERROR:
+        note(f"Warning: more than {_TELLING_ERROR:.0%} of a module's ΔW is lost. Raise --max-rank to keep more.")
 
 
 def _zones_text(plan: Plan) -> str | None:

@@ -10,6 +10,7 @@ from adapterswap.cli.composition_options import Requested, plan_of
 from adapterswap.cli.options import Count, EntryPath, Expert, ExpertOrRecipe, Json, Share
 from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar
 from adapterswap.cli.signature import declare
+from adapterswap.cli.summary import plan_as_json, print_errors_of_rank, print_plan
 
 if TYPE_CHECKING:
     from adapterswap.gguf.export import Exported
@@ -65,22 +66,12 @@ def command(
 
 
 def _as_json(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: bool) -> dict[str, Any]:
-    from adapterswap.planning.describe import unusual
-
-    plan = prepared.plan
     return {
-        "out_path": out_path,
-        "written": not dry_run,
+        **plan_as_json(prepared.plan, out_path, dry_run=dry_run),
         "architecture": exported.architecture,
         "outtype": exported.outtype,
         "alpha": exported.alpha,
         "base_model": exported.base_model,
-        "num_layers": plan.num_layers,
-        "experts": {name: str(adapter.source) for name, adapter in plan.experts.items()},
-        "rules": [str(rule) for rule in plan.rules],
-        "modules": {slot.name: slot.coefficients for slot in plan},
-        "unusual": unusual(plan),
-        "notes": list(plan.notes),
         "files": [
             {
                 "name": file.path.name,
@@ -102,22 +93,13 @@ def _as_json(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run:
 def _print(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: bool) -> None:
     import shlex
 
-    from adapterswap.planning.describe import error_text, strip, unusual
-
-    plan = prepared.plan
-    echo(*strip(plan).splitlines())
-    for line in unusual(plan):
-        echo(line)
-    for remark in plan.notes:
-        note(remark)
     modules = sum(file.modules for file in exported.files)
     files = f" in {len(exported.files)} files" if exported.is_pieces else ""
     summary = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
-    note(f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}")
-    if prepared.reduced:
-        errors = [reduced.written_error for reduced in prepared.reduced.values()]
-        mean, worst = error_text(sum(errors) / len(errors)), error_text(max(errors))
-        note(f"{len(errors)} modules truncated: relative error of ΔW {mean} on average, {worst} at most")
+    print_plan(
+        prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", has_template=False
+    )
+    print_errors_of_rank(prepared.reduced)
     if (modelfile := exported.modelfile()) is not None:
         echo("", "Ollama Modelfile:", "", *modelfile.removesuffix("\n").split("\n", 1), "")
     else:

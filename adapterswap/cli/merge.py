@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from adapterswap.cli.composition_options import Requested, plan_of, recipe_dtype
 from adapterswap.cli.options import Device, Dtype, Expert, ExpertOrRecipe, Json, Output, Pushed
-from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar, working
+from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar, working
 from adapterswap.cli.signature import declare
+from adapterswap.cli.summary import plan_as_json, print_magnitudes, print_plan
 
 if TYPE_CHECKING:
     from adapterswap.planning.plan import Plan
@@ -47,23 +48,13 @@ def write_full_weights(
 
 
 def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
-    from adapterswap.planning.describe import unusual
-    from adapterswap.writing.cards import licences
     from adapterswap.writing.weights import differing_tokenizers, tokenizer_source
 
     plan = merged.plan
     return {
-        "out_path": out_path,
-        "written": not dry_run,
-        "method": plan.composition.method,
-        "num_layers": plan.num_layers,
+        **plan_as_json(plan, out_path, dry_run=dry_run),
         "base_model": str(plan.base.source) if plan.base else None,
-        "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
-        "rules": [str(rule) for rule in plan.rules],
-        "tensors": {slot.name: slot.coefficients for slot in plan},
-        "unusual": unusual(plan),
         "tokenizer_from": tokenizer_source(plan),
-        "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
         "other_tokenizers": differing_tokenizers(plan),
         "copied": _copied(merged),
         "shards": [shard.name for shard in merged.shards],
@@ -80,34 +71,21 @@ def _copied(merged: Merged) -> int:
 
 
 def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
-    from adapterswap.planning.describe import strip, unusual
-    from adapterswap.writing.adapter import united_tokenizer
-    from adapterswap.writing.cards import licence_warning, licences
     from adapterswap.writing.weights import config_source, differing_tokenizers, tokenizer_source
 
     plan = merged.plan
-    echo(*strip(plan).splitlines())
-    for line in unusual(plan):
-        echo(line)
     total = human_bytes(sum(shard.size for shard in merged.shards))
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
-    note(f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}")
     source, owner, folder = config_source(plan), tokenizer_source(plan), plan.skeleton.name
     place = source + f" ({folder})" * (folder != source)
-    note(f"config and tokenizer from {place}" if owner == source else f"config from {place}, tokenizer from {owner}")
-    for remark in plan.notes:
-        note(remark)
-    if (clash := licence_warning(licences(plan))) is not None:
-        note(f"Warning: {clash}")
+    print_plan(
+        plan,
+        f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}",
+        f"config and tokenizer from {place}" if owner == source else f"config from {place}, tokenizer from {owner}",
+    )
     for name in differing_tokenizers(plan):
         note(f"Warning: {name} has a different tokenizer.json; the result does not use it")
-    if (united := united_tokenizer(plan)) is not None:
-        for name in united.other_templates:
-            note(f"Warning: {name} has a different chat template; the result uses the one of {united.template}")
-    for name, magnitude in merged.magnitudes.items():
-        note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
-    for name, share in merged.kept_share.items():
-        note(f"{name}: {share:.1%} of its rows kept")
+    print_magnitudes(merged.magnitudes, merged.kept_share)
     note_output(out_path, dry_run=dry_run)
 
 

@@ -56,7 +56,7 @@ def command(
     on the test set itself, is shown next to it. Differences to the reference have intervals over experts and documents.
 
     Args:
-        reference: Method to compare the others with.  [default: the task expert]
+        reference: Method to compare the others with.  [default: soup]
         methods: Methods to rank and test; `compositions` means all that compose something.  [default: all]
         units: Pairs, experts or seeds to include.  [default: all]
         figures: Folder to write figures to: PDF, SVG and PNG.

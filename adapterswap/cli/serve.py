@@ -59,7 +59,7 @@ def command(
     A request names a composition as its model: `math+swahili`, `math+swahili@bottom=4,top=1`, or a single expert. It is
     composed on first use. Arguments after `--` go to the engine's server and override the defaults: `-- --port 8001
     --dtype bfloat16`. The server listens on 127.0.0.1 unless you pass `--host` there. It prints `ready` once it has
-    decoded a token, or exits with 1 and the reason if the engine cannot serve the base.
+    decoded a token, or exits with 3 and the reason if the engine cannot serve the base.
 
     Args:
         base_model: The base model of all experts.

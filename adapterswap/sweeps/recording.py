@@ -288,7 +288,7 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 PREREGISTRATION_FORMAT = "adapterswap-preregistration/1"
-REFERENCES = ("task expert", "math expert", "soup", "base")
+REFERENCES = ("soup", "task expert", "math expert", "base")
 _COMPARED = ("base_model", "experts", "num_layers", "tasks", "task_files", "settings", "cells")
 _REMEDY = "Restore it, or delete it and report that the run was not pre-registered"
 
