@@ -72,6 +72,9 @@ def test_parameters_become_arguments_and_options() -> None:
         (["studio", "--port", "0"], "--port is 0, but must be 1 to 65535."),
         (["recipes", "ls", "--all"], "No such option '--all'."),
         (["slice", "x", "--layers", "0"], "Missing option '-o' / '--out-path'."),
+        (["slice", "--layers", "0"], "Missing argument 'EXPERT'."),
+        (["slice", "x", "-o", "y"], "Missing option '--layers'."),
+        (["report"], "Missing argument 'RUN…'."),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_flag(arguments: list[str], message: str, run: Run) -> None:

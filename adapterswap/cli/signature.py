@@ -202,7 +202,9 @@ def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter | _Bun
             continue
         form = _form(hints[name])
         is_argument = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        default = None if parameter.default is parameter.empty else parameter.default
+        required = parameter.default is parameter.empty
+        # click takes a default of None for a value, so a required parameter must have none at all.
+        default = {} if required or form.multiple else {"default": parameter.default}
         if form.options is not None:
             bundled = [part for part in _parameters(form.options.make) if isinstance(part, click.Parameter)]
             yield _Bundle(name, form.options.make, [*bundled, *form.options.more])
@@ -210,14 +212,14 @@ def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter | _Bun
             yield click.Argument(
                 [name], type=_type(form), nargs=-1 if form.multiple else 1,
                 metavar=form.metavar if form.multiple else None,
-                required=parameter.default is parameter.empty, default=None if form.multiple else default,
+                required=required, **default,
             )  # fmt: skip
         else:
             text = texts.get(name, _HELP.get(name, ""))
-            yield _option(name, form, default, text, required=parameter.default is parameter.empty)
+            yield _option(name, form, default, text, required=required)
 
 
-def _option(name: str, form: _Form, default: Any, text: str, *, required: bool) -> Option:
+def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, required: bool) -> Option:
     names_output = required and name == "out_path"
     if names_output:
         text += "  [required, except with --dry-run]"
@@ -227,11 +229,11 @@ def _option(name: str, form: _Form, default: Any, text: str, *, required: bool) 
         type=None if is_flag else _type(form),
         is_flag=is_flag,
         multiple=form.multiple,
-        default=None if form.multiple else default,
-        show_default=not form.multiple and default is not None and default is not False,
+        show_default=not any(default.get("default") is value for value in (None, False)),
         required=required and not names_output,
         metavar=form.metavar or (None if form.types or is_flag else {int: "N", float: "X"}.get(form.kind)),
         help=text,
+        **default,
     )
     option.rule, option.names_output = _rule(form, option.type), names_output
     return option
