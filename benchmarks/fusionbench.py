@@ -51,6 +51,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "breadcrumbs": {"method": "breadcrumbs", "lambda": 0.3, "density": 0.9},
     "breadcrumbs_ties": {"method": "breadcrumbs_ties", "lambda": 0.3, "density": 0.9},
     "sce": {"method": "sce", "select_topk": 0.1},
+    "ram": {"method": "ram"},
+    "ramplus_tl": {"method": "ramplus_tl"},
     "multislerp": {"method": "multislerp"},
     "model_stock": {"method": "model_stock"},
     "karcher": {"method": "karcher"},

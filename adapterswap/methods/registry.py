@@ -29,6 +29,8 @@ from adapterswap.methods.sparse import (
     DellaLinear,
     MagnitudePrune,
     NearSwap,
+    Ram,
+    RamPlus,
     Sce,
     Ties,
 )
@@ -56,7 +58,7 @@ BUILT_IN: dict[str, Method] = {
         LayerSwap(), Soup(), TaskArithmetic(), Ties(), DareLinear(), DareTies(), Slerp(), MagnitudePrune(), Linear(),
         AdaMergeX(), Della(), DellaLinear(), Breadcrumbs(), BreadcrumbsTies(), Sce(), NuSlerp(), MultiSlerp(),
         ModelStock(), NearSwap(), Karcher(), ArceeFusion(), Tsv(), IsoC(), IsoCts(), KnotsTies(), KnotsDareTies(),
-        CoreTies(), CoreDareTies(),
+        CoreTies(), CoreDareTies(), Ram(), RamPlus(),
     )
 }  # fmt: skip
 

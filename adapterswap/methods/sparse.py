@@ -283,3 +283,47 @@ def _softmax(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
     powers = np.exp(rows - rows.max(axis=1, keepdims=True))
     return np.asarray(powers / powers.sum(axis=1, keepdims=True))
+
+
+THRESHOLD = Parameter("threshold", "smallest change that counts: entries of ΔW up to it are dropped", 1e-5, ge=0)
+BOOST = Parameter("boost", "how much entries that one expert alone changes are scaled up", 0.1, ge=0)
+BOOST_LIMIT = Parameter("boost_limit", "largest ratio of shared to own entries that scales them up", 0.2, ge=0)
+
+
+class Ram(NonlinearMethod):
+    name = "ram"
+    title = "Reinforced Agent Merging (RAM)"
+    reference = "Yuan et al. 2026, arXiv:2601.13572"
+    formula = "each entry is the average over the experts that change it, |ΔW_i| > threshold: one expert's is kept"
+    notes = "mergekit's epsilon is `threshold` here."
+    parameters: ClassVar[tuple[Parameter, ...]] = (THRESHOLD,)
+    weighted = False
+
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings) -> Array:
+        import numpy as np
+
+        changed = {name: np.abs(delta) > settings["threshold"] for name, delta in deltas.items()}
+        count = sum(mask.astype(np.int32) for mask in changed.values())
+        total = np.zeros_like(next(iter(deltas.values())))
+        for name, delta in deltas.items():
+            alone = changed[name] & (count == 1)
+            shared = int(np.count_nonzero(changed[name] & (count > 1)))
+            factor = np.float32(self.boosted(shared, int(np.count_nonzero(alone)), settings))
+            total += np.where(changed[name], np.where(alone, factor * delta, delta), np.float32(0))
+        return np.asarray(total / np.maximum(count, 1), np.float32)
+
+    def boosted(self, shared: int, alone: int, settings: MethodSettings) -> float:
+        """The factor of entries that one expert alone changes, from how many it shares and how many it does not."""
+        return 1.0
+
+
+class RamPlus(Ram):
+    name = "ramplus_tl"
+    title = "RAM+, within each module"
+    formula = "RAM, with an expert's own entries times 1 + boost·min(boost_limit, its shared entries / its own)"
+    notes = "mergekit's epsilon, r and alpha are `threshold`, `boost` and `boost_limit` here."
+    parameters: ClassVar[tuple[Parameter, ...]] = (THRESHOLD, BOOST, BOOST_LIMIT)
+
+    def boosted(self, shared: int, alone: int, settings: MethodSettings) -> float:
+        ratio: float = min(shared / max(alone, 1), settings["boost_limit"])
+        return 1.0 + float(settings["boost"]) * ratio

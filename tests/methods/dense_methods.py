@@ -336,6 +336,25 @@ def _knots_dare_ties(deltas: list[Array], weights: list[float], chosen: Chooser,
     return u @ elected(kept, weights, 1)
 
 
+def _ram(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    """Entry by entry: the changes of the experts that have one, averaged; those of one alone times its factor."""
+    deltas = [(tensor - base).ravel() for tensor in full]
+    users = [[i for i, delta in enumerate(deltas) if abs(delta[place]) > values.get("threshold", 1e-5)]
+             for place in range(base.size)]  # fmt: skip
+    factors = []
+    for expert in range(len(deltas)):
+        shared = sum(expert in using and len(using) > 1 for using in users)
+        alone = sum(using == [expert] for using in users)
+        ratio = min(shared / alone, values["boost_limit"]) if alone and "boost" in values else 0.0
+        factors.append(1 + values.get("boost", 0.0) * ratio)
+    merged = [
+        factors[using[0]] * deltas[using[0]][place] if len(using) == 1
+        else sum(deltas[i][place] for i in using) / max(len(using), 1)
+        for place, using in enumerate(users)
+    ]  # fmt: skip
+    return base + np.reshape(merged, base.shape)
+
+
 METHODS: dict[str, Callable[..., Array]] = {
     "della": _della,
     "della_linear": _della_linear,
@@ -353,4 +372,6 @@ METHODS: dict[str, Callable[..., Array]] = {
     "iso_cts": _iso_cts,
     "knots_ties": _knots_ties,
     "knots_dare_ties": _knots_dare_ties,
+    "ram": _ram,
+    "ramplus_tl": _ram,
 }

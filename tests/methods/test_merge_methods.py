@@ -55,6 +55,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "knots_ties": ("knots_ties", {"density": 0.6, "scale": 0.7}),
     "knots_ties of all": ("knots_ties", {"density": 1.0}),
     "knots_dare_ties": ("knots_dare_ties", {"density": 0.5}),
+    "ram": ("ram", {}),
+    "ram of large changes": ("ram", {"threshold": 0.4}),
+    "ramplus_tl": ("ramplus_tl", {"threshold": 0.6, "boost": 0.5, "boost_limit": 0.3}),
+    "ramplus_tl without a limit": ("ramplus_tl", {"threshold": 0.3, "boost": 0.1, "boost_limit": 100.0}),
 }
 NAMES = ("a", "b", "c")
 SEED, MODULE = 3, "m"
