@@ -479,6 +479,8 @@ def test_a_phone_keeps_the_strip_in_view_and_shows_answers_before_sliders(visit:
     page = visit("?bottom=1&top=0", width=380)
     places = {name: page.locator(name).first.bounding_box()["y"] for name in ("#strip", "#written", "#set-bottom")}
     assert sorted(places, key=places.__getitem__) == ["#strip", "#written", "#set-bottom"]
+    heights = [page.locator(name).bounding_box()["height"] for name in ("#studio > .drawing", "#strip")]
+    assert heights[0] - heights[1] < 20  # no empty row of layers
     page.mouse.wheel(0, 800)
     page.wait_for_function("document.documentElement.scrollTop >= 800")
     assert 0 <= page.locator("#strip").bounding_box()["y"] < 100
