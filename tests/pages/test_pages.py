@@ -71,7 +71,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ),
     ("docs/sweep.md", r"^search:|norms: \[average, layer\]", "tests/sweeps/test_search.py and test_full_weights.py"),
     ("docs/sweep.md", r"^settings:", "tests/sweeps/test_engines.py"),
-    ("*", r"local-completions|^inspect eval", "needs a server: tests/serving/test_vllm_evaluators.py"),
+    ("*", r"local-completions|inspect eval", "needs a server: tests/serving/test_vllm_evaluators.py"),
     (
         "docs/sweep.md",
         r"^adapterswap report|import sweep|recipe\.yaml",
