@@ -224,7 +224,7 @@ def test_settings_are_those_of_evaluate() -> None:
 
 
 def test_a_family_takes_the_fields_of_a_composition() -> None:
-    elsewhere = {"experts", "base_model", "num_layers", "task", "language", "allocation", "allow_negative"}
+    elsewhere = {"experts", "chains", "base_model", "num_layers", "task", "language", "allocation", "allow_negative"}
     elsewhere |= {"task_type"}  # of the result, which no score depends on
     elsewhere |= {"stack"}  # causal language models have one
     assert set(GRID_FIELDS) == Composition.model_fields.keys() - elsewhere
