@@ -18,9 +18,13 @@ _CHATS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.startswith("sweep/")])
+_SWEEPS = {name: read_content(path)[0] for name, path in shipped_recipes().items() if name.startswith("sweep/")}
+
+
+@pytest.mark.parametrize("name", [name for name, content in _SWEEPS.items() if content["base_model"] in _CHATS])
 def test_a_sweep_asks_in_the_form_of_training(name: str) -> None:
-    content = read_content(shipped_recipes()[name])[0]
+    """Other sweeps are over released experts, which no recipe of ours trains."""
+    content = _SWEEPS[name]
     assert content["settings"].get("apply_chat_template", False) is _CHATS[content["base_model"]]
 
 
