@@ -181,6 +181,7 @@ def test_every_cell_is_answered_as_by_transformers(architecture: str, tmp_path: 
 
 
 @needs_vllm
+@pytest.mark.full  # starts an engine for each of ten evaluations
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 def test_what_vllm_cannot_do_is_an_error_with_its_reason(tmp_path: Path) -> None:
