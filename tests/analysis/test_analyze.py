@@ -301,8 +301,8 @@ def test_mistakes_are_refused(
     for arguments, code, message in (
         ((), 2, "Pass either experts or --from-csv"),
         ((math, "--from-csv", tmp_path), 2, "Pass either experts or --from-csv"),
-        ((math, "--threshold", "-1"), 2, "use 0 or more"),
-        ((math, "--threshold", "nan"), 2, "use 0 or more"),
+        ((math, "--threshold", "-1"), 2, "but must be 0 or more"),
+        ((math, "--threshold", "nan"), 2, "but must be 0 or more"),
         ((full,), 2, "Pass --base-model"),
         ((full, "--base-model", base("gpt2")), 3, "the base lacks it"),
         ((tmp_path / "absent",), 3, "does not exist"),
