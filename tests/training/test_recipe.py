@@ -73,12 +73,12 @@ validation: {rows: 1, fraction: 0.5}
     for expected in (
         "adapter.r is 0",
         "the range 5-2 runs backwards",
-        "the dataset a needs `prompt` with `completion`",
+        "the dataset a needs prompt with completion",
         "not just a column's name",
         "the dataset c needs",
         "Did you mean 'learning_rate'",
         "training.max_grad_norm is inf",
-        "exactly one of `fraction`, `rows` and `datasets`",
+        "exactly one of fraction, rows and datasets",
     ):
         assert expected in message
     assert len(caught.value.problems) == 8
