@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from live import median
+from measuring import median
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

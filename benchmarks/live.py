@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from measuring import median
 from peft import LoraConfig, get_peft_model
 
 from adapterswap.live import LiveComposer
@@ -59,18 +60,6 @@ def make_model(device: str) -> Any:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
     return model.to(device).eval()
-
-
-def median(call: Callable[[], Any], repeats: int, device: str) -> float:
-    """The median time of a call, in milliseconds."""
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        call()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:]) * 1000
 
 
 def alternate(names: Sequence[str], call: Callable[[str], Any]) -> Callable[[], None]:

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,17 @@ def side_by_side(
         name: Measured(statistics.median(wall), statistics.median(cpu), max(memory))
         for name, (wall, cpu, memory) in ((name, zip(*found, strict=True)) for name, found in samples.items())
     }
+
+
+def median(call: Callable[[], Any], repeats: int, device: str) -> float:
+    """The median time of a call, in milliseconds."""
+    import torch
+
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:]) * 1000

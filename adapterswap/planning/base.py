@@ -18,7 +18,7 @@ from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueM
 from adapterswap.experts.keys import is_bias
 from adapterswap.experts.names import under_canonical_names
 from adapterswap.files.hashes import sha256_of
-from adapterswap.files.text import expand, is_folder
+from adapterswap.files.text import exists, expand, is_folder
 from adapterswap.model.base import base_at
 from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.model.layers import (
@@ -41,6 +41,7 @@ from adapterswap.model.layers import (
 )
 from adapterswap.model.sources import (
     CONFIG,
+    PROVENANCE,
     WEIGHTS,
     Source,
     alias_remedy,
@@ -337,16 +338,6 @@ def check_bases(
         by_weights: also compare weights, and look for chains. Records were checked when they were written.
     """
     reported = set()
-    for name, expert in experts.items() if by_weights else ():
-        if declared is not None and isinstance(expert, Adapter) and _lies_on_merged(expert, declared):
-            reported.add(name)
-            problems.add(
-                f"{name} was trained on {expert.config.base_model}, into which adapters are merged, and not on "
-                f"{declared}",
-                f"Use them as one expert: `chains={{NAME: [FIRST, {name}]}}`; or pass the base that it was trained on",
-                parameter="base_model",
-                kind=ExpertError,
-            )
     for (one, first), (two, second) in combinations(experts.items(), 2):
         problem = _weights_differ(one, first, two, second) if by_weights else None
         if isinstance(first, Adapter) and isinstance(second, Adapter) and problem is None:
@@ -356,6 +347,15 @@ def check_bases(
         if problem is not None and two not in reported:
             reported.add(two)
             problems.add(*problem, kind=ExpertError)
+    for name, expert in experts.items() if by_weights and not reported else ():
+        if declared is not None and isinstance(expert, Adapter) and _lies_on_merged(expert, declared):
+            problems.add(
+                f"{name} was trained on {expert.config.base_model}, into which adapters are merged, and not on "
+                f"{declared}",
+                f"Use them as one expert: `chains={{NAME: [FIRST, {name}]}}`; or pass the base that it was trained on",
+                parameter="base_model",
+                kind=ExpertError,
+            )
 
 
 def check_base_weights(recorded: Mapping[str, Mapping[str, str]], base: Source | None) -> None:
@@ -463,8 +463,10 @@ def _identity(adapter: Adapter) -> _Identity:
 def _merged_into_base(base: str | None) -> list[_Identity] | None:
     """The adapters that are merged into a base, by the record beside it; None if that is not known."""
     folder = None if base is None else cached_base_folder(base)
+    if folder is None or not exists(folder / PROVENANCE):
+        return None
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
-        merged = [expert["sha256"] for expert in read_provenance(folder)["experts"].values()] if folder else []
+        merged = [expert["sha256"] for expert in read_provenance(folder)["experts"].values()]
         return [(hashes[CONFIG], hashes[WEIGHTS]) for hashes in merged] or None
     return None
 

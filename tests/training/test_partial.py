@@ -117,7 +117,7 @@ def test_slicing_afterwards_is_reverting(tmp_path: Path, make_recipe: MakeRecipe
         ({"side": "task"}, "`partition` and `side` must be set together"),
         ({"partition": "A", "side": "task", "layers": "0"}, "`layers` cannot be combined with `partition`"),
         ({"partition": "A", "side": "both"}, "side"),
-        ({"r": 0}, "greater than or equal to 1"),
+        ({"r": 0}, "1 or more"),
         ({"method": "none", "r": 8}, "r can only be set for an adapter"),
     ],
 )

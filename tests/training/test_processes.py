@@ -34,7 +34,7 @@ def check_the_failure(done: subprocess.CompletedProcess[str], folder: Path, reci
     assert re.findall(r"exitcode *: (\d+)", done.stderr)[:1] == ["3"]
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if line.startswith("Error:")] == [
-        "Error: process 1 fails. Correct it."
+        "Error: Process 1 fails. Correct it."
     ]
     assert done.stdout == ""
     assert not (folder / "failing").exists()

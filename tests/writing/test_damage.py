@@ -414,7 +414,7 @@ def test_inputs_that_are_not_files(pair: tuple[Path, Path], refused: Callable[..
     ("reference", "message"),
     [
         ("", "path is empty"),
-        ("nowhere", "the path nowhere does not exist"),
+        ("nowhere", "The path nowhere does not exist"),
         ("./org/name", "does not exist"),
         ("~nosuchuser/adapter", "does not exist"),
         ("x" * 5000, "x does not exist"),
@@ -508,7 +508,7 @@ def test_an_invalid_record_is_ignored(pair: tuple[Path, Path], run: Callable[...
         (b'task: "\\e]0;title\\a"', "contains the control character"),
         (b"task: " + b"[" * 5000, "maximum depth of data"),
         (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "is not a known key"),
-        (b"num_layers: 100000", "should be less than or equal to 9999"),
+        (b"num_layers: 100000", "must be at most 9999"),
         (b"num_layers: 0x" + b"f" * 4000, "is not a valid int: it is too large"),
         (b"method: soup\ntask_weight: 1e308\nlanguage_weight: 1e308", "not a finite number up to 1e9"),
         (b"allocation: [{layers: '" + b"0-9999," * 9000 + b"1', expert: a}]", "write ranges"),

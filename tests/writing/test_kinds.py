@@ -576,7 +576,7 @@ BLENDED: Any = [{"blend": {"math": 1, "swahili": 1}}]
 
 
 def test_the_page_lists_every_kind() -> None:
-    rows = [row[0] for row in table("Which adapters")]
+    rows = [row[0] for row in table("Adapters and models")]
     assert {kind.title for kind in KINDS.values()} | {"DoRA"} <= set(rows)
     assert all(sum(name in row for row in rows) >= 1 for name in MAKERS)
     refused = " ".join(row[0] for row in table("Refused"))
@@ -587,7 +587,7 @@ def test_the_page_lists_every_kind() -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_page_lists_supported_operations(name: str, base: Base, tmp_path: Path) -> None:
     """A tick where an operation succeeds, a reason where it is refused. Qwen2 has biases on q_proj and v_proj."""
-    row = next(row for row in table("Which adapters") if (f"`{name}" in row[0] or row[0] == name))
+    row = next(row for row in table("Adapters and models") if (f"`{name}" in row[0] or row[0] == name))
     model = base("qwen2")
     experts = pair(model, tmp_path, MAKERS[name](), MAKERS[name]())
     copied: Any = [{"expert": "math"}] if name == "TRAINABLE_TOKENS" else COPIED  # which has nothing in the layers
