@@ -27,7 +27,7 @@ FAST := $(filter-out tests/test_fuzz.py tests/experts/test_architectures.py test
 	tests/reporting/test_ranks.py tests/reporting/test_tables.py tests/training/test_recipe.py \
 	tests/training/test_schedule.py tests/lab/test_world.py tests/lab/test_statistics.py
 
-test-fast: $(STAMP)  ## the quick tests while you work: under two minutes on 2 cores
+test-fast: $(STAMP)  ## the quick tests while you work: two and a half minutes on 2 cores
 	$(BIN)/ruff check .
 	$(BIN)/pytest -q -n 2 -m "not slow" $(FAST)
 
