@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
@@ -445,7 +446,10 @@ def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | 
 
 def _is_merged_into(part: Adapter, on_top: Adapter) -> bool:
     """Whether the base of `on_top` is on this machine, and its record names `part` among the merged experts."""
-    return _identity(part) in (_merged_into_base(on_top.config.base_reference) or ())
+    merged = _merged_into_base(on_top.config.base_reference) or ()
+    return any(
+        config == part.config.sha256 and weights == sha256_of(part.file.path) for config, weights in merged
+    )  # weights are hashed only if a record may name them
 
 
 def _lies_on_merged(adapter: Adapter, declared: str) -> bool:
@@ -460,10 +464,16 @@ def _identity(adapter: Adapter) -> _Identity:
     return adapter.config.sha256, sha256_of(adapter.file.path)
 
 
+def _folder_with_record(base: str | None) -> Path | None:
+    """The folder of a base that is on this machine and has a record of how it was made; else None."""
+    folder = None if base is None else cached_base_folder(base)
+    return folder if folder is not None and exists(folder / PROVENANCE) else None
+
+
 def _merged_into_base(base: str | None) -> list[_Identity] | None:
     """The adapters that are merged into a base, by the record beside it; None if that is not known."""
-    folder = None if base is None else cached_base_folder(base)
-    if folder is None or not exists(folder / PROVENANCE):
+    folder = _folder_with_record(base)
+    if folder is None:
         return None
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
         merged = [expert["sha256"] for expert in read_provenance(folder)["experts"].values()]
@@ -473,13 +483,15 @@ def _merged_into_base(base: str | None) -> list[_Identity] | None:
 
 def _merged_whole(base: str | None, parts: Sequence[Adapter]) -> bool:
     """Whether adapters are merged into a base with all their layers and their whole ΔW, by the record beside it."""
-    folder = None if base is None else cached_base_folder(base)
+    folder = _folder_with_record(base)
+    if folder is None:
+        return False
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
-        record = read_provenance(folder) if folder else {}
+        record = read_provenance(folder)
         shares = [owner.values() for owner in record["tensors"].values() if isinstance(owner, Mapping)]
         if "kept_rows" in record or any(share != 1 for by_expert in shares for share in by_expert):
             return False
-        if folder and (kept := recorded_layers(folder)) is not None:
+        if (kept := recorded_layers(folder)) is not None:
             return kept == parts[-1].kept_layers
         rules = record["rules"]
         return len(rules) == 1 and rules[0].keys() <= {"expert", "blend", "normalize"}
@@ -531,7 +543,8 @@ def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adap
     """Check that an adapter was trained on top of those `before` it, the last of which is called `lower`; a note if it
     cannot be known."""
     merged = _merged_into_base(adapter.config.base_reference)
-    others = merged is not None and merged not in ([_identity(before[-1])], [_identity(part) for part in before])
+    identities = [_identity(part) for part in before] if merged is not None else []
+    others = merged is not None and merged not in (identities[-1:], identities)
     if others or any(_is_merged_into(adapter, part) for part in before):
         raise ExpertError(
             f"{name} was not trained on top of {lower}, by the records of what is merged into their bases",
