@@ -24,7 +24,7 @@ from adapterswap.changes.locating import Located, locate_all
 from adapterswap.changes.reading import Factors, read_factors, read_rows
 from adapterswap.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, LoraModule, and_more, open_adapter
-from adapterswap.files.numbers import open_files, row_ranges
+from adapterswap.files.numbers import open_files, read_bytes, row_ranges
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.model.layers import format_layers
@@ -407,17 +407,34 @@ def _pairs(
                     stored[name] = stored[other]
     added, missing = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
     both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
-    odd = [name for name, pair in both.items() if len({part.tensor.shape for part in pair}) > 1]
-    odd += [name for name, pair in both.items() if not {part.tensor.dtype for part in pair} <= {*FLOATS}]
+    plain = {name for name, pair in both.items() if not {part.tensor.dtype for part in pair} <= {*FLOATS}}
+    odd = [
+        name
+        for name, (our, their) in both.items()
+        if (not _have_equal_bytes(our, their) if name in plain else our.tensor.shape != their.tensor.shape)
+    ]
     remarks = [
         f"{_counted(names, 'tensor')} {what}: {and_more(names, _SHOWN)}"
         for names, what in (
             (added, "that the base lacks"), (missing, "that only the base has"),
-            (odd, "of another shape, or not in float32, bfloat16 or float16"),
+            (odd, "of another shape, or changed and not in float32, bfloat16 or float16"),
         )
         if names
     ]  # fmt: skip
-    return {name: pair for name, pair in both.items() if name not in odd}, remarks, [*added, *missing, *odd]
+    compared = {name: pair for name, pair in both.items() if name not in plain and name not in odd}
+    return compared, remarks, [*added, *missing, *odd]
+
+
+def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of any dtype, such as buffers of indices, are the same."""
+    (a, b), size = (one.tensor, other.tensor), one.tensor.nbytes
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with open_files([], {one.path, other.path}) as files:
+        return all(
+            np.array_equal(*(read_bytes(files[part.path], part.tensor, start, stop) for part in (one, other)))
+            for start, stop in row_ranges(size, _BLOCK)
+        )
 
 
 def attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:

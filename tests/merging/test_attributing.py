@@ -99,6 +99,17 @@ def test_another_scale_is_measured(tmp_path: Path, base: Any, math: Path, scale:
     assert attribution(merged, base("llama"), [f"x*{abs(scale)} with normalize=false"], x=math).equal == (scale > 0)
 
 
+def test_a_buffer_of_integers_is_compared_by_its_bytes(tmp_path: Path, base: Any, math: Path) -> None:
+    def buffer(last: int) -> Callable[[dict[str, torch.Tensor]], None]:
+        return lambda tensors: tensors.update({"model.position_ids": torch.tensor([0, 1, last])})
+
+    own = changed(base("llama"), tmp_path / "base", buffer(2))
+    merged = peft_merge(base("llama"), math, tmp_path / "merged")
+    same = changed(merged, tmp_path / "same", buffer(2))
+    assert attribution(same, own, x=math).equal
+    assert attribution(changed(merged, tmp_path / "other", buffer(3)), own, x=math).differing == ("model.position_ids",)
+
+
 def test_layers_that_lack_it_are_named(tmp_path: Path, base: Any, math: Path) -> None:
     merged = peft_merge(base("llama"), math, tmp_path / "merged", torch.bfloat16)
     original = load_file(base("llama") / "model.safetensors")
