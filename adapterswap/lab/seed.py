@@ -10,7 +10,7 @@ before it. So all positions are compared at once, with the right answer as input
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -221,6 +221,7 @@ def train_expert(
     *,
     learning_rate: float,
     progress: bool | Callable[[int, int], None] = False,
+    fields: Mapping[str, object] = {},
     **options: object,
 ) -> float:
     """Train an expert with the lab's options; its rows are kept next to it in NAME.jsonl.
@@ -229,6 +230,7 @@ def train_expert(
         base: the base's folder.
         out_path: the folder to write.
         progress: see `train`.
+        fields: further fields of the recipe, such as `start`.
         options: `TrainingOptions` that override the lab's.
 
     Returns:
@@ -245,6 +247,7 @@ def train_expert(
             "adapter": _ADAPTER,
             "datasets": [{"path": str(path), "prompt": "{prompt}", "completion": " {completion}"}],
             "training": {**_TRAINING, "learning_rate": learning_rate, "seed": seed, "data_seed": seed, **options},
+            **fields,
         }
     )
     return train(recipe, out_path=out_path, progress=progress).train_losses[-1][1]
