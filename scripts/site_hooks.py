@@ -1,4 +1,4 @@
-"""Pages of the site from outside docs/: the examples, the changes, how to contribute. Used by mkdocs.yml."""
+"""Pages of the site that are not one file of docs/: the examples, the changes, how to contribute."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 _PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_CODE = ROOT / "docs" / "architecture.md"
 _EXAMPLES = """# Examples
 
 Each is a folder of `examples/` in the checkout. Run the commands from the top of the checkout.
@@ -25,20 +26,22 @@ Each is a folder of `examples/` in the checkout. Run the commands from the top o
 
 
 def pages_elsewhere() -> dict[str, str]:
-    """Pages outside docs/, each with its place on the site: a page, or a section of the page of examples."""
+    """Files that are not pages under their own names, each with its place on the site: a page, or a section of one."""
     slug = slugify(case="lower")
     places = {"README.md": "index.md", **_PAGES}
-    for page in _examples():
-        title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        places[page.relative_to(ROOT).as_posix()] = f"examples.md#{slug(title, '-')}"
+    for file, page in [(_CODE, "contributing.md"), *((example, "examples.md") for example in _examples())]:
+        title = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        places[file.relative_to(ROOT).as_posix()] = f"{page}#{slug(title, '-')}"
     return places
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages outside docs/."""
-    for source, place in _PAGES.items():
-        files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
-    files.append(File.generated(config, "examples.md", content="\n".join([_EXAMPLES, *map(_section, _examples())])))
+    contents = {place: [_text(ROOT / source, place)] for source, place in _PAGES.items()}
+    contents["contributing.md"].append(_section(_CODE, "contributing.md"))
+    contents["examples.md"] = [_EXAMPLES, *(_section(page, "examples.md") for page in _examples())]
+    for place, parts in contents.items():
+        files.append(File.generated(config, place, content="\n".join(parts)))
     return files
 
 
@@ -47,8 +50,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     if here.startswith(("log", "changelog")):
         page.meta["search"] = {"exclude": True}
-    sources = {place: source for source, place in _PAGES.items()}
-    return relinked(markdown, source=sources.get(here, f"docs/{here}"), here=here)
+    return relinked(markdown, source=f"docs/{here}", here=here)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -81,8 +83,13 @@ def _examples() -> list[Path]:
     return sorted(ROOT.glob("examples/*/README.md"))
 
 
-def _section(page: Path) -> str:
-    """An example's page as a section: its headings one level lower."""
-    parts = _FENCE.split(page.read_text(encoding="utf-8"))
+def _section(file: Path, here: str) -> str:
+    """A file as a section of the page `here`: its headings one level lower."""
+    parts = _FENCE.split(_text(file, here))
     parts[::2] = [re.sub(r"^#", "##", part, flags=re.MULTILINE) for part in parts[::2]]
-    return relinked("".join(parts), source=page.relative_to(ROOT).as_posix(), here="examples.md")
+    return "".join(parts)
+
+
+def _text(file: Path, here: str) -> str:
+    """The text of a file, with its links as on the page `here`."""
+    return relinked(file.read_text(encoding="utf-8"), source=file.relative_to(ROOT).as_posix(), here=here)

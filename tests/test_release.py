@@ -49,7 +49,7 @@ def test_metadata_files_follow_their_schemas(schema: str, files: list[Path]) -> 
 
 
 def test_the_page_on_citing_says_what_citation_cff_says() -> None:
-    page = (ROOT / "docs" / "cite.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reproducing.md").read_text(encoding="utf-8")
     citation = read(ROOT / "CITATION.cff")
     assert re.findall(r"version += \{(.*)\}", page) == [str(citation["version"])]
     for paper in (citation["preferred-citation"], *citation["references"]):

@@ -48,7 +48,7 @@ def test_labels_are_the_titles_of_the_pages() -> None:
 def test_links_outside_docs_lead_to_pages_of_the_site(site: Path) -> None:
     assert 'href="examples.html#a-merge-method-of-your-own"' in (site / "compose.html").read_text()
     assert 'href="concepts.html"' in (site / "index.html").read_text()
-    assert 'href="architecture.html"' in (site / "contributing.html").read_text()
+    assert 'href="#where-would-it-go"' in (site / "contributing.html").read_text()
     assert 'id="a-merge-method-of-your-own"' in (site / "examples.html").read_text()
 
 
@@ -90,7 +90,7 @@ def address(site: Path) -> Iterator[str]:
         ("modules_to_save vllm", "troubleshooting.html"),
         ("new tokens", "adapters.html"),
         ("pre-registration", "sweep.html"),
-        ("citation", "cite.html"),
+        ("citation", "reproducing.html"),
     ],
 )
 def test_the_search_finds_the_page_first(address: str, browser: Any, query: str, page: str) -> None:
@@ -114,8 +114,13 @@ def test_the_search_finds_the_page_first(address: str, browser: Any, query: str,
         ("check exit codes in CI", "scripts.html", "exit-codes"),
         ("install it with a GPU", "install.html", "with-and-without-a-gpu"),
         ("install it offline", "install.html", "offline"),
+        ("choose layers", "choosing.html", "suggest"),
+        ("ship only some layers", "compose.html", "shells-and-cores"),
+        ("train on ten problems", "train.html", "ten-problems-in-your-language"),
+        ("know when not to use it", "concepts.html", "when-not-to-use-it"),
+        ("know what is defended", "scripts.html", "what-is-defended"),
         ("understand an error", "troubleshooting.html", "opening-experts"),
-        ("cite it", "cite.html", "cite"),
+        ("cite it", "reproducing.html", "cite"),
     ],
 )
 def test_questions_are_answered_in_two_clicks(site: Path, question: str, page: str, section: str) -> None:

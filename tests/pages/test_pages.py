@@ -48,7 +48,6 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("*", r"^adapterswap lab", "trains for minutes: tests/lab trains for less"),
     ("*", r"^adapterswap train train/", "needs data from the Hub: tests/recipes trains on rows like them"),
     ("docs/methods.md", r"^python benchmarks", "trains for an hour: tests/lab/test_methods_lab.py trains a little"),
-    ("docs/published.md", r"^python benchmarks", "needs the Hub: tests/recipes/test_fusionbench.py, on a small T5"),
     ("docs/adapters.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
     ("docs/engines.md", r"from transformers import|hotswap", "tests/live/test_recipes.py compares it with PEFT"),
     (
@@ -82,7 +81,6 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/scripts.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
     ("docs/scripts.md", r"^# \.github", "a workflow file: a test below reads it"),
     ("docs/train.md", r"^selection:", "evaluates during training: tests/training has smaller runs"),
-    ("docs/few.md", r"^start:", "names another base: tests/recipes/test_instruct.py trains on rows like its"),
     ("docs/train.md", r"^(base_model|datasets|start):", "fragments: tests/training/test_recipe.py and test_start.py"),
     ("examples/live/README.md", r"chat\.py", "talks with its user: tests/live/test_example.py"),
 ]
@@ -104,15 +102,12 @@ CHANGED: list[tuple[str, str, str]] = [
 
 # YAML that is written to a file, found by its first words, and a command that reads it if the page has none.
 FILES: dict[tuple[str, str], tuple[str, str | None]] = {
-    ("docs/compose.md", "experts: {math: experts/math, swahili: experts/swahili, code: experts/code}\nrules"): (
-        "rules.yaml", "adapterswap compose rules.yaml -o by-rules",
-    ),
     ("docs/compose.md", "experts:"): ("recipe.yaml", None),
     ("docs/concepts.md", "experts:"): ("recipe.yaml", "adapterswap compose recipe.yaml -o composed"),
     ("docs/sweep.md", "base_model:"): ("swahili.yaml", "adapterswap recipes validate swahili.yaml"),
 }  # fmt: skip
 
-SIX_LAYERS = {"README.md", "docs/index.md", "docs/layers.md"}
+SIX_LAYERS = {"README.md", "docs/index.md", "docs/choosing.md"}
 LAB = {"docs/inspect.md", "docs/lab.md", "docs/report.md", "docs/start.md"}
 
 

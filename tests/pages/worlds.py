@@ -111,8 +111,8 @@ def merge_page() -> None:
     Path("mergekit-config.yml").write_text(json.dumps({"merge_method": "linear", "models": sources}))
 
 
-def publish_page() -> None:
-    """The page's repositories, in the Hub's cache."""
+def hub_page() -> None:
+    """The base, and a repository with every expert, in the Hub's cache."""
     from experts.test_sources import COMMIT, files_of, repository
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -203,7 +203,8 @@ def troubleshooting_page() -> None:
 def train_page() -> None:
     """A recipe over a few rows."""
     rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(16)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("rows", "problems"):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     content = {
         "base_model": "org/base",
         "adapter": {"r": 4, "alpha": 8},
@@ -211,7 +212,6 @@ def train_page() -> None:
         "training": {"batch_size": 8, "gradient_accumulation": 1, "max_length": 64, "save_every_samples": None},
     }
     Path("recipe.yaml").write_text(json.dumps(content))
-    shutil.rmtree("experts/math")
 
 
 def evaluate_page() -> None:
@@ -244,12 +244,12 @@ def report_page() -> None:
 
 SETUPS: dict[str, Callable[[], None]] = {
     "docs/adapters.md": adapters_page,
+    "docs/choosing.md": texts_page,
+    "docs/compose.md": hub_page,
     "docs/evaluate.md": evaluate_page,
     "docs/gguf.md": gguf_page,
-    "docs/layers.md": texts_page,
     "docs/merge.md": merge_page,
     "docs/own_adapters.md": adapters_of_other_tools,
-    "docs/publish.md": publish_page,
     "docs/recipes.md": papers_experts,
     "docs/report.md": report_page,
     "docs/sweep.md": papers_experts,
