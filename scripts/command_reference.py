@@ -13,7 +13,10 @@ from click.testing import CliRunner
 from adapterswap.cli import COMMANDS, EXIT_CODES, main
 
 PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
-COMPOSING = ("compose", "merge", "export", "evaluate")
+GROUPS = {
+    "a composition": ("compose", "merge", "export", "evaluate"),
+    "an upload": ("compose", "merge", "slice", "convert", "extract", "train"),
+}
 
 # An option with the lines that explain it.
 _OPTION = re.compile(r"^  -.*\n(?:^ {6,}.*\n)*", flags=re.MULTILINE)
@@ -24,20 +27,24 @@ def reference() -> str:
     """The page: `adapterswap -h`, options that several commands share, then each command's own help."""
     helps = {name: _help(name) for name in ("", *_names())}
     everywhere = _shared(text for name, text in helps.items() if "COMMAND [ARGS]" not in text)
-    composing = _shared(helps[name] for name in COMPOSING) - everywhere
+    shared: dict[str, frozenset[str]] = {}
+    for group, names in GROUPS.items():
+        shared[group] = _shared(helps[name] for name in names).difference(everywhere, *shared.values())
     parts = [
         "# Commands\n\nWritten by `python scripts/command_reference.py` from each command's `--help`.\n",
         _exit_codes(),
         _section("adapterswap", helps[""]),
-        _section("Options of every command", _only(helps[COMPOSING[0]], everywhere)),
-        "## Options of a composition\n\nOf "
-        + ", ".join(f"[`{name}`](#adapterswap-{name})" for name in COMPOSING)
-        + f".\n\n```text\n{_only(helps[COMPOSING[0]], composing)}```\n",
+        _section("Options of every command", _only(helps["compose"], everywhere)),
     ]
+    for group, names in GROUPS.items():
+        links = ", ".join(f"[`{name}`](#adapterswap-{name})" for name in names)
+        parts.append(f"## Options of {group}\n\nOf {links}.\n\n```text\n{_only(helps[names[0]], shared[group])}```\n")
     for name in list(helps)[1:]:
-        shared = everywhere | (composing if name in COMPOSING else frozenset())
-        note = "\nAlso the [options of a composition](#options-of-a-composition).\n" if name in COMPOSING else ""
-        parts.append(_section(f"adapterswap {name}", _without(helps[name], shared)) + note)
+        groups = [group for group, names in GROUPS.items() if name in names]
+        links = " and of ".join(f"[{group}](#options-of-{group.replace(' ', '-')})" for group in groups)
+        elsewhere = everywhere.union(*(shared[group] for group in groups))
+        note = f"\nAlso the options of {links}.\n" if groups else ""
+        parts.append(_section(f"adapterswap {name}", _without(helps[name], elsewhere)) + note)
     return "\n".join(parts)
 
 
@@ -79,7 +86,7 @@ def _exit_codes() -> str:
 | code | meaning | in Python |
 |---:|---|---|
 | 0 | done | |
-| 1 | the answer is no: `verify` or `diff` found a difference, `recipes check` a mistake | |
+| 1 | the answer is no: `verify` or `diff` found a difference, `recipes validate` a mistake | |
 | 2 | the request is wrong: arguments, fields of a recipe, a composition | {two} |
 | 3 | it could not be done | {three} |
 | 130 | interrupted (Ctrl-C); 143 after SIGTERM | `KeyboardInterrupt` |

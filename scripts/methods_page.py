@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,15 @@ def page() -> str:
     rows = ["| method | in an adapter | experts | weights | parameters |", "|---|---|---|---|---|"]
     rows += [_row(method) for method in BUILT_IN.values()]
     aliases = "".join(f"\n`{name}` is another name of `{method}`.\n" for name, method in ALIASES.items())
-    return INTRODUCTION + "\n".join(rows) + "\n" + aliases + _worth() + "".join(map(_section, BUILT_IN.values()))
+    counts = Counter(_parameter(parameter, method) for method in BUILT_IN.values() for parameter in method.parameters)
+    shared = [row for row, count in counts.items() if count > 2]
+    parts = [
+        INTRODUCTION + "\n".join(rows) + "\n",
+        aliases,
+        f"\nParameters of several methods:\n\n{_table(shared)}",
+        _worth(),
+    ]
+    return "".join([*parts, *(_section(method, shared) for method in BUILT_IN.values())])
 
 
 def _worth() -> str:
@@ -76,7 +85,7 @@ python benchmarks/methods_lab.py comparison --seeds {len(seeds)}    # resumes if
   worked problems in xx, with rates and steps chosen on the {sizes["development"]}.
 
 {table}
-A learned mixture has to beat training on the problems in xx on which it would be chosen. The line favours both a
+A learned mixture has to beat training on the problems in xx on which it would be chosen. The line favors both a
 little: the best method is the best on the test, and the training has the rate and steps that are best on the
 {sizes["development"]} problems.
 
@@ -129,7 +138,7 @@ def _row(method: Method) -> str:
     return f"| [{method.name}](#{method.name}) | {in_adapters(method)} | {experts} | {weights} | {parameters} |"
 
 
-def _section(method: Method) -> str:
+def _section(method: Method, shared: Sequence[str]) -> str:
     where = [] if method.in_rules else ["whole compositions only"]
     where += [] if method.as_composition else ["rules only"]
     lines = [
@@ -138,10 +147,12 @@ def _section(method: Method) -> str:
         f"\n> {method.formula}",
     ]
     lines += [f"\n{method.notes}"] if method.notes else []
-    if method.parameters:
-        lines += ["\n| parameter | default | values | |", "|---|---|---|---|"]
-        lines += [_parameter(parameter, method) for parameter in method.parameters]
-    return "\n".join(lines) + "\n"
+    own = [row for parameter in method.parameters if (row := _parameter(parameter, method)) not in shared]
+    return "\n".join(lines) + "\n" + (f"\n{_table(own)}" if own else "")
+
+
+def _table(parameters: Iterable[str]) -> str:
+    return "\n".join(["| parameter | default | values | |", "|---|---|---|---|", *parameters]) + "\n"
 
 
 def _parameter(parameter: Parameter, method: Method) -> str:
