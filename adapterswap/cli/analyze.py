@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from adapterswap.cli.options import Expert, Json, Output, Place
-from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
+from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
@@ -69,14 +69,9 @@ def command(
             _print_count(count_matrices(opened, base), as_json=as_json)
             return
         analysis = analyze(
-            opened,
-            base_model=base,
-            threshold=threshold,
-            out_path=out_path,
-            column_width=column_width,
-            overwrite=overwrite,
-            bars=progress_bar,
-        )
+            opened, base_model=base, threshold=threshold, out_path=out_path, column_width=column_width,
+            overwrite=overwrite, bars=progress_bar,
+        )  # fmt: skip
     if as_json:
         print_json(analysis.as_json())
     else:
@@ -120,11 +115,11 @@ def _print_count(count: dict[str, int], *, as_json: bool) -> None:
 def _print(analysis: Analysis) -> None:
     """Print a row per layer with each expert's change, then a table per pair of experts."""
     columns = []
-    for table in analysis.tables:
+    for shares_of in analysis.tables:
         shares: dict[int, list[float]] = {}
-        for (layer, _), value in table.cells.items():
+        for (layer, _), value in shares_of.cells.items():
             shares.setdefault(layer, []).append(value)
-        columns.append((f"{table.expert}\nrows", {layer: sum(s) / len(s) for layer, s in shares.items()}, ".3f"))
+        columns.append((f"{shares_of.expert}\nrows", {layer: sum(s) / len(s) for layer, s in shares.items()}, ".3f"))
     columns += [(f"{change.expert}\n‖ΔW‖", change.layer_norms(), ".4g") for change in analysis.changes]
     for start in range(0, len(columns), _COLUMNS):
         _print_layers("", columns[start : start + _COLUMNS])
@@ -154,15 +149,12 @@ def _print(analysis: Analysis) -> None:
 
 def _print_layers(title: str, columns: Sequence[tuple[str, Mapping[int, float | None], str]]) -> None:
     """Print a table with a row per layer; a column is a head, numbers by layer, and their format."""
-    from rich.table import Table
-
-    shown = Table("layer", box=None, header_style="bold", title=title or None, title_justify="left")
-    for head, _, _ in columns:
-        shown.add_column(head, justify="right", overflow="fold")
-    for layer in sorted({layer for _, numbers, _ in columns for layer in numbers}):
-        cells = (_number(numbers[layer], form) if layer in numbers else "" for _, numbers, form in columns)
-        shown.add_row(str(layer), *cells)
-    print_table(shown)
+    layers = sorted({layer for _, numbers, _ in columns for layer in numbers})
+    rows = [
+        [layer, *(_number(numbers[layer], form) if layer in numbers else "" for _, numbers, form in columns)]
+        for layer in layers
+    ]
+    print_rows("layer", *(head for head, _, _ in columns), rows=rows, title=title or None)
 
 
 def _number(value: float | None, form: str) -> str:

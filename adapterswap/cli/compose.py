@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
 from adapterswap.cli.composition_options import Requested, any_plan_from_options, recipe_dtype
-from adapterswap.cli.options import Count, Expert, Json, Output, Pushed, RecipePath, Share
-from adapterswap.cli.printing import (
-    human_bytes,
-    note,
-    note_output,
-    print_json,
-    progress_bar,
-    rare_collections,
-    working,
-)
+from adapterswap.cli.options import Count, Expert, RecipePath, Result, Share
+from adapterswap.cli.printing import human_bytes, note, progress_bar, rare_collections, working
 from adapterswap.cli.signature import declare
 from adapterswap.cli.summary import plan_as_json, print_errors_of_rank, print_magnitudes, print_plan
 
@@ -37,15 +31,11 @@ def command(
     *,
     request: Requested,
     base_model: Expert | None = None,
-    out_path: Output,
     layout: Literal["exact", "portable"] = "exact",
     names: Literal["task", "language", "transformers4", "transformers5"] | None = None,
     max_rank: Annotated[Count, "R"] | None = None,
     max_error: Share | None = None,
-    push: Pushed,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    as_json: Json = False,
+    result: Result,
 ) -> None:
     """Compose adapters by layer into a new adapter.
 
@@ -74,34 +64,30 @@ def command(
         from adapterswap.cli.merge import write_full_weights
         from adapterswap.writing.streaming import ModelForm
 
-        form_of_model = ModelForm(dtype=recipe_dtype(recipe))
-        write_full_weights(plan, form_of_model, out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
-        if not dry_run:
-            push.upload(out_path)
+        write_full_weights(plan, ModelForm(dtype=recipe_dtype(recipe)), result)
         return
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
-    with progress_bar("truncating", _to_truncate(plan, form)) as advance:
-        prepared = prepare(plan, form, lambda name: advance())
-    if not dry_run:
+    check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
+    with truncating(plan, form) as advance:
+        prepared = prepare(plan, form, advance)
+    if not result.dry_run:
         with working("writing"):
-            write_prepared(prepared, out_path, overwrite=overwrite)
-        push.upload(out_path)
-    if as_json:
-        print_json(_as_json(prepared, out_path, dry_run))
-    else:
-        _print(prepared, out_path, dry_run)
+            write_prepared(prepared, result.out_path, overwrite=result.overwrite)
+    result.report(lambda: _as_json(prepared), lambda: _print(prepared))
 
 
-def _to_truncate(plan: Plan, form: Form) -> int:
+@contextmanager
+def truncating(plan: Plan, form: Form) -> Iterator[Callable[[str], None]]:
+    """Show the progress of truncating a plan's modules; yields what to call with the name of each."""
     from adapterswap.writing.reduction import must_reduce
 
-    return sum(must_reduce(module, form) for module in plan)
+    with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
+        yield lambda name: advance()
 
 
-def _as_json(prepared: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(prepared: Prepared) -> dict[str, Any]:
     layout, largest = prepared.layout, _largest_rank(prepared.layout)
     return {
-        **plan_as_json(prepared.plan, out_path, dry_run=dry_run),
+        **plan_as_json(prepared.plan),
         "rank": None if largest is None else {"global": layout.config["r"], "largest": largest},
         "bytes": layout.nbytes,
         **prepared.measured,
@@ -116,7 +102,7 @@ def _largest_rank(layout: Layout) -> int | None:
     return max(ranks)
 
 
-def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
+def _print(prepared: Prepared) -> None:
     from adapterswap.writing.adapter import united_tokenizer
 
     plan, layout = prepared.plan, prepared.layout
@@ -137,7 +123,6 @@ def _print(prepared: Prepared, out_path: str, dry_run: bool) -> None:
         note(f"Warning: {first} and {second} are the same folder, so everything comes from one expert")
     print_magnitudes(prepared.resolved.magnitudes, prepared.resolved.kept_share())
     _print_errors(prepared)
-    note_output(out_path, dry_run=dry_run)
 
 
 def _same(plan: Plan) -> list[tuple[str, str]]:

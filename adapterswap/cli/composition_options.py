@@ -133,13 +133,6 @@ def _composition(
 Requested = Annotated[dict[str, Any], Options(_composition, map(_parameter_option, PARAMETERS.values()))]
 """What to compose, unchanged, for `plan_from_options`."""
 
-# Options that are fields of a Composition; experts get their names first.
-_KEYS = (
-    "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", *PARAMETERS,
-    "weights", "row_threshold", "partition", "num_layers", "norms", "stack", "outside",
-    "task_type",
-)  # fmt: skip
-
 
 def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
     """The plan of adapters that the options, or a recipe, describe."""
@@ -173,21 +166,19 @@ def composition_from_options(
     from adapterswap.files.yaml import validate
     from adapterswap.planning.composition import Composition
 
-    fields = {key: options[key] for key in _KEYS if options.get(key) is not None}
+    fields = {
+        key: value
+        for key, value in options.items()
+        if key in Composition.model_fields and value not in (None, ()) and (key, value) != ("allow_negative", False)
+    }
+    experts, rules = fields.pop("experts", ()), options.get("rules", ())
     fields |= _more_parameters(options.get("more_parameters", ()), fields)
     fields |= {"base_model": base_model} if base_model else {}
-    fields |= {"allow_negative": True} if options.get("allow_negative") else {}
-    fields |= {"chains": chains} if (chains := _chains(options.get("chains", ()))) else {}
+    fields |= {"chains": chains} if (chains := _chains(fields.pop("chains", ()))) else {}
     tasks, languages = options["task_expert"], options["language_expert"]
-    experts, rules = options.get("experts", ()), options.get("rules", ())
     if recipe:
-        if (
-            tasks
-            or languages
-            or experts
-            or rules
-            or fields.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}
-        ):
+        others = fields.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}
+        if tasks or languages or experts or rules or others:
             raise click.UsageError("A recipe says what to compose: pass either a recipe or these options, not both.")
         return _from_recipe(recipe).model_copy(update=fields)
     if experts or rules:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from adapterswap.cli.options import Dtype, Expert, Json, Output, Pushed, Rank, Share
-from adapterswap.cli.printing import count_bar, echo, note, note_output, print_json
+from adapterswap.cli.options import Dtype, Expert, Rank, Result, Share
+from adapterswap.cli.printing import count_bar, echo, note
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
@@ -21,14 +21,10 @@ def command(
     rank: Rank | None = None,
     saved_rank: Rank | None = None,
     dtype: Dtype | None = None,
-    out_path: Output,
     names: Literal["transformers4", "transformers5"] | None = None,
     layout: Literal["exact", "portable"] = "exact",
     max_error: Share | None = None,
-    push: Pushed,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    as_json: Json = False,
+    result: Result,
 ) -> None:
     """Convert an adapter: other names, layout or dtype, or another kind to rsLoRA.
 
@@ -50,25 +46,17 @@ def command(
 
     with count_bar("converting") as advance:
         conversion = convert(
-            adapter, out_path, names=names, layout=layout, dtype=dtype, rank=rank, max_error=max_error,
-            saved_rank=saved_rank, base_model=base_model, allow_pickle=allow_pickle, overwrite=overwrite,
-            dry_run=dry_run, progress=advance,
+            adapter, result.out_path, names=names, layout=layout, dtype=dtype, rank=rank, max_error=max_error,
+            saved_rank=saved_rank, base_model=base_model, allow_pickle=allow_pickle, overwrite=result.overwrite,
+            dry_run=result.dry_run, progress=advance,
         )  # fmt: skip
-    if not dry_run:
-        push.upload(out_path)
-    if as_json:
-        print_json(_as_json(conversion, out_path, dry_run))
-    else:
-        _print(conversion)
-        note_output(out_path, dry_run=dry_run)
+    result.report(lambda: _as_json(conversion), lambda: _print(conversion))
 
 
-def _as_json(conversion: Conversion, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(conversion: Conversion) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
-        "out_path": out_path,
-        "written": not dry_run,
         "peft_type": conversion.peft_type,
         "pickled": conversion.pickled,
         "relative_error": conversion.relative_error,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from adapterswap.cli.options import Expert, Json
-from adapterswap.cli.printing import echo, print_errors, print_json, print_table, rare_collections, working
+from adapterswap.cli.printing import echo, print_errors, print_json, print_rows, rare_collections, working
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from adapterswap.tools.comparing import Comparison, Difference, SavedDifference
 
@@ -70,39 +70,29 @@ def _farther(comparison: Comparison, limit: float) -> list[str]:
     return lines
 
 
-def _print(rows: list[Difference], heading: str) -> None:
-    from rich.table import Table
-
-    table = Table(heading, box=None, header_style="bold")
-    for name in ("‖ΔW₁‖", "‖ΔW₂‖", "distance", "cosine"):
-        table.add_column(name, justify="right")
+def _print(rows: Iterable[Difference], heading: str) -> None:
+    cells: list[list[str]] = []
     for row in rows:
-        cosine = "–" if row.cosine is None else f"{row.cosine:.4f}"
-        table.add_row(
-            row.name, f"{row.norms[0]:.4g}", f"{row.norms[1]:.4g}", _distance_text(row.distance, _NOISE), cosine
-        )
-    print_table(table)
+        norms = [f"{norm:.4g}" for norm in row.norms]
+        cells.append([row.name, *norms, _distance_text(row.distance, _NOISE), _shown(row.cosine, ".4f")])
+    print_rows(heading, "‖ΔW₁‖", "‖ΔW₂‖", "distance", "cosine", rows=cells)
 
 
-def _distance_text(distance: float, noise: float = 0.0) -> str:
+def _distance_text(distance: float | None, noise: float = 0.0) -> str:
     """Four decimals, or `< 0.0001` where these would hide a distance that is more than `noise`."""
-    return "< 0.0001" if noise < distance < 0.00005 else f"{distance:.4f}"
+    return "< 0.0001" if distance is not None and noise < distance < 0.00005 else _shown(distance, ".4f")
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _print_saved(rows: Sequence[SavedDifference]) -> None:
-    from rich.table import Table
-
-    def shown(value: float | None, form: str) -> str:
-        return "–" if value is None else f"{value:{form}}"
-
-    table = Table("trained in full", "shape", box=None, header_style="bold")
-    for name in ("‖W₁‖", "‖W₂‖", "‖W₁ - W₂‖", "distance"):
-        table.add_column(name, justify="right")
+    cells: list[list[str]] = []
     for row in rows:
-        numbers = [shown(value, ".4g") for value in (*row.norms, row.apart)]
-        distance = "–" if row.distance is None else _distance_text(row.distance)
-        table.add_row(row.name, row.shape, *numbers, distance)
-    print_table(table)
+        numbers = [_shown(value, ".4g") for value in (*row.norms, row.apart)]
+        cells.append([row.name, row.shape, *numbers, _distance_text(row.distance)])
+    print_rows("trained in full", "shape", "‖W₁‖", "‖W₂‖", "‖W₁ - W₂‖", "distance", rows=cells, left=2)
     for row in rows:
         if row.remark:
             echo(f"{row.name}: {row.remark}")

@@ -25,9 +25,19 @@ from adapterswap.cli.options import (
     Share,
     Text,
     one_voice,
+    only_with,
     together,
 )
-from adapterswap.cli.printing import count_bar, echo, note, note_dry_run, note_output, print_json, print_table, working
+from adapterswap.cli.printing import (
+    count_bar,
+    echo,
+    note,
+    note_dry_run,
+    note_output,
+    print_json,
+    print_rows,
+    working,
+)
 from adapterswap.cli.signature import Options, declare
 from adapterswap.processes import is_first
 
@@ -87,23 +97,18 @@ def _settings(
         trust_task_code: Let the files in --include-path run their own Python code.
         sampling_seed: Seed for shots and sampling.
     """
+    settings = dict(locals())
     from adapterswap.evaluation import Settings
     from adapterswap.evaluation.settings import parsed_arguments
 
-    parsed: dict[str, Any] = {}
+    settings |= {"engine": engine or "transformers", "engine_args": parsed_arguments(engine_args), "gen_kwargs": {}}
     if gen_kwargs:
         from lm_eval.utils import simple_parse_args_string
 
         if not all(item.partition("=")[2] for item in gen_kwargs.split(",")):
             raise click.UsageError(f"--gen-kwargs must be key=value,key=value, not {gen_kwargs!r}.")
-        parsed = simple_parse_args_string(gen_kwargs)
-    return Settings(
-        num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks, gen_kwargs=parsed,
-        apply_chat_template=apply_chat_template, system_instruction=system_instruction, truncate=truncate,
-        language_fidelity=language_fidelity, include_path=include_path, trust_task_code=trust_task_code,
-        confirm_run_unsafe_code=confirm_run_unsafe_code, engine=engine or "transformers",
-        engine_args=parsed_arguments(engine_args), seed=sampling_seed,
-    )  # fmt: skip
+        settings["gen_kwargs"] = simple_parse_args_string(gen_kwargs)
+    return Settings(seed=settings.pop("sampling_seed"), **settings)
 
 
 @declare("evaluate")
@@ -147,12 +152,11 @@ def command(
     from adapterswap.model.loading import choose_device
 
     plan = _plan(base_model, adapter, recipe, request)
-    if plan is None and (max_rank is not None or max_error is not None):
-        raise click.UsageError("--max-rank and --max-error can only be used with a composition.")
+    only_with("a composition", plan, "max_rank", "max_error")
     if compare_engines:
         settings = replace(settings, engine="vllm")
-    if compare_engines and out_path is not None:
-        raise click.UsageError("--compare-engines writes no folder: leave out --out-path.")
+        if out_path is not None:
+            raise click.UsageError("--compare-engines writes no folder: leave out --out-path.")
     _phase("reading the tasks")
     with working("reading the tasks", shown=is_first()):
         prepared = prepare_evaluation(
@@ -217,11 +221,19 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
         from adapterswap.planning.describe import strip
 
         echo(*strip(prepared.plan).splitlines())
-    table = _table("task", "shots", "documents", "requests", "longest prompt", "room for output")
-    for task in previews:
-        numbers = (task.num_fewshot, task.num_docs, task.num_requests, task.longest)
-        table.add_row(task.name, *map(str, numbers), "" if task.room is None else str(task.room))
-    print_table(table)
+    heads = ("task", "shots", "documents", "requests", "longest prompt", "room for output")
+    rows = [
+        (
+            task.name,
+            task.num_fewshot,
+            task.num_docs,
+            task.num_requests,
+            task.longest,
+            "" if task.room is None else task.room,
+        )
+        for task in previews
+    ]
+    print_rows(*heads, rows=rows)
     echo("", f"The first prompt of {previews[0].name}:", "", *previews[0].prompt.split("\n"))
     for task in previews:
         if task.room is not None and task.max_gen_toks is not None and task.room < task.max_gen_toks:
@@ -235,28 +247,17 @@ def _compare(prepared: Evaluation, device: str, dtype: str, as_json: bool) -> No
     """Evaluate in both engines, and print a row for each score."""
     from adapterswap.evaluation.comparing import compare_engines
 
-    def tell(engine: str) -> None:
-        _phase(f"evaluating with {engine}")
-
-    rows = compare_engines(prepared, device=device, dtype=dtype, tell=tell)
+    rows = compare_engines(
+        prepared, device=device, dtype=dtype, tell=lambda engine: _phase(f"evaluating with {engine}")
+    )
     if as_json:
         print_json([row.as_json() for row in rows])
         return
-    table = _table("score", "n", "equal answers", "transformers", "vllm", "difference")
+    cells: list[list[Any]] = []
     for row in rows:
-        difference = f"{row.difference:+.3f}" + ("" if row.stderr is None else f" ± {row.stderr:.3f}")
-        means = f"{row.transformers:.3f}", f"{row.vllm:.3f}", difference
-        table.add_row(f"{row.task} {row.metric},{row.filter}", str(row.documents), str(row.equal), *means)
-    print_table(table)
-
-
-def _table(*columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    return table
+        means = f"{row.transformers:.3f}", f"{row.vllm:.3f}", _with_error(row.difference, row.stderr, "+")
+        cells.append([f"{row.task} {row.metric},{row.filter}", row.documents, row.equal, *means])
+    print_rows("score", "n", "equal answers", "transformers", "vllm", "difference", rows=cells)
 
 
 def _print(result: EvaluationResult) -> None:
@@ -266,15 +267,16 @@ def _print(result: EvaluationResult) -> None:
         tasks_by_scores.setdefault(tuple((score.metric, score.filter) for score in task.scores), []).append(task)
     for columns, tasks in tasks_by_scores.items():
         heads = [metric if name == "none" else f"{metric}\n{name}" for metric, name in columns]
-        table = _table("task", "shots", "n", *heads)
+        rows: list[list[Any]] = []
         for task in tasks:
-            shots = "differ" if task.num_fewshot is None else str(task.num_fewshot)
-            table.add_row(task.name, shots, str(task.num_docs), *map(_score_text, task.scores))
-        print_table(table)
+            shots = "differ" if task.num_fewshot is None else task.num_fewshot
+            scores = [_with_error(score.value, score.stderr) for score in task.scores]
+            rows.append([task.name, shots, task.num_docs, *scores])
+        print_rows("task", "shots", "n", *heads, rows=rows)
 
 
-def _score_text(score: Any) -> str:
-    return f"{score.value:.3f}" + ("" if score.stderr is None else f" ± {score.stderr:.3f}")
+def _with_error(value: float, stderr: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
 
 
 def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
-
+from adapterswap.cli.compose import truncating
 from adapterswap.cli.composition_options import Requested, plan_of
-from adapterswap.cli.options import Count, EntryPath, Expert, ExpertOrRecipe, Json, Share
-from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, progress_bar
+from adapterswap.cli.options import Count, EntryPath, Expert, ExpertOrRecipe, Json, Share, Writing, only_with
+from adapterswap.cli.printing import echo, human_bytes, note
 from adapterswap.cli.signature import declare
 from adapterswap.cli.summary import plan_as_json, print_errors_of_rank, print_plan
 
@@ -48,49 +47,39 @@ def command(
     from adapterswap.gguf.export import check_gguf, write_gguf
     from adapterswap.gguf.layout import prepare_gguf
     from adapterswap.writing.outputs import Form
-    from adapterswap.writing.reduction import must_reduce
 
-    if by is not None and not pieces:
-        raise click.UsageError("--by can only be used with --pieces.")
+    only_with("--pieces", pieces, "by")
     division = (by or "layer") if pieces else None
     form = Form(max_rank=max_rank, max_error=max_error)
     plan = plan_of(path, request, base_model=base_model)
     check_gguf(plan, out_path, pieces=division, overwrite=overwrite)
-    with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
-        prepared = prepare_gguf(plan, form, lambda name: advance())
+    with truncating(plan, form) as advance:
+        prepared = prepare_gguf(plan, form, advance)
     exported = write_gguf(prepared, out_path, outtype=outtype, pieces=division, overwrite=overwrite, dry_run=dry_run)
-    if as_json:
-        print_json(_as_json(prepared, exported, out_path, dry_run))
-    else:
-        _print(prepared, exported, out_path, dry_run)
+    result = Writing(out_path, overwrite, dry_run, as_json)
+    result.report(lambda: _as_json(prepared, exported), lambda: _print(prepared, exported))
 
 
-def _as_json(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
     return {
-        **plan_as_json(prepared.plan, out_path, dry_run=dry_run),
+        **plan_as_json(prepared.plan),
         "architecture": exported.architecture,
         "outtype": exported.outtype,
         "alpha": exported.alpha,
         "base_model": exported.base_model,
         "files": [
-            {
-                "name": file.path.name,
-                "layer": file.layer,
-                "kind": file.kind,
-                "layers": list(file.layers),
-                "modules": file.modules,
-                "bytes": file.nbytes,
-            }
+            {"name": file.path.name, "layer": file.layer, "kind": file.kind, "layers": list(file.layers),
+             "modules": file.modules, "bytes": file.nbytes}
             for file in exported.files
         ],
         "bytes": exported.nbytes,
         "modelfile": exported.modelfile(),
         "server_command": exported.server_command(),
         **prepared.measured,
-    }
+    }  # fmt: skip
 
 
-def _print(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: bool) -> None:
+def _print(prepared: PreparedGguf, exported: Exported) -> None:
     import shlex
 
     modules = sum(file.modules for file in exported.files)
@@ -108,4 +97,3 @@ def _print(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: b
     echo(shlex.join(exported.server_command()), "")
     if exported.base_model is not None:
         note(f"base.gguf is {exported.base_model}, converted by llama.cpp's convert_hf_to_gguf.py")
-    note_output(out_path, dry_run=dry_run)

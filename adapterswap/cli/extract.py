@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from adapterswap.cli.options import Device, Dtype, Expert, Json, Output, Pushed, Rank, Share
-from adapterswap.cli.printing import count_bar, note, note_output, print_json, print_table
+from adapterswap.cli.options import Device, Dtype, Expert, Rank, Result, Share
+from adapterswap.cli.printing import count_bar, note, print_rows
 from adapterswap.cli.signature import declare
 from adapterswap.model.layers import format_layers
 
@@ -28,12 +28,8 @@ def command(
     rank: Rank | None = None,
     dtype: Dtype | None = None,
     device: Device = "cpu",
-    out_path: Output,
     max_error: Share | None = None,
-    push: Pushed,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    as_json: Json = False,
+    result: Result,
 ) -> None:
     """Cut an adapter out of a full fine-tune.
 
@@ -58,34 +54,17 @@ def command(
         raise click.UsageError("Pass --rank, --max-error, or both.")
     with count_bar("extracting") as advance:
         extraction = extract(
-            full,
-            base_model,
-            out_path,
-            rank=rank,
-            max_error=max_error,
-            layers=layers,
-            modules=modules,
-            embeddings=embeddings,
-            dtype=dtype,
-            device=device,
-            overwrite=overwrite,
-            dry_run=dry_run,
+            full, base_model, result.out_path, rank=rank, max_error=max_error, layers=layers, modules=modules,
+            embeddings=embeddings, dtype=dtype, device=device, overwrite=result.overwrite, dry_run=result.dry_run,
             progress=advance,
-        )
-    if not dry_run:
-        push.upload(out_path)
-    if as_json:
-        print_json(_as_json(extraction, out_path, dry_run))
-    else:
-        _print(extraction, max_error, out_path, dry_run)
+        )  # fmt: skip
+    result.report(lambda: _as_json(extraction), lambda: _print(extraction, max_error))
 
 
-def _as_json(extraction: Extraction, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(extraction: Extraction) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
-        "out_path": out_path,
-        "written": not dry_run,
         "relative_error": extraction.error,
         "whole_relative_error": extraction.whole_error,
         "lost_share": extraction.lost_share,
@@ -95,17 +74,11 @@ def _as_json(extraction: Extraction, out_path: str, dry_run: bool) -> dict[str, 
     }
 
 
-def _print(extraction: Extraction, max_error: float | None, out_path: str, dry_run: bool) -> None:
-    from rich.table import Table
-
+def _print(extraction: Extraction, max_error: float | None) -> None:
     from adapterswap.tools.extraction import lost_lines
 
-    table = Table("module", "layers", "rank", box=None, header_style="bold")
-    for name in ("‖ΔW‖", "error", "largest"):
-        table.add_column(name, justify="right")
-    for cells in _rows(extraction):
-        table.add_row(*cells)
-    print_table(table)
+    heads = ("module", "layers", "rank", "‖ΔW‖", "error", "largest")
+    print_rows(*heads, rows=_rows(extraction), left=3)
     note(f"{len(extraction.modules)} modules: relative error of ΔW {extraction.error:.4f} over all of them")
     if extraction.lost:
         note(f"relative error {extraction.whole_error:.4f} over everything that the fine-tune changed")
@@ -121,7 +94,6 @@ def _print(extraction: Extraction, max_error: float | None, out_path: str, dry_r
             f"Warning: {worst.name} misses {worst.error:.2%} of its ΔW, because of --rank or the "
             "rounding of its factors. Raise --rank, or pass --dtype float32."
         )
-    note_output(out_path, dry_run=dry_run)
 
 
 def _rows(extraction: Extraction) -> list[tuple[str, ...]]:

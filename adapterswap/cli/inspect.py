@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.cli.options import Expert, Json
-from adapterswap.cli.printing import echo, human_bytes, print_json, print_table, rare_collections, working
+from adapterswap.cli.printing import echo, human_bytes, print_json, print_table, rare_collections, table, working
 from adapterswap.cli.signature import declare
 from adapterswap.model.layers import (
     format_depth,
@@ -18,6 +19,8 @@ from adapterswap.model.layers import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from adapterswap.experts.adapter import Adapter, FullModule, OpaqueModule
     from adapterswap.gguf.reading import GgufAdapter
     from adapterswap.model.checkpoints import Checkpoint, StoredTensor
@@ -63,8 +66,6 @@ def _print(inspection: Inspection) -> None:
 
 
 def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
-    from rich.table import Table
-
     config = adapter.config
     form = "rank-stabilized LoRA (s = α/√r)" if config.rslora else "plain LoRA (s = α/r)"
     form = form if adapter.modules and not adapter.opaque else config.title
@@ -78,15 +79,20 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     in_full = f", {' and '.join(trained)} with {full_parameters:,} parameters" if trained else ""
     total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
     echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
-    table = Table("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype", box=None, header_style="bold")
-    for cells in _rows(adapter):
-        table.add_row(*cells)
-    tables, has_stacks = [table] if adapter.modules else [], has_both_stacks(adapter.container)
-    if adapter.opaque:
-        tables.append(_tensor_table(config.title, adapter.opaque.values(), has_stacks=has_stacks))
-    for title, saved in (("trained in full", whole), ("trained tokens", [*adapter.tokens.values()])):
-        if saved:
-            tables.append(_tensor_table(title, saved, has_stacks=has_stacks))
+    has_stacks = has_both_stacks(adapter.container)
+    rows = [
+        (_within(m.name, m.layer, has_stacks), m.kind, m.layer, m.rank, f"{m.alpha:g}", f"{m.scale:.6g}",
+         f"{m.out_features} × {m.in_features}", m.dtype)
+        for m in adapter.modules.values()
+    ]  # fmt: skip
+    heads = ("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype")
+    tables = [_table(*heads, rows=rows)] if rows else []
+    groups: list[tuple[str, list[Any]]] = [
+        (config.title, [*adapter.opaque.values()]),
+        ("trained in full", whole),
+        ("trained tokens", [*adapter.tokens.values()]),
+    ]
+    tables += [_tensor_table(title, parts, has_stacks=has_stacks) for title, parts in groups if parts]
     print_table(*tables)
     if adapter.ignored:
         names = ", ".join(adapter.ignored)
@@ -94,21 +100,16 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
 
 
 def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
-    from rich.table import Table
-
     count = len(adapter.files)
     pieces = f" in {count} pieces" if count > 1 else f", the piece {name}" if (name := adapter.files[0].piece) else ""
     echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
     echo(f"{len(adapter.modules)} modules, {inspection.num_parameters:,} parameters, {human_bytes(inspection.nbytes)}")
-    grouped: dict[tuple[str, ...], list[int]] = {}
-    for module in adapter.modules.values():
-        name = module.name if module.layer is None else module.name.removeprefix(f"blk.{module.layer}.")
-        key = (name, module.kind, str(module.rank), f"{module.out_features} × {module.in_features}", module.dtype)
-        grouped.setdefault(key, []).extend([] if module.layer is None else [module.layer])
-    table = Table("module", "kind", "layers", "rank", "out × in", "dtype", box=None, header_style="bold")
-    for (name, kind, *rest), layers in grouped.items():
-        table.add_row(name, kind, format_layers(layers), *rest)
-    print_table(table)
+    rows = [
+        (m.name if m.layer is None else m.name.removeprefix(f"blk.{m.layer}."), m.kind, m.layer, m.rank,
+         f"{m.out_features} × {m.in_features}", m.dtype)
+        for m in adapter.modules.values()
+    ]  # fmt: skip
+    print_table(_table("module", "kind", "layers", "rank", "out × in", "dtype", rows=rows))
 
 
 def _print_model(inspection: Inspection, model: Checkpoint) -> None:
@@ -122,50 +123,31 @@ def _print_model(inspection: Inspection, model: Checkpoint) -> None:
     print_table(_tensor_table("tensor", parameters, has_stacks=has_both_stacks(model.container)))
 
 
-def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
-    """Modules that differ only by their layer share a row."""
-
-    has_stacks = has_both_stacks(adapter.container)
-    grouped: dict[tuple[str, ...], list[int]] = {}
-    for module in adapter.modules.values():
-        shape = f"{module.out_features} × {module.in_features}"
-        key = (
-            _within(module.name, module.layer, has_stacks),
-            module.kind,
-            str(module.rank),
-            f"{module.alpha:g}",
-            f"{module.scale:.6g}",
-            shape,
-            module.dtype,
-        )
-        grouped.setdefault(key, []).extend([] if module.layer is None else [module.layer])
-    return [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in grouped.items()]
+def _table(*heads: str, rows: Iterable[tuple[Any, ...]]) -> Table:
+    """A table of names, kinds, layers and the rest; those that differ only by their layer share a row."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for name, kind, layer, *rest in rows:
+        groups.setdefault((name, kind, *rest), []).extend([] if layer is None else [layer])
+    joined = [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in groups.items()]
+    return table(*heads, rows=joined, left=len(heads))
 
 
-def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, has_stacks: bool) -> Any:
-    """A table of whole tensors; those that differ only by their layer share a row."""
-    from rich.table import Table
-
+def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, has_stacks: bool) -> Table:
+    """A table of whole tensors, with the size of each row's together."""
     from adapterswap.model.checkpoints import StoredTensor
 
-    grouped: dict[tuple[str, ...], list[int]] = {}
-    sizes: dict[tuple[str, ...], int] = {}
+    rows: list[tuple[Any, ...]] = []
+    sizes: Counter[tuple[Any, ...]] = Counter()
     for part in parts:
-        tensors = (
-            {f"{part.name}.{name}": tensor for name, tensor in part.tensors.items()}
-            if not isinstance(part, StoredTensor)
-            else {part.name: part.tensor}
-        )
-        for name, tensor in tensors.items():
-            shape = " × ".join(map(str, tensor.shape)) or "–"
-            key: tuple[str, ...] = (_within(name, part.layer, has_stacks), part.kind, shape, tensor.dtype)
-            grouped.setdefault(key, []).extend([] if part.layer is None else [part.layer])
-            sizes[key] = sizes.get(key, 0) + tensor.nbytes
-    table = Table(title, "kind", "layers", "shape", "dtype", "size", box=None, header_style="bold")
-    for key, layers in grouped.items():
-        name, kind, *rest = key
-        table.add_row(name, kind, format_layers(layers), *rest, human_bytes(sizes[key]))
-    return table
+        tensors = {"": part.tensor} if isinstance(part, StoredTensor) else part.tensors
+        for last, tensor in tensors.items():
+            name = f"{part.name}.{last}".removesuffix(".")
+            key = (_within(name, part.layer, has_stacks), part.kind,
+                   " × ".join(map(str, tensor.shape)) or "–", tensor.dtype)  # fmt: skip
+            sizes[key] += tensor.nbytes
+            rows.append((*key[:2], part.layer, *key[2:]))
+    sized = [(*row, human_bytes(sizes[*row[:2], *row[3:]])) for row in rows]
+    return _table(title, "kind", "layers", "shape", "dtype", "size", rows=sized)
 
 
 def _within(name: str, layer: int | None, has_stacks: bool) -> str:

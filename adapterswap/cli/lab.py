@@ -9,7 +9,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from adapterswap.cli.options import Count, Json, Output
-from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table
+from adapterswap.cli.printing import (
+    echo,
+    is_quiet,
+    note,
+    note_dry_run,
+    note_output,
+    print_json,
+    print_line,
+    print_table,
+)
 from adapterswap.cli.signature import declare
 from adapterswap.progress import Progress, ProgressRow
 
@@ -79,7 +88,7 @@ def _print_plan(plan: LabPlan) -> None:
         "methods": ", ".join(plan.to_json()["methods"]),
     }
     for label, text in lines.items():
-        echo(f"{label:<12}{text}")
+        print_line(label, text)
     note_dry_run("trained")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from adapterswap.cli.composition_options import Requested, plan_of, recipe_dtype
-from adapterswap.cli.options import Device, Dtype, Expert, ExpertOrRecipe, Json, Output, Pushed
-from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar, working
+from adapterswap.cli.options import Device, Dtype, Expert, ExpertOrRecipe, Result, Writing
+from adapterswap.cli.printing import human_bytes, note, progress_bar, working
 from adapterswap.cli.signature import declare
 from adapterswap.cli.summary import plan_as_json, print_magnitudes, print_plan
 
@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_full_weights(
-    plan: Plan,
-    form: ModelForm,
-    out_path: str,
-    *,
-    base_model: str | None = None,
-    device: str = "cpu",
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
+    plan: Plan, form: ModelForm, result: Writing, *, base_model: str | None = None, device: str = "cpu"
 ) -> None:
     """Write a plan's full weights, unless it is a dry run, and print a summary."""
     from adapterswap.files.folders import check_inputs, check_target
@@ -33,26 +25,23 @@ def write_full_weights(
     from adapterswap.writing.adapter import COMPOSED
     from adapterswap.writing.weights import prepare_model, write_model
 
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before reading the experts
+    check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
     with working("preparing"):
         merged = prepare_model(plan, form, base_model)
-    if dry_run:
-        check_inputs(expand(out_path), merged.plan.inputs)  # now including the base's folder, as in a real run
+    if result.dry_run:
+        check_inputs(expand(result.out_path), merged.plan.inputs)  # now including the base's folder, as in a real run
     else:
         with progress_bar("merging", len(merged.plan.slots)) as advance:
-            write_model(merged, out_path, device=device, overwrite=overwrite, progress=advance)
-    if as_json:
-        print_json(_as_json(merged, out_path, dry_run))
-    else:
-        _print(merged, out_path, dry_run)
+            write_model(merged, result.out_path, device=device, overwrite=result.overwrite, progress=advance)
+    result.report(lambda: _as_json(merged), lambda: _print(merged))
 
 
-def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(merged: Merged) -> dict[str, Any]:
     from adapterswap.writing.weights import differing_tokenizers, tokenizer_source
 
     plan = merged.plan
     return {
-        **plan_as_json(plan, out_path, dry_run=dry_run),
+        **plan_as_json(plan),
         "base_model": str(plan.base.source) if plan.base else None,
         "tokenizer_from": tokenizer_source(plan),
         "other_tokenizers": differing_tokenizers(plan),
@@ -70,7 +59,7 @@ def _copied(merged: Merged) -> int:
     return sum(copied is not None and copied.tensor.dtype == dtype for copied, dtype in copied_tensors)
 
 
-def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
+def _print(merged: Merged) -> None:
     from adapterswap.writing.weights import config_source, differing_tokenizers, tokenizer_source
 
     plan = merged.plan
@@ -86,7 +75,6 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     for name in differing_tokenizers(plan):
         note(f"Warning: {name} has a different tokenizer.json; the result does not use it")
     print_magnitudes(merged.magnitudes, merged.kept_share)
-    note_output(out_path, dry_run=dry_run)
 
 
 @declare("merge")
@@ -99,11 +87,7 @@ def command(
     dtype: Dtype | None = None,
     dequantize: bool = False,
     max_shard_size: Annotated[str, "SIZE"] | None = None,
-    out_path: Output,
-    push: Pushed,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    as_json: Json = False,
+    result: Result,
 ) -> None:
     """Merge an adapter or a composition into full weights.
 
@@ -120,9 +104,5 @@ def command(
     from adapterswap.writing.streaming import ModelForm
 
     form = ModelForm(max_shard_size, recipe_dtype(path, dtype), dequantize or None)
-    write_full_weights(
-        plan_of(path, request, base_model=base_model), form, out_path, base_model=base_model,
-        device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json,
-    )  # fmt: skip
-    if not dry_run:
-        push.upload(out_path)
+    plan = plan_of(path, request, base_model=base_model)
+    write_full_weights(plan, form, result, base_model=base_model, device=device)

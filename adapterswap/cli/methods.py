@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from adapterswap.cli.composition_options import MethodName, parameter_text
 from adapterswap.cli.options import Json
-from adapterswap.cli.printing import echo, print_json, print_table
+from adapterswap.cli.printing import echo, print_json, print_rows
 from adapterswap.cli.signature import declare
 from adapterswap.methods.method import Method, flag_of
 from adapterswap.methods.registry import BUILT_IN, all_methods, find_method, in_adapters
@@ -63,13 +63,11 @@ def _print(method: Method) -> None:
 
 
 def _print_all(methods: dict[str, Method]) -> None:
-    from rich.table import Table
-
-    table = Table("method", "in an adapter", "parameters", "reference", box=None, header_style="bold")
-    for name, method in methods.items():
-        parameters = ", ".join(parameter.name for parameter in method.parameters)
-        table.add_row(name, in_adapters(method), parameters or "–", method.reference)
-    print_table(table)
+    rows = [
+        (name, in_adapters(method), ", ".join(p.name for p in method.parameters) or "–", method.reference)
+        for name, method in methods.items()
+    ]
+    print_rows("method", "in an adapter", "parameters", "reference", rows=rows, left=4)
     echo("")
     for name, method in methods.items():
         echo(f"{name}: {method.formula}")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import click
+from click.core import ParameterSource
 
-from adapterswap.cli.printing import note, working
+from adapterswap.cli.printing import note, note_output, print_json, working
 from adapterswap.cli.signature import Options
 from adapterswap.errors import AdapterswapError
 from adapterswap.processes import Processes, count_processes, first_to_report, joined, leave
@@ -153,13 +154,32 @@ def name_and_path(option: str) -> tuple[str, str]:
     return name, path
 
 
+def only_with(needed: str, passed: object, *names: str) -> None:
+    """Refuse options that were passed without another one that they need.
+
+    Args:
+        needed: the other one, as `-h` shows it.
+        passed: whether it was passed.
+        names: the parameters that need it.
+    """
+    context = click.get_current_context()
+    options = {param.name: [max(param.opts, key=len), *param.secondary_opts] for param in context.command.params}
+    used = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if used and not passed:
+        flags = " and ".join("/".join(options[name]) for name in used)
+        raise click.UsageError(f"{flags} can only be used with {needed}.")
+
+
+def with_short(overrides: Iterable[str], short: Mapping[str, Any]) -> list[str]:
+    """The values of --set, and those of the options that are short for it, as `KEY=VALUE`."""
+    return [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
+
+
 class Push(NamedTuple):
     """Where to upload what a command writes; `repo` is None if nothing is uploaded."""
 
     repo: str | None
-    private: bool | None
-    revision: str | None
-    commit_message: str | None
+    settings: dict[str, Any]
 
     @classmethod
     def of(
@@ -178,16 +198,13 @@ class Push(NamedTuple):
             revision: Branch to upload to; created if it does not exist.
             commit_message: Commit message of the upload.
         """
-        push = cls(push_to_hub, private, revision, commit_message)
-        if push.repo is None:
-            flags = ("--private/--public", "--revision", "--commit-message")
-            if unused_flags := [flag for flag, value in zip(flags, push[1:], strict=True) if value is not None]:
-                raise click.UsageError(f"{' and '.join(unused_flags)} can only be used with --push-to-hub.")
-        else:
+        settings = {"private": private, "revision": revision, "commit_message": commit_message}
+        if push_to_hub is not None:
             from adapterswap.model.sources import check_repository
 
-            check_repository(push.repo)
-        return push
+            check_repository(push_to_hub)
+        only_with("--push-to-hub", push_to_hub is not None, *settings)
+        return cls(push_to_hub, settings)
 
     def upload(self, folder: str | Path) -> None:
         """Upload the folder, if --push-to-hub was passed, and print its address."""
@@ -196,13 +213,41 @@ class Push(NamedTuple):
         from adapterswap.model.sources import publish
 
         with working("uploading"):
-            url = publish(
-                folder, self.repo, private=self.private, revision=self.revision, commit_message=self.commit_message
-            )
+            url = publish(folder, self.repo, **self.settings)
         note(f"uploaded: {url}")
 
 
 Pushed = Annotated[Push, Options(Push.of)]
+
+
+class Writing(NamedTuple):
+    """What a command that writes a folder or a file does with its result."""
+
+    out_path: str
+    overwrite: bool
+    dry_run: bool
+    as_json: bool
+    push: Push | None = None
+
+    @classmethod
+    def of(
+        cls, *, out_path: Output, push: Pushed, overwrite: bool = False, dry_run: bool = False, as_json: Json = False
+    ) -> Writing:
+        """The options of commands that write an adapter or a model."""
+        return cls(out_path, overwrite, dry_run, as_json, push)
+
+    def report(self, content: Callable[[], Mapping[str, Any]], show: Callable[[], None]) -> None:
+        """Upload what was written, then print `content` as JSON, or let `show` print it."""
+        if self.push is not None and not self.dry_run:
+            self.push.upload(self.out_path)
+        if self.as_json:
+            print_json({"out_path": self.out_path, "written": not self.dry_run, **content()})
+        else:
+            show()
+            note_output(self.out_path, dry_run=self.dry_run)
+
+
+Result = Annotated[Writing, Options(Writing.of)]
 
 _GRACE = 30  # seconds
 

@@ -22,6 +22,8 @@ from adapterswap.progress import Progress, ProgressRow
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.table import Table
+
 _PARAMETER = re.compile(r"`(?P<name>[a-z]\w*)(=(?P<value>[^`]*))?`")
 _ENTRY = re.compile(r"\{'(?P<key>[^']*)': (?P<value>.*)\}")  # the value of an option that is repeated: NAME=VALUE
 
@@ -149,13 +151,36 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
 
 
-def print_table(*tables: Any, width: int = 120) -> None:
-    """Print rich tables to stdout: as wide as the terminal, or `width` characters without one."""
+def table(*heads: str, rows: Iterable[Iterable[Any]], left: int = 1, title: str | None = None) -> Table:
+    """A table for `print_table`: its first `left` columns hold words, the others numbers."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, header_style="bold", title=title, title_justify="left")
+    for place, head in enumerate(heads):
+        made.add_column(head, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(str(cell)) for cell in row))
+    return made
+
+
+def print_table(*tables: Table, width: int = 120) -> None:
+    """Print tables to stdout: as wide as the terminal, or `width` characters without one."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else width)
-    for table in tables:
-        console.print(table)
+    for shown in tables:
+        console.print(shown)
+
+
+def print_rows(*heads: str, rows: Iterable[Iterable[Any]], left: int = 1, title: str | None = None) -> None:
+    """Print one table; see `table`."""
+    print_table(table(*heads, rows=rows, left=left, title=title))
+
+
+def print_line(label: str, text: str) -> None:
+    """Print a text in a column beside its label."""
+    echo(f"{label:<12}{text}")
 
 
 @contextmanager

@@ -111,30 +111,26 @@ def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_j
     """
     from dataclasses import asdict
 
-    from adapterswap.errors import AdapterswapError, FieldError, Problems
+    from adapterswap.errors import AdapterswapError, Problem
     from adapterswap.files.yaml import find_recipe
     from adapterswap.recipes import check_recipe
 
-    problems = Problems(FieldError)
     checked: list[dict[str, Any]] = []
+    mistakes: list[Problem] = []
     for file in files:
+        kind, found = None, tuple[Problem, ...]()
         try:
-            checked.append({"path": file, "kind": check_recipe(find_recipe(file)), "problems": []})
+            kind = check_recipe(find_recipe(file))
         except AdapterswapError as error:
-            checked.append(
-                {
-                    "path": file,
-                    "kind": None,
-                    "problems": [asdict(problem) | {"kind": problem.kind.__name__} for problem in error.problems],
-                }
-            )
-            with problems.collect():
-                raise
+            found = error.problems
+        problems = [asdict(problem) | {"kind": problem.kind.__name__} for problem in found]
+        checked.append({"path": file, "kind": kind, "problems": problems})
+        mistakes += found
     if as_json:
         print_json(checked)
     else:
         for recipe in checked:
             echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
-        print_errors(problems.as_error().problems if problems else ())
-    if problems:
+        print_errors(mistakes)
+    if mistakes:
         sys.exit(1)

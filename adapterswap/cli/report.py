@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from adapterswap.cli.options import Folder, Json, Output, Text
-from adapterswap.cli.printing import echo, note, note_output, print_json, print_table, working
+from adapterswap.cli.printing import echo, note, note_output, print_json, print_table, table, working
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def command(
         )
     if dry_run:
         check_targets([expand(run) for run in runs], target, figures, overwrite=overwrite)
-    table = TableStyle(list(rows) or None, _names(columns), percent, label, caption, wide)
+    style = TableStyle(list(rows) or None, _names(columns), percent, label, caption, wide)
     with working("reading the run" if len(runs) == 1 else "reading the runs"):
         results = report(
             runs, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
-            seed=seed, figures=None if dry_run else figures, column_width=column_width, table=table,
+            seed=seed, figures=None if dry_run else figures, column_width=column_width, table=style,
             overwrite=overwrite,
         )  # fmt: skip
     if as_json:
@@ -122,8 +122,8 @@ def _print(report: Report) -> None:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     left_out: dict[str, None] = {}
     for target in report.targets:
-        table, names = _table(report, target, width)
-        print_table(table, width=_WIDTH)
+        shown, names = _table(report, target, width)
+        print_table(shown, width=_WIDTH)
         left_out |= dict.fromkeys(names)
     if left_out:
         note(f"Too wide for {width} characters: {', '.join(left_out)}; see tables.csv")
@@ -158,8 +158,6 @@ def _print(report: Report) -> None:
 def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]]:
     """A target's table with the columns that fit, and the heads of the others; the least important go first."""
     from rich.cells import cell_len
-    from rich.table import Table
-    from rich.text import Text
 
     reduced = any(row.relative_error is not None for row in target.rows)
     extra = {
@@ -180,15 +178,8 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
             break
         left_out.append(columns[place][0])
         columns[place] = []
-    shown = [column for column in columns if column]
-    table = Table(
-        title=f"{target.task}, {target.report} documents", title_justify="left", box=None, header_style="bold"
-    )
-    for place, (head, *_) in enumerate(shown):
-        table.add_column(head, justify="right" if place else "left", overflow="fold")
-    for cells in zip(*(column[1:] for column in shown), strict=True):
-        table.add_row(*map(Text, cells))
-    return table, left_out
+    heads, *rows = zip(*filter(None, columns), strict=True)
+    return table(*heads, rows=rows, title=f"{target.task}, {target.report} documents"), left_out
 
 
 def _cells(row: MethodRow) -> list[str]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from adapterswap.cli.options import Count, Expert, Folder, Json, Place
+from adapterswap.cli.options import Count, Expert, Folder, Json, Place, only_with
 from adapterswap.cli.printing import echo, human_bytes, note, note_dry_run, print_json, working
 from adapterswap.cli.signature import Command, declare
 from adapterswap.dependencies import require
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from adapterswap.experts.adapter import Adapter
     from adapterswap.serving import NamedComposer
+    from adapterswap.serving.llama_cpp import LlamaLaunch
+    from adapterswap.serving.pieces import PieceComposer
     from adapterswap.serving.vllm import Launch
 
 
@@ -71,32 +75,35 @@ def command(
         max_request_mb: llama.cpp: megabytes of the largest request that is read.  [default: 1]
         dry_run: Check everything, print the command, start nothing.
     """
-    if engine == "llama.cpp":
-        if gguf is None:
-            raise click.UsageError("--engine llama.cpp requires --gguf, the base model as a GGUF file.")
-        from adapterswap.cli.serve_llama import serve_with_llama
+    is_llama = engine == "llama.cpp"
+    only_with("--engine llama.cpp", is_llama, "gguf", "llama_server", "outtype", "max_request_mb")
+    if is_llama and gguf is None:
+        raise click.UsageError("--engine llama.cpp requires --gguf, the base model as a GGUF file.")
+    from adapterswap.serving import Cache, read_manifest
+    from adapterswap.serving.cache import default_cache
 
-        serve_with_llama(
-            base_model, experts_path, cache, gguf, llama_server, outtype or "f32", max_request_mb or 1,
-            engine_args, dry_run=dry_run, as_json=as_json,
-        )  # fmt: skip
+    if not (dry_run or is_llama):
+        require("vllm")
+    manifest, store = read_manifest(experts_path), Cache(cache or default_cache())
+    if gguf is not None:
+        from adapterswap.serving.llama_cpp import plan_llama, serve_llama
+        from adapterswap.serving.pieces import PieceComposer
+
+        pieces = PieceComposer(manifest, base_model, store, outtype or "f32")
+        llama = plan_llama(pieces, gguf, engine_args, llama_server, max_request_mb or 1)
+        for name in manifest.allow or ():
+            pieces.scales(name)  # an allowed name must not fail later
+        _show_llama(llama, pieces, dry_run=dry_run, as_json=as_json)
+        if not dry_run:
+            serve_llama(llama, pieces)
         return
-    if gguf or llama_server or outtype or max_request_mb:
-        raise click.UsageError(
-            "--gguf, --llama-server, --outtype and --max-request-mb can only be used with --engine llama.cpp."
-        )
     import os
-    import sys
 
     from adapterswap.errors import ExpertError, Problems
-    from adapterswap.serving import Cache, NamedComposer, read_manifest
-    from adapterswap.serving.cache import content_hash, default_cache
+    from adapterswap.serving import NamedComposer
+    from adapterswap.serving.cache import content_hash
     from adapterswap.serving.vllm import plan_launch
 
-    if not dry_run:
-        require("vllm")
-    manifest = read_manifest(experts_path)
-    store = Cache(cache or default_cache())
     composer = NamedComposer(manifest, base_model, store, None)
     problems, experts = Problems(ExpertError), {}
     for name in manifest.experts:
@@ -104,12 +111,8 @@ def command(
             experts[name] = composer.open(name)
     problems.raise_if_any()
     launch = plan_launch(composer, experts, experts_path, engine_args)
-    if as_json:
-        print_json(_as_json(launch, composer, experts, dry_run))
-    else:
-        _print(launch, composer, experts)
+    _show_vllm(launch, composer, experts, dry_run=dry_run, as_json=as_json)
     if dry_run:
-        note_dry_run("started")
         return
     store.collect(manifest.max_compositions)
     with working("hashing the experts"):
@@ -119,55 +122,81 @@ def command(
     os.execve(launch.command[0], launch.command, {**os.environ, **launch.env})
 
 
-def _as_json(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter], dry_run: bool) -> dict[str, Any]:
-    return {
-        "started": not dry_run,
-        "command": list(launch.command),
+def _show_vllm(
+    launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter], *, dry_run: bool, as_json: bool
+) -> None:
+    limit = composer.manifest.max_compositions
+    facts = {
         "environment": dict(launch.env),
-        "url": launch.url,
         "base": {"name": launch.served_name, "num_layers": composer.num_layers},
-        "experts": {name: {"source": str(adapter.source), "rank": _rank(adapter)} for name, adapter in experts.items()},
-        "allow": list(composer.manifest.allow) if composer.manifest.allow is not None else None,
-        "max_compositions": composer.manifest.max_compositions,
+        "max_compositions": limit,
         "max_lora_rank": launch.max_lora_rank,
         "max_loras": launch.max_loras,
-        "cache": str(composer.cache.root),
-        "curl": _curl(launch, _example(composer)),
     }
+    remarks = [
+        f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch",
+        "The environment and the command, and a request to send once it prints ready:",
+    ]
+    variables = [f"{name}={shlex.join([value])} " for name, value in launch.env.items()]
+    ranks = {name: max(module.rank for module in adapter.modules.values()) for name, adapter in experts.items()}
+    _show(
+        launch, composer, experts, facts, remarks, f"at most {limit} compositions", ranks=ranks,
+        before="".join(variables), dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
 
 
-def _print(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter]) -> None:
-    from shlex import join
+def _show_llama(launch: LlamaLaunch, composer: PieceComposer, *, dry_run: bool, as_json: bool) -> None:
+    from adapterswap.serving.llama_engine import KEY
 
+    base = {"name": launch.base_name, "num_layers": composer.num_layers, "architecture": composer.architecture}
+    _show(
+        launch, composer, {name: composer.open(name) for name in composer.manifest.experts},
+        {"base": base, "pieces": len(composer.pieces)},
+        ["The llama.cpp command (clients cannot reach it directly), and a request to send once it prints ready:"],
+        f"{len(composer.pieces)} files of layers", key=f' -H "Authorization: Bearer ${KEY}"' if launch.keys else "",
+        dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
+
+
+def _show(
+    launch: Launch | LlamaLaunch, composer: NamedComposer, experts: Mapping[str, Adapter], facts: dict[str, Any],
+    remarks: Sequence[str], kept: str, *, ranks: Mapping[str, int] | None = None, before: str = "", key: str = "",
+    dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Print what will be served, the command of the engine, and a request.
+
+    Args:
+        launch, composer, experts: of either engine.
+        facts: the engine's own keys of the JSON.
+        remarks: lines before the command.
+        kept: what the cache keeps.
+        ranks: the experts' ranks, if they matter.
+        before: the command's environment.
+        key: the request's header with a key.
+    """
     from adapterswap.serving.vllm import other_bases
 
-    for name, adapter in experts.items():
-        note(f"{name}: {adapter.source}, rank {_rank(adapter)}, {human_bytes(adapter.file.size)}")
-    for line in other_bases(experts, composer.base_model):
-        note(f"Warning: {line}")
-    manifest = composer.manifest
-    if manifest.skipped:
-        note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
-    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
-    note(f"served: {served}; at most {manifest.max_compositions} compositions, kept in {composer.cache.root}")
-    note(f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch")
-    note("The environment and the command, and a request to send once it prints ready:")
-    echo(" ".join(f"{name}={join([value])}" for name, value in launch.env.items()) + " " + join(launch.command))
-    echo(_curl(launch, _example(composer)))
-
-
-def _rank(adapter: Adapter) -> int:
-    return max(module.rank for module in adapter.modules.values())
-
-
-def _example(composer: NamedComposer) -> str:
-    """A composition that can be requested."""
-    manifest = composer.manifest
-    if manifest.allow is not None:
-        return manifest.allow[0]
-    return "+".join(list(manifest.experts)[:2])
-
-
-def _curl(launch: Launch, name: str) -> str:
-    body = f'{{"model": "{name}", "prompt": "Once", "max_tokens": 16}}'
-    return f"curl {launch.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    manifest, cache = composer.manifest, composer.cache.root
+    example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
+    body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
+    curl = f"curl {launch.url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    ranked = {name: {"rank": rank} for name, rank in (ranks or {}).items()}
+    if as_json:
+        listed = {name: {"source": str(one.source), **ranked.get(name, {})} for name, one in experts.items()}
+        allow = None if manifest.allow is None else list(manifest.allow)
+        content = {"started": not dry_run, "command": list(launch.command), "url": launch.url, **facts}
+        print_json({**content, "experts": listed, "allow": allow, "cache": str(cache), "curl": curl})
+    else:
+        for name, adapter in experts.items():
+            rank = f"rank {ranks[name]}, " if ranks else ""
+            note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
+        for line in other_bases(experts, composer.base_model):
+            note(f"Warning: {line}")
+        if manifest.skipped:
+            note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
+        served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
+        for remark in (f"served: {served}; {kept}, kept in {cache}", *remarks):
+            note(remark)
+        echo(before + shlex.join(launch.command), curl)
+    if dry_run:
+        note_dry_run("started")

@@ -11,7 +11,8 @@
 Positional parameters are arguments, the others options. A type says what a value may be: `bool` is a flag, `Literal` a
 choice, `tuple[str, ...]` an option that can be repeated. `Annotated` adds click's own type, flags (texts that begin
 with a dash), or the word that help shows for the value. `Options(make)` stands for all parameters of `make`, and the
-command receives what it returns. A dry run needs no --out-path: it says what would happen in a new folder `out`.
+command receives what it returns; its own `Args:` may explain them anew. A dry run needs no --out-path: it says what
+would happen in a new folder `out`.
 
 The functions are the commands', not the library's: help must not import numpy or pydantic, a library's docstring
 speaks of Python values, and most commands print what their function returns.
@@ -25,7 +26,7 @@ import os
 import re
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import click
@@ -47,7 +48,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "by", "overwrite", "dry_run", "as_json",
     ),
     "Hub": ("push_to_hub", "private", "revision", "commit_message"),
-    "General": ("quiet", "verbose"),
+    "General": ("quiet", "verbose", "help"),
 }  # fmt: skip
 _FEW = 9  # options that need no groups
 # The help of options that several commands have, unless their own `Args:` say more.
@@ -114,12 +115,12 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
         homes = {name: title for title, names in GROUPS.items() for name in names}
-        for param in self.get_params(ctx):
+        places = {name: place for place, name in enumerate(homes)}
+        for param in sorted(self.get_params(ctx), key=lambda param: places.get(param.name or "", -1)):
             if isinstance(param, click.Option) and getattr(param, "listed", True):
-                title = "General" if "--help" in param.opts else homes.get(param.name or "", "Options")
-                groups[title] += filter(None, [param.get_help_record(ctx)])
+                groups[homes.get(param.name or "", "Options")] += filter(None, [param.get_help_record(ctx)])
         if sum(map(len, groups.values())) <= _FEW:
-            groups = {"Options": [record for records in groups.values() for record in records]}
+            groups = {"Options": [*itertools.chain(*groups.values())]}
         for title, records in groups.items():
             if records:
                 with formatter.section(title):
@@ -132,15 +133,7 @@ def declare(
     """Turn a function into a command, as this module's docstring describes; with `group`, into one of its commands."""
 
     def make(function: Callable[..., None]) -> click.Command:
-        made = list(_parameters(function))
-        bundles = {p.name: p for p in made if isinstance(p, _Bundle)}
-
-        def call(**values: Any) -> None:
-            for name, bundle in bundles.items():
-                values[name] = bundle.make(**{key: values.pop(key) for key in bundle.names})
-            function(**values)
-
-        params = [p for part in made for p in (part.params if isinstance(part, _Bundle) else [part])]
+        params, call = _parameters(function, {})
         built = cls(name, params=params, callback=call, help=_without_args(function), context_settings=_CONTEXT)
         if group is not None:
             group.add_command(built)
@@ -150,16 +143,6 @@ def declare(
 
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
-class _Bundle(NamedTuple):
-    name: str
-    make: Callable[..., Any]
-    params: list[click.Parameter]
-
-    @property
-    def names(self) -> list[str]:
-        return [param.name or "" for param in self.params]
 
 
 class _Form(NamedTuple):
@@ -195,28 +178,40 @@ def _form(hint: Any) -> _Form:
     )
 
 
-def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter | _Bundle]:
-    hints, texts = get_type_hints(function, include_extras=True), _args(function)
+def _parameters(
+    function: Callable[..., Any], texts: Mapping[str, str]
+) -> tuple[list[click.Parameter], Callable[..., Any]]:
+    """A function's parameters, and what calls it with their values; `texts` go before its own `Args:`."""
+    hints, texts = get_type_hints(function, include_extras=True), {**_args(function), **texts}
+    params: list[click.Parameter] = []
+    bundles: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         form = _form(hints[name])
-        is_argument = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         required = parameter.default is parameter.empty
         # click takes a default of None for a value, so a required parameter must have none at all.
         default = {} if required or form.multiple else {"default": parameter.default}
         if form.options is not None:
-            bundled = [part for part in _parameters(form.options.make) if isinstance(part, click.Parameter)]
-            yield _Bundle(name, form.options.make, [*bundled, *form.options.more])
-        elif is_argument:
-            yield click.Argument(
+            inner, make = _parameters(form.options.make, texts)
+            inner += form.options.more
+            bundles[name] = make, [param.name or "" for param in inner]
+            params += inner
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            params.append(click.Argument(
                 [name], type=_type(form), nargs=-1 if form.multiple else 1,
                 metavar=form.metavar if form.multiple else None,
                 required=required, **default,
-            )  # fmt: skip
+            ))  # fmt: skip
         else:
-            text = texts.get(name, _HELP.get(name, ""))
-            yield _option(name, form, default, text, required=required)
+            params.append(_option(name, form, default, texts.get(name, _HELP.get(name, "")), required=required))
+
+    def call(**values: Any) -> Any:
+        for name, (make, names) in bundles.items():
+            values[name] = make(**{key: values.pop(key) for key in names})
+        return function(**values)
+
+    return params, call
 
 
 def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, required: bool) -> Option:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from adapterswap.cli.options import Count, Expert, Json, Output, Pushed
-from adapterswap.cli.printing import echo, human_bytes, note, note_output, print_json, rare_collections, working
+from adapterswap.cli.options import Count, Expert, Result
+from adapterswap.cli.printing import echo, human_bytes, note, rare_collections, working
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
@@ -21,11 +21,7 @@ def command(
     stack: Literal["encoder", "decoder"] | None = None,
     num_layers: Annotated[Count, "L"] | None = None,
     base_model: Expert | None = None,
-    out_path: Output,
-    push: Pushed,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    as_json: Json = False,
+    result: Result,
 ) -> None:
     """Cut an expert to some layers: a shell or a core.
 
@@ -49,28 +45,26 @@ def command(
     plan = slice_layers(adapter, layers, stack=stack, num_layers=num_layers, base_model=base_model)
     with working("reading the expert"):
         prepared = prepare(plan, Form())
-    if dry_run:
-        check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
+    if result.dry_run:
+        check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
     else:
         with working("writing"):
-            write_prepared(prepared, out_path, overwrite=overwrite)
-        push.upload(out_path)
-    adapted = sum(bool(slot.terms) for slot in plan.modules.values())
-    share = prepared.layout.nbytes / _loaded_bytes(adapter)
-    summary = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": adapted}
-    summary |= {"stack": stack} if stack else {}
-    summary |= {"of_modules": len(plan.modules), "bytes": prepared.layout.nbytes, "share": share}
-    if as_json:
-        print_json(summary)
-        return
-    of_stack, depth = f"{stack} " if stack else "", format_depth(plan.num_layers)
-    echo(
-        f"{of_stack}layers {plan.rules[0].layers} of {depth}: {adapted} of {len(plan.modules)} modules, "
-        f"{human_bytes(prepared.layout.nbytes)}, {share:.0%} of the whole expert"
-    )
-    for remark in plan.notes:
-        note(remark)
-    note_output(out_path, dry_run=dry_run)
+            write_prepared(prepared, result.out_path, overwrite=result.overwrite)
+    adapted, kept = sum(bool(slot.terms) for slot in plan.modules.values()), plan.rules[0].layers
+    nbytes, share = prepared.layout.nbytes, prepared.layout.nbytes / _loaded_bytes(adapter)
+    content: dict[str, Any] = {"layers": kept, "modules": adapted, **({"stack": stack} if stack else {})}
+    content |= {"of_modules": len(plan.modules), "bytes": nbytes, "share": share}
+
+    def show() -> None:
+        of_stack, depth = f"{stack} " if stack else "", format_depth(plan.num_layers)
+        echo(
+            f"{of_stack}layers {kept} of {depth}: {adapted} of {len(plan.modules)} modules, {human_bytes(nbytes)}, "
+            f"{share:.0%} of the whole expert"
+        )
+        for remark in plan.notes:
+            note(remark)
+
+    result.report(lambda: content, show)
 
 
 def _loaded_bytes(adapter: Adapter) -> int:

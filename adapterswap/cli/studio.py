@@ -6,7 +6,7 @@ from typing import Annotated
 
 import click
 
-from adapterswap.cli.options import BaseDtype, Device, Expert, Folder, Place
+from adapterswap.cli.options import BaseDtype, Device, Expert, Folder, Place, only_with
 from adapterswap.cli.printing import echo, note, note_dry_run, working
 from adapterswap.cli.signature import declare
 from adapterswap.dependencies import require
@@ -46,8 +46,7 @@ def command(
         raise click.UsageError("Pass either --base-model and --experts, or --lab.")
     if lab is None and (base_model is None or experts_path is None):
         raise click.UsageError("Pass --base-model and --experts together.")
-    if lab is None and lab_seed is not None:
-        raise click.UsageError("--lab-seed can only be used with --lab.")
+    only_with("--lab", lab, "lab_seed")
     from adapterswap.studio.serving import serve_page
     from adapterswap.studio.workspace import open_lab, open_workspace
 
@@ -58,9 +57,7 @@ def command(
         else:
             assert base_model is not None
             assert experts_path is not None
-            workspace = open_workspace(
-                base_model, experts_path, device=device, dtype=dtype, allow_paths=allow_paths
-            )  # fmt: skip
+            workspace = open_workspace(base_model, experts_path, device=device, dtype=dtype, allow_paths=allow_paths)
     for name, fault in {**workspace.faults, **workspace.not_live}.items():
         note(f"Warning: {name}: {fault}")
     note(f"{workspace.base_model}: {workspace.num_layers} layers; experts: {', '.join(workspace.experts)}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import shlex
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
 from adapterswap.cli.composition_options import named_experts
-from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Place
-from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_table, progress_bar
+from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Place, only_with
+from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
 from adapterswap.cli.signature import declare
 from adapterswap.methods.method import flag_of
 
@@ -63,25 +64,36 @@ def command(
         out_path: Write the proposal as a recipe for compose.
         dry_run: Check everything, but measure nothing.
     """
+    base = ["--base-model", base_model] if base_model else []
     if experts:
         if task_expert or language_expert or task_texts or language_texts or form:
             raise click.UsageError("--expert cannot be combined with -t, -l, texts or --form.")
-        _owners(
-            named_experts(experts), base_model, num_layers, per or "layer", margin, tie, out_path, overwrite=overwrite,
-            dry_run=dry_run, as_json=as_json,
+        from adapterswap.analysis.dominance import suggest_owners
+
+        named = named_experts(experts)
+        if not dry_run:
+            note("measuring the experts' weights")
+        proposal = suggest_owners(
+            named, base_model=base_model, num_layers=num_layers, per=per or "layer", margin=margin, tie=tie,
+            out_path=out_path, overwrite=overwrite, dry_run=dry_run, bars=progress_bar,
         )  # fmt: skip
+        if proposal is None:
+            print_json({"dry_run": True, "experts": list(named)}) if as_json else echo(" and ".join(named))
+            note_dry_run("measured")
+            return
+        print_json(proposal.as_json()) if as_json else _print_owners(proposal, named, base)
+        if out_path is not None:
+            note_output(out_path)
         return
     if task_expert is None or language_expert is None:
         raise click.UsageError("Pass --task-expert and --language-expert, or --expert at least twice.")
-    if per is not None or margin is not None or tie is not None:
-        raise click.UsageError("--per, --margin and --tie can only be used with --expert.")
-    form = form or "zones"
-    from adapterswap.analysis.suggesting import prepare, suggest
-
+    only_with("--expert", experts, "per", "margin", "tie")
     if (task_texts is None) != (language_texts is None):
         raise click.UsageError("Pass both --task-texts and --language-texts, or neither.")
     if task_texts is not None and base_model is None:
         raise click.UsageError("Texts require --base-model, which reads them.")
+    from adapterswap.analysis.suggesting import prepare, suggest
+
     if dry_run:
         files = {"task": task_texts, "language": language_texts}
         prepared = prepare(
@@ -92,13 +104,12 @@ def command(
     note("measuring the experts' weights" if task_texts is None else "measuring the experts on texts")
     suggestion = suggest(
         task_expert, language_expert, base_model=base_model, num_layers=num_layers, task_texts=task_texts,
-        language_texts=language_texts, limit=limit, form=form, device=device, out_path=out_path, overwrite=overwrite,
-        bars=progress_bar,
+        language_texts=language_texts, limit=limit, form=form or "zones", device=device, out_path=out_path,
+        overwrite=overwrite, bars=progress_bar,
     )  # fmt: skip
     if as_json:
         print_json(suggestion.as_json())
     else:
-        base = ["--base-model", base_model] if base_model else []
         _print(suggestion, ["adapterswap", "compose", "-t", task_expert, "-l", language_expert, *base])
     if out_path is not None:
         note_output(out_path)
@@ -106,54 +117,15 @@ def command(
         note("pass -o recipe.yaml to write a recipe for adapterswap compose")
 
 
-def _owners(
-    experts: dict[str, str],
-    base_model: str | None,
-    num_layers: int | None,
-    per: Any,
-    margin: float | None,
-    tie: float | None,
-    out_path: str | None,
-    *,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    """Propose owners for any number of experts."""
-    from adapterswap.analysis.dominance import suggest_owners
-
-    if not dry_run:
-        note("measuring the experts' weights")
-    proposal = suggest_owners(
-        experts, base_model=base_model, num_layers=num_layers, per=per, margin=margin, tie=tie, out_path=out_path,
-        overwrite=overwrite, dry_run=dry_run, bars=progress_bar,
-    )  # fmt: skip
-    if proposal is None:
-        print_json({"dry_run": True, "experts": list(experts)}) if as_json else echo(" and ".join(experts))
-        note_dry_run("measured")
-        return
-    if as_json:
-        print_json(proposal.as_json())
-    else:
-        _print_owners(proposal, experts, ["--base-model", base_model] if base_model else [])
-    if out_path is not None:
-        note_output(out_path)
-
-
 def _print_owners(proposal: Dominance, experts: dict[str, str], base: list[str]) -> None:
     """Print the sizes, and the command that composes the rules."""
-    import shlex
-
-    from rich.table import Table
-
-    content = proposal.as_json()
-    table = Table("layer", *(["module"] if proposal.per == "module" else []), box=None, header_style="bold")
-    for name in proposal.sizes:
-        table.add_column(name, justify="right")
-    for row in content["sizes"]:
-        labels = [str(row["layer"]), *([row["kind"]] if "kind" in row else [])]
-        table.add_row(*labels, *(f"{row[name]:.4g}" for name in proposal.sizes))
-    print_table(table)
+    labels = ["layer", *(["kind"] if proposal.per == "module" else [])]
+    rows = [
+        [*(row[label] for label in labels), *(f"{row[name]:.4g}" for name in proposal.sizes)]
+        for row in proposal.as_json()["sizes"]
+    ]
+    heads = ["module" if label == "kind" else label for label in labels]
+    print_rows(*heads, *proposal.sizes, rows=rows, left=len(labels))
     echo("sizes are ‖ΔW‖ / ‖W‖" if proposal.relative else "sizes are ‖ΔW‖")
     words = [word for name, place in experts.items() for word in ("--expert", f"{name}={place}")]
     words += [word for rule in proposal.rules for word in ("--rule", rule.text)]
@@ -176,18 +148,11 @@ def _print_count(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
 
 def _print(suggestion: Suggestion, command: list[str]) -> None:
     """Print the shares, the reasons, and the command that composes the proposal."""
-    import shlex
-
-    from rich.table import Table
-
     importance = suggestion.importance
-    table = Table("layer", box=None, header_style="bold")
-    for name in ("task", "language"):
-        table.add_column(name, justify="right")
-    for layer in range(importance.num_layers):
-        task, language = importance.of_layer(layer)
-        table.add_row(str(layer), f"{task:.1%}", f"{language:.1%}")
-    print_table(table)
+    rows = [
+        (layer, *(f"{share:.1%}" for share in importance.of_layer(layer))) for layer in range(importance.num_layers)
+    ]
+    print_rows("layer", "task", "language", rows=rows)
     for reason in suggestion.reasons:
         echo(reason)
     task, language = suggestion.kept

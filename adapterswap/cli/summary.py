@@ -12,14 +12,12 @@ if TYPE_CHECKING:
     from adapterswap.writing.outputs import Reduced
 
 
-def plan_as_json(plan: Plan, out_path: str, *, dry_run: bool) -> dict[str, Any]:
+def plan_as_json(plan: Plan) -> dict[str, Any]:
     """The part of `--json` that does not depend on the output's form."""
     from adapterswap.planning.describe import unusual
     from adapterswap.writing.cards import licences
 
     return {
-        "out_path": out_path,
-        "written": not dry_run,
         "method": plan.composition.method,
         "num_layers": plan.num_layers,
         "experts": {name: str(expert.source) for name, expert in plan.experts.items()},

@@ -26,9 +26,21 @@ from adapterswap.cli.options import (
     RecipePath,
     Setting,
     one_voice,
+    only_with,
     together,
+    with_short,
 )
-from adapterswap.cli.printing import echo, is_quiet, note, note_dry_run, note_output, print_json, print_table, working
+from adapterswap.cli.printing import (
+    echo,
+    is_quiet,
+    note,
+    note_dry_run,
+    note_output,
+    print_json,
+    print_line,
+    print_rows,
+    working,
+)
 from adapterswap.cli.signature import declare
 from adapterswap.processes import is_first
 from adapterswap.progress import Progress, ProgressRow, duration
@@ -105,27 +117,14 @@ def command(
     from adapterswap.sweeps.recording import check_out_path
     from adapterswap.sweeps.running import estimate
 
-    if workers is not None and ray is None:
-        raise click.UsageError("--workers can only be used with --ray.")
-    if tokens_per_second is not None and not dry_run:
-        raise click.UsageError("--tokens-per-second can only be used with --dry-run.")
-    if not freeze and (reference is not None or methods):
-        raise click.UsageError(
-            "--reference and --methods can only be used with --freeze; `adapterswap report` has them too."
-        )
+    only_with("--ray", ray, "workers")
+    only_with("--dry-run", dry_run, "tokens_per_second")
+    only_with("--freeze, or with `adapterswap report`", freeze, "reference", "methods")
     if freeze and overwrite:
         raise click.UsageError("--freeze cannot be combined with --overwrite: register before you run the sweep.")
-    short = {
-        "base_model": base_model,
-        "settings.limit": limit,
-        "settings.batch_size": batch_size,
-        "settings.engine": engine,
-        "settings.in_flight": in_flight,
-    }
-    settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    settings += [
-        f"settings.engine_args.{key}={json.dumps(value)}" for key, value in parsed_arguments(engine_args).items()
-    ]
+    short: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "engine": engine, "in_flight": in_flight}
+    short |= {f"engine_args.{key}": json.dumps(value) for key, value in parsed_arguments(engine_args).items()}
+    settings = with_short(overrides, {"base_model": base_model, **{f"settings.{key}": short[key] for key in short}})
     sweep_recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
     if experts or rules:
         sweep_recipe = with_rules(sweep_recipe, named_experts(experts), parsed_rules(rules))
@@ -240,7 +239,7 @@ def _print_estimate(expected: Estimate) -> None:
     if expected.repeated:
         lines["repeated"] = f"{expected.repeated:,} compositions that occur twice in a family, evaluated once"
     for label, text in lines.items():
-        echo(f"{label:<12}{text}")
+        print_line(label, text)
 
 
 def _engine_text(engine: dict[str, Any]) -> str:
@@ -265,35 +264,23 @@ def _time_text(expected: Estimate) -> str:
 
 def _print(rows: list[Row], run: Run) -> None:
     """Print a table of families to stdout, in full even without a terminal."""
-    from rich.table import Table
+    from adapterswap.planning.describe import error_text
 
-    table = Table(box=None, header_style="bold")
-    table.add_column("family", overflow="fold")
-    for head in ("n", "min", "mean", "max"):
-        table.add_column(head, justify="right")
-    table.add_column("best configuration", overflow="fold")
-    table.add_column("chosen at", justify="right")
-    table.add_column("reported at", justify="right")
     reduced = any(row.relative_error is not None for row in rows)
-    if reduced:
-        table.add_column("ΔW error", justify="right")
+    heads = ["family", "n", "min", "mean", "max", "best configuration", "chosen at", "reported at"]
+    cells: list[list[Any]] = []
     for row in rows:
+        best = None if row.best is None else row.best or "(defaults)"
         values = [_number(value) for value in (row.minimum, row.mean, row.maximum)]
-        halves = [_number(value) for value in (row.chosen_at, row.reported_at)]
-        best = ["", "", halves[1]] if row.best is None else [row.best or "(defaults)", *halves]
-        table.add_row(row.family, str(row.n), *values, *best, *[_error(row.relative_error)] * reduced)
-    print_table(table)
+        halves = [_number(None if best is None else row.chosen_at), _number(row.reported_at)]
+        error = "" if row.relative_error is None else error_text(row.relative_error)
+        cells.append([row.family, row.n, *values, best or "", *halves, *[error] * reduced])
+    print_rows(*heads, *["ΔW error"] * reduced, rows=cells)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     echo("", f"Means over {', '.join(targets)}.")
     echo("Configurations are chosen on one part of the documents and reported on the other.")
     if reduced:
         echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
-
-
-def _error(value: float | None) -> str:
-    from adapterswap.planning.describe import error_text
-
-    return "" if value is None else error_text(value)
 
 
 def _number(value: Any) -> str:

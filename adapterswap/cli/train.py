@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from adapterswap.cli.options import Expert, Json, Output, Push, Pushed, RecipePath, Setting, one_voice
-from adapterswap.cli.printing import echo, human_bytes, is_quiet, note, note_dry_run, note_output, print_json, working
+from adapterswap.cli.options import Expert, Json, Output, Pushed, RecipePath, Setting, one_voice, with_short
+from adapterswap.cli.printing import (
+    human_bytes,
+    is_quiet,
+    note,
+    note_dry_run,
+    note_output,
+    print_json,
+    print_line,
+    working,
+)
 from adapterswap.cli.signature import declare
 from adapterswap.processes import is_first, leave
 
@@ -54,76 +63,35 @@ def command(
         overwrite: Replace an earlier output, and the checkpoints of an unfinished run.
         dry_run: Print the rows, steps and memory of the run, and train nothing.
     """
-    short = {"base_model": base_model, "start": start, "training.device": device, "training.dtype": dtype}
-    short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
-    settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    run_recipe = _read(recipe, settings)
-    switches = {"trust_task_code": trust_task_code, "resume": resume, "overwrite": overwrite, "as_json": as_json}
-    if dry_run:
-        _estimate(run_recipe, out_path, **switches)
-    else:
-        _train(run_recipe, out_path, push, **switches)
-
-
-def _read(recipe: str, settings: list[str]) -> TrainRecipe:
     from adapterswap.files.yaml import find_recipe
-    from adapterswap.training import read_train_recipe
+    from adapterswap.training import estimate, read_train_recipe, train
 
-    run_recipe = read_train_recipe(find_recipe(recipe, "train"), settings)
+    short = {"base_model": base_model, "start": start, "training.device": device, "training.dtype": dtype}
+    seeds = {"training.seed": seed, "training.data_seed": seed}
+    run_recipe = read_train_recipe(find_recipe(recipe, "train"), with_short(overrides, {**short, **seeds}))
     if run_recipe.selection and is_first():
         for line in run_recipe.selection.notes():
             note(line)
-    return run_recipe
-
-
-def _estimate(
-    recipe: TrainRecipe,
-    out_path: str | None,
-    *,
-    resume: bool,
-    trust_task_code: bool,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
-    from adapterswap.training import estimate
-
-    _check_output(recipe, out_path, overwrite=overwrite, resume=resume)
-    with working("reading rows", shown=is_first()):
-        expected = estimate(recipe, trust_task_code=trust_task_code)
-    if not is_first():
-        return
-    if as_json:
-        print_json({"dry_run": True, **expected.to_json()})
+    if dry_run:
+        _check_output(run_recipe, out_path, overwrite=overwrite, resume=resume)
+        with working("reading rows", shown=is_first()):
+            expected = estimate(run_recipe, trust_task_code=trust_task_code)
+        content = expected.to_json
     else:
-        _print_estimate(expected)
-
-
-def _train(
-    recipe: TrainRecipe,
-    out_path: str | None,
-    push: Push,
-    *,
-    resume: bool,
-    trust_task_code: bool,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
-    from adapterswap.training import train
-
-    report = train(
-        recipe,
-        out_path=out_path,
-        overwrite=overwrite,
-        resume=resume,
-        trust_task_code=trust_task_code,
-        progress=not is_quiet(),
-    )
-    leave()
+        report = train(
+            run_recipe, out_path=out_path, overwrite=overwrite, resume=resume, trust_task_code=trust_task_code,
+            progress=not is_quiet(),
+        )  # fmt: skip
+        leave()
+        content = report.to_json
+        if is_first():
+            push.upload(report.path)
     if not is_first():
         return
-    push.upload(report.path)
     if as_json:
-        print_json({"dry_run": False, **report.to_json()})
+        print_json({"dry_run": dry_run, **content()})
+    elif dry_run:
+        _print_estimate(expected)
     else:
         _print_report(report)
 
@@ -140,23 +108,23 @@ def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool,
 def _print_estimate(expected: TrainEstimate) -> None:
     rows, memory = expected.rows, {part: human_bytes(size) for part, size in expected.memory.items()}
     share = expected.trainable_parameters / expected.base_parameters
-    _print_line("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
+    print_line("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
     if expected.start:
-        _print_line("start", expected.start)
-    _print_line("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
-    _print_line("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
+        print_line("start", expected.start)
+    print_line("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
+    print_line("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
     for source in rows.sources:
-        _print_line(
+        print_line(
             "source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} after filtering and sampling"
         )
-    _print_line("rows", f"{rows.train:,} for training, {rows.validation:,} held out, {rows.dropped:,} dropped")
-    _print_line("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
+    print_line("rows", f"{rows.train:,} for training, {rows.validation:,} held out, {rows.dropped:,} dropped")
+    print_line("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
     if selection := expected.selection:
         work_per_checkpoint = f"{selection['documents']:,} documents in {selection['requests']:,} requests each"
-        _print_line("selection", f"{selection['checkpoints']:,} checkpoints to evaluate, {work_per_checkpoint}")
+        print_line("selection", f"{selection['checkpoints']:,} checkpoints to evaluate, {work_per_checkpoint}")
     parts = ", ".join(f"{part} {size}" for part, size in memory.items() if part != "total")
-    _print_line("memory", f"about {memory['total']}: {parts}")
-    _print_line("device", f"{expected.device}, {expected.dtype}" + _processes_text(expected.processes))
+    print_line("memory", f"about {memory['total']}: {parts}")
+    print_line("device", f"{expected.device}, {expected.dtype}" + _processes_text(expected.processes))
     for line in rows.notes():
         note(line)
     note_dry_run("trained")
@@ -167,17 +135,17 @@ def _print_report(report: TrainReport) -> None:
     resumed = "" if report.resumed_from is None else f", resumed from {report.resumed_from:,}"
     # The clock ran in this process only, so a resumed run has no rate.
     rate = "" if report.resumed_from is not None else f", {report.tokens / report.seconds:,.0f} per second"
-    _print_line("steps", f"{report.steps:,}{resumed}{_processes_text(report.processes)}")
-    _print_line("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
-    _print_line("tokens", f"{report.tokens:,}{rate}")
-    _print_line("loss", f"{report.train_losses[0][1]:.4f} at the start, {report.train_losses[-1][1]:.4f} at the end")
+    print_line("steps", f"{report.steps:,}{resumed}{_processes_text(report.processes)}")
+    print_line("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
+    print_line("tokens", f"{report.tokens:,}{rate}")
+    print_line("loss", f"{report.train_losses[0][1]:.4f} at the start, {report.train_losses[-1][1]:.4f} at the end")
     if report.selection:
         for line in report.selection.lines():
-            _print_line("checkpoint", line)
+            print_line("checkpoint", line)
     elif report.eval_losses:
-        _print_line("validation", f"{report.eval_losses[-1][1]:.4f}")
+        print_line("validation", f"{report.eval_losses[-1][1]:.4f}")
     if report.ladder:
-        _print_line("ladder", ", ".join(f"checkpoint-{step}" for step in report.ladder))
+        print_line("ladder", ", ".join(f"checkpoint-{step}" for step in report.ladder))
     for line in (*rows.notes(), *(report.selection.notes() if report.selection else [])):
         note(line)
     note_output(report.path)
@@ -185,7 +153,3 @@ def _print_report(report: TrainReport) -> None:
 
 def _processes_text(processes: int) -> str:
     return f", {processes} processes" if processes > 1 else ""
-
-
-def _print_line(label: str, text: str) -> None:
-    echo(f"{label:<12}{text}")
