@@ -312,7 +312,8 @@ def tools(folder: Path) -> Iterator[Job]:
         worlds.train_page()  # which removes the expert
         shutil.move(math, "experts/math")
         shutil.move("recipe.yaml", "train.yaml")
-        worlds.engines_page()
+        rules = "rules: [swahili: 0-4, math]"
+        Path("recipe.yaml").write_text(f"experts: {{math: experts/math, swahili: experts/swahili}}\n{rules}\n")
         worlds.save_expert(worlds.open_base(), Path("experts/dora"), seed=9, use_dora=True, target_modules=["q_proj"])
         Path("full.yaml").write_text(json.dumps({
             "experts": {"math": "full/math", "swahili": "full/swahili"}, "base_model": "org/base",
