@@ -48,7 +48,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "by", "overwrite", "dry_run", "as_json",
     ),
     "Hub": ("push_to_hub", "private", "revision", "commit_message"),
-    "General": ("quiet", "verbose", "help"),
+    "General": ("quiet", "verbose", "--help"),
 }  # fmt: skip
 _FEW = 9  # options that need no groups
 # The help of options that several commands have, unless their own `Args:` say more.
@@ -116,9 +116,14 @@ class Command(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
         homes = {name: title for title, names in GROUPS.items() for name in names}
         places = {name: place for place, name in enumerate(homes)}
-        for param in sorted(self.get_params(ctx), key=lambda param: places.get(param.name or "", -1)):
-            if isinstance(param, click.Option) and getattr(param, "listed", True):
-                groups[homes.get(param.name or "", "Options")] += filter(None, [param.get_help_record(ctx)])
+        options = {
+            "--help" if "--help" in p.opts else p.name or "": p
+            for p in self.get_params(ctx)
+            if isinstance(p, click.Option)
+        }
+        for name in sorted(options, key=lambda name: places.get(name, -1)):
+            if getattr(options[name], "listed", True):
+                groups[homes.get(name, "Options")] += filter(None, [options[name].get_help_record(ctx)])
         if sum(map(len, groups.values())) <= _FEW:
             groups = {"Options": [*itertools.chain(*groups.values())]}
         for title, records in groups.items():
