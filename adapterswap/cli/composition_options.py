@@ -166,11 +166,10 @@ def composition_from_options(
     from adapterswap.files.yaml import validate
     from adapterswap.planning.composition import Composition
 
-    fields = {
-        key: value
-        for key, value in options.items()
-        if key in Composition.model_fields and value not in (None, ()) and (key, value) != ("allow_negative", False)
-    }
+    known = {*Composition.model_fields, *PARAMETERS}
+    fields = {key: value for key, value in options.items() if key in known and value not in (None, ())}
+    if not fields.get("allow_negative"):
+        fields.pop("allow_negative", None)
     experts, rules = fields.pop("experts", ()), options.get("rules", ())
     fields |= _more_parameters(options.get("more_parameters", ()), fields)
     fields |= {"base_model": base_model} if base_model else {}
