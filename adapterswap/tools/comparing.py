@@ -231,7 +231,7 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
             return matrices[0] if len(matrices) == 1 else total(matrices, name)
 
         differences = list(map_in_threads(difference, names))
-    return sorted(differences, key=lambda row: (-1 if row.layer is None else row.layer, row.name))
+    return sorted(differences, key=_place)
 
 
 def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
@@ -239,39 +239,36 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
     differences = []
     with open_files([one.file, other.file]) as files:
         for name in dict.fromkeys([*one.saved, *other.saved]):
-            pair = [adapter.saved.get(name) for adapter in (one, other)]
-            if len({module.rows for module in pair if module is not None}) > 1:
+            held = [(adapter, adapter.saved[name]) for adapter in (one, other) if name in adapter.saved]
+            if len({module.rows for _, module in held}) > 1:
                 raise UnsupportedError(
                     f"the adapters hold different rows of {name} (trainable_token_indices), which cannot be compared",
                     "Merge both into full weights with `merge`, and compare these",
                     parameter="other",
                 )
-            _check_shapes(name, [module.shape for module in pair if module is not None])
-            module = next(saved_module for saved_module in pair if saved_module is not None)
-            squares, apart = [0.0] * len([saved_module for saved_module in pair if saved_module is not None]), 0.0
+            _check_shapes(name, [module.shape for _, module in held])
+            module, squares, apart = held[0][1], [0.0] * len(held), 0.0
             for parameter, tensor in module.tensors.items():
                 for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
                     blocks = [
-                        _elements(adapter, files[adapter.file.path], saved_module.tensors[parameter], start, stop)
-                        for adapter, saved_module in zip((one, other), pair, strict=True)
-                        if saved_module is not None
+                        _elements(adapter, files[adapter.file.path], saved.tensors[parameter], start, stop)
+                        for adapter, saved in held
                     ]
-                    squares = [sum_ + _squared(block) for sum_, block in zip(squares, blocks, strict=True)]
+                    squares = [total + _squared(block) for total, block in zip(squares, blocks, strict=True)]
                     apart += _squared(blocks[0] - blocks[-1])
-            present = iter(squares)
-            norms = [None if saved_module is None else math.sqrt(next(present)) for saved_module in pair]
-            both = None not in pair
+            norms = iter(map(math.sqrt, squares))
+            first, second = (next(norms) if name in adapter.saved else None for adapter in (one, other))
+            both = len(held) == 2
             lora = not both and name in one.modules.keys() | other.modules.keys()
-            differences.append(
-                SavedDifference(
-                    name, module.layer, module.kind, module.shape, (norms[0], norms[1]),
-                    math.sqrt(apart) if both else None, lora,
-                )
-            )  # fmt: skip
-    return sorted(
-        differences,
-        key=lambda row: (-1 if row.layer is None else row.layer, row.name),
-    )
+            distance = math.sqrt(apart) if both else None
+            row = SavedDifference(name, module.layer, module.kind, module.shape, (first, second), distance, lora)
+            differences.append(row)
+    return sorted(differences, key=_place)
+
+
+def _place(row: Difference | SavedDifference) -> tuple[int, str]:
+    """The place of a module among others: those without a layer come first."""
+    return -1 if row.layer is None else row.layer, row.name
 
 
 def _check_shapes(module: str, shapes: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -57,35 +58,29 @@ class Inspection:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The modules of an adapter (those trained in full last), or the tensors of a checkpoint."""
-        if isinstance(self.expert, Adapter):
-            return tuple(self.expert.parts.values())
-        if isinstance(self.expert, GgufAdapter):
-            return tuple(self.expert.modules.values())
-        return tuple(self.expert.parameters.values())
+        if isinstance(self.expert, Checkpoint):
+            return tuple(self.expert.parameters.values())
+        return tuple((self.expert.parts if isinstance(self.expert, Adapter) else self.expert.modules).values())
 
     @property
     def num_parameters(self) -> int:
         """The number of stored parameters: of an adapter, all except modules trained in full."""
+        parts: Iterable[Part] = self.parts
         if isinstance(self.expert, Adapter):
-            opaque = sum(map(_saved_parameters, self.expert.opaque.values()))
-            return sum(map(_lora_parameters, self.expert.modules.values())) + opaque
-        if isinstance(self.expert, GgufAdapter):
-            return sum(map(_lora_parameters, self.expert.modules.values()))
-        return sum(prod(parameter.tensor.shape) for parameter in self.expert.parameters.values())
+            parts = [*self.expert.modules.values(), *self.expert.opaque.values()]
+        return sum(map(_parameters, parts))
 
     @property
     def num_saved_parameters(self) -> int:
         """The number of parameters of modules that an adapter holds in full (`modules_to_save`)."""
-        return sum(map(_saved_parameters, self.expert.saved.values())) if isinstance(self.expert, Adapter) else 0
+        return sum(map(_parameters, self.expert.saved.values())) if isinstance(self.expert, Adapter) else 0
 
     @property
     def nbytes(self) -> int:
         """The size in bytes of the files that hold its weights."""
-        if isinstance(self.expert, Adapter):
-            return self.expert.file.size
-        if isinstance(self.expert, GgufAdapter):
-            return self.expert.size
-        return sum(shard.size for shard in self.expert.shards)
+        if isinstance(self.expert, Checkpoint):
+            return sum(shard.size for shard in self.expert.shards)
+        return self.expert.file.size if isinstance(self.expert, Adapter) else self.expert.size
 
     @property
     def strip(self) -> list[str]:
@@ -123,10 +118,8 @@ class Inspection:
             facts = self._of_gguf(self.expert)
         else:
             facts = self._of_model(self.expert)
-        return {"kind": self.kind, "source": str(self.expert.source), **facts, **self._composed_of(), **self._trained()}
-
-    def _trained(self) -> dict[str, str]:
-        return {} if self.trained_from is None else {"trained_from": self.trained_from}
+        trained = {} if self.trained_from is None else {"trained_from": self.trained_from}
+        return {"kind": self.kind, "source": str(self.expert.source), **facts, **self._composed_of(), **trained}
 
     def _of_gguf(self, adapter: GgufAdapter) -> dict[str, Any]:
         return {
@@ -139,60 +132,22 @@ class Inspection:
         }
 
     def _of_adapter(self, adapter: Adapter) -> dict[str, Any]:
+        opaque = [self._of_part(part, method=part.method) for part in adapter.opaque.values()]
         return {
             "base_model": adapter.config.base_model,
             "use_rslora": adapter.config.rslora,
             "parameters": self.num_parameters,
             "saved_parameters": self.num_saved_parameters,
             "bytes": self.nbytes,
-            "modules": [
-                {
-                    "name": module.name,
-                    "layer": module.layer,
-                    "kind": module.kind,
-                    "rank": module.rank,
-                    "alpha": module.alpha,
-                    "scale": module.scale,
-                    "out_features": module.out_features,
-                    "in_features": module.in_features,
-                    "embedding": module.embedding,
-                    "dtype": module.dtype,
-                    "bytes": {"A": [module.a.start, module.a.stop], "B": [module.b.start, module.b.stop]},
-                    **self._owner(module.name),
-                }
-                for module in adapter.modules.values()
-            ],
-            **({"peft_type": adapter.config.peft_type} if adapter.opaque or not adapter.modules else {}),
-            **({"opaque": self._opaque(adapter)} if adapter.opaque else {}),
+            "modules": [self._of_part(module) for module in adapter.modules.values()],
+            **({"peft_type": adapter.config.peft_type} if opaque or not adapter.modules else {}),
+            **({"opaque": opaque} if opaque else {}),
             "saved": [
-                {
-                    "name": module.name,
-                    "layer": module.layer,
-                    "kind": module.kind,
-                    "parameters": _saved_parameters(module),
-                    **({"tokens": list(module.rows)} if module.rows else {}),
-                    "tensors": {name: _tensor(tensor) for name, tensor in module.tensors.items()},
-                    **self._owner(module.name),
-                }
-                for module in adapter.saved.values()
+                self._of_part(part, **({"tokens": list(part.rows)} if part.rows else {}))
+                for part in adapter.saved.values()
             ],
             "ignored": list(adapter.ignored),
         }
-
-    def _opaque(self, adapter: Adapter) -> list[dict[str, Any]]:
-        """The modules whose change is not a product of two factors."""
-        return [
-            {
-                "name": module.name,
-                "layer": module.layer,
-                "kind": module.kind,
-                "method": module.method,
-                "parameters": _saved_parameters(module),
-                "tensors": {name: _tensor(tensor) for name, tensor in module.tensors.items()},
-                **self._owner(module.name),
-            }
-            for module in adapter.opaque.values()
-        ]
 
     def _of_model(self, model: Checkpoint) -> dict[str, Any]:
         return {
@@ -201,18 +156,22 @@ class Inspection:
             "parameters": self.num_parameters,
             "bytes": self.nbytes,
             "shards": [{"name": shard.path.name, "bytes": shard.size} for shard in model.shards],
-            "tensors": [
-                {
-                    "name": parameter.name,
-                    "layer": parameter.layer,
-                    "kind": parameter.kind,
-                    **_tensor(parameter.tensor),
-                    "shard": parameter.path.name,
-                    **self._owner(parameter.name),
-                }
-                for parameter in model.parameters.values()
-            ],
+            "tensors": [self._of_part(parameter) for parameter in model.parameters.values()],
         }
+
+    def _of_part(self, part: LoraModule | OpaqueModule | FullModule | StoredTensor, **more: Any) -> dict[str, Any]:
+        """A module or a tensor as plain data, with the expert that it came from."""
+        facts: dict[str, Any] = {"name": part.name, "layer": part.layer, "kind": part.kind, **more}
+        if isinstance(part, StoredTensor):
+            facts |= {**_tensor(part.tensor), "shard": part.path.name}
+        elif isinstance(part, LoraModule):
+            names = ("rank", "alpha", "scale", "out_features", "in_features", "embedding", "dtype")
+            facts |= {name: getattr(part, name) for name in names}
+            facts["bytes"] = {"A": [part.a.start, part.a.stop], "B": [part.b.start, part.b.stop]}
+        else:
+            tensors = {name: _tensor(tensor) for name, tensor in part.tensors.items()}
+            facts |= {"parameters": _parameters(part), "tensors": tensors}
+        return facts | self._owner(part.name)
 
     def _owner(self, name: str) -> dict[str, Any]:
         if self.record is None:
@@ -281,12 +240,12 @@ def _record(folder: Path) -> CompositionRecord | None:
     return record if isinstance(record, CompositionRecord) else None
 
 
-def _lora_parameters(module: LoraModule | GgufModule) -> int:
-    return module.experts * module.rank * (module.in_features + module.out_features)
-
-
-def _saved_parameters(module: FullModule | OpaqueModule) -> int:
-    return sum(prod(tensor.shape) for tensor in module.tensors.values())
+def _parameters(part: Part) -> int:
+    """The number of stored parameters."""
+    if isinstance(part, LoraModule | GgufModule):
+        return part.experts * part.rank * (part.in_features + part.out_features)
+    tensors = [part.tensor] if isinstance(part, StoredTensor) else part.tensors.values()
+    return sum(prod(tensor.shape) for tensor in tensors)
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from adapterswap.model.sources import (
     PROVENANCE,
     TRAINING_RECORD,
     WEIGHTS,
+    Source,
     at_revision,
     base_fingerprints,
     check_format,
@@ -240,19 +241,26 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
             "Use one of these names",
             parameter="experts",
         )
-    changed, unchecked = {}, []
-    for name, source in sources.items():
-        if (reference := source_paths.get(name) or source.reference) is None:
-            unchecked.append(name)
-            continue
-        found = find_source(reference, ADAPTER_FILES, what="adapter", parameter="experts").folder
-        hashes = {file: sha256_of(found / file) for file in (WEIGHTS, CONFIG) if exists(found / file)}
-        if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
-            changed[name] = differing_files[0]
+    changed, located = _changed_files(sources, source_paths, WEIGHTS)
     return Verification(
-        changed, (WEIGHTS,) if differing else (), config, made="trained", unchecked=tuple(unchecked),
-        notes=added_files(folder, content),
+        changed, (WEIGHTS,) if differing else (), config, made="trained",
+        unchecked=tuple(name for name in sources if name not in located), notes=added_files(folder, content),
     )  # fmt: skip
+
+
+def _changed_files(
+    sources: Mapping[str, SourceRecord], source_paths: Mapping[str, str | Path], weights: str
+) -> tuple[dict[str, str], dict[str, Source]]:
+    """The sources that have changed, each with a file that differs from its hash, and all that could be located."""
+    changed, located = {}, {}
+    for name, source in sources.items():
+        if (reference := source_paths.get(name) or source.reference) is not None:
+            located[name] = found = find_source(reference, ADAPTER_FILES, what="adapter", parameter="experts")
+            present = [file for file in (weights, CONFIG) if exists(found.folder / file)]
+            hashes = {file: sha256_of(found.folder / file) for file in present}
+            if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
+                changed[name] = differing_files[0]
+    return changed, located
 
 
 def _verify_converted(
@@ -268,26 +276,16 @@ def _verify_converted(
     The last digits of a singular value decomposition depend on the machine, so nothing is converted again: the plan is
     made of the converted adapter.
     """
-    changed, unchecked, opened = {}, [], {}
-    converted = open_adapter(folder)
-    for name, source in record.experts.items():
-        opened[name] = replace(converted, base_fingerprints=source.base_fingerprints)
-        reference = source_paths.get(name) or source.reference
-        if reference is None:
-            unchecked.append(name)
-            continue
-        found = find_source(reference, [*ADAPTER_FILES, PICKLED], what="adapter", parameter="experts")
+    changed, located = _changed_files(record.experts, source_paths, PICKLED if conversion.pickled else WEIGHTS)
+    unchecked, converted = [name for name in record.experts if name not in located], open_adapter(folder)
+    opened = {
+        name: replace(converted, base_fingerprints=source.base_fingerprints) for name, source in record.experts.items()
+    }
+    for name, found in located.items():
         opened[name] = replace(
             converted, source=found, base_fingerprints=recorded_base(found.folder),
             kept_layers=recorded_layers(found.folder),
         )  # fmt: skip
-        hashes = {
-            file: sha256_of(found.folder / file)
-            for file in (PICKLED if conversion.pickled else WEIGHTS, CONFIG)
-            if exists(found.folder / file)
-        }
-        if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
-            changed[name] = differing_files[0]
     plan = make_plan(recorded_composition(folder, record, base_model), opened, recorded=True)
     experts = {name: adapter_source(adapter, "") for name, adapter in opened.items()}
     recomputed = composition_record(plan, experts, record.base, output=record.output, measured={}).content()
