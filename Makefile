@@ -61,7 +61,7 @@ pages: $(STAMP)  ## every generated page: commands, methods, recipe fields, limi
 	$(BIN)/python scripts/targets_page.py
 
 docs: $(STAMP)  ## the site, in site/; `mkdocs serve` shows it with its search
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 dist:  ## the wheel and the sdist in dist/: checked, installed into fresh environments without the checkout, and used there
 	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist

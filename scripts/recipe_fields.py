@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from pymdownx.slugs import slugify
 
 from adapterswap.planning.composition import Composition
 from adapterswap.serving.names import Manifest
@@ -86,7 +87,8 @@ def _type(annotation: Any) -> str:
     """A type in words: `text`, `number`, `a` or `b`, a list or a mapping of these, or the section of a model."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+        title = RECIPES.get(annotation, annotation.__name__)
+        return f"[{annotation.__name__}](#{slugify(case='lower')(title.replace('`', ''), '-')})"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in inner)
     if origin in (Union, UnionType):

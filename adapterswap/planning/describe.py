@@ -216,7 +216,7 @@ def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> lis
         + (f"@{adapter.config.revision}" if adapter.config.revision else "")
         for name, adapter in experts.items()
     ]
-    return [f"Warning: the experts name different bases ({', '.join(named)}), but base_model says that they share one"]
+    return [f"Warning: the experts name different bases ({', '.join(named)}), declared to be the same model"]
 
 
 def blend_text(coefficients: Mapping[str, float]) -> str:

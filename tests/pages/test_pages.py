@@ -104,6 +104,7 @@ CHANGED: list[tuple[str, str, str]] = [
 FILES: dict[tuple[str, str], tuple[str, str | None]] = {
     ("docs/compose.md", "experts:"): ("recipe.yaml", None),
     ("docs/concepts.md", "experts:"): ("recipe.yaml", "adapterswap compose recipe.yaml -o composed"),
+    ("docs/train.md", "extends:"): ("yoruba.yaml", "adapterswap train yoruba.yaml --dry-run"),
     ("docs/sweep.md", "base_model:"): ("swahili.yaml", "adapterswap recipes validate swahili.yaml"),
 }  # fmt: skip
 

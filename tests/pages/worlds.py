@@ -202,8 +202,9 @@ def troubleshooting_page() -> None:
 
 def train_page() -> None:
     """A recipe over a few rows."""
-    rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(16)]
-    for name in ("rows", "problems"):
+    sums = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(16)]
+    words = [{"question": f"Kini {letter}?", "answer": "Ọ̀rọ̀ ni."} for letter in "abcdefgh"]
+    for name, rows in {"rows": sums, "problems": sums, "yoruba": words}.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     content = {
         "base_model": "org/base",
