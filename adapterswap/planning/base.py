@@ -338,8 +338,15 @@ def check_bases(
         problems: collects the mistakes.
         by_weights: also compare weights, and look for chains. Records were checked when they were written.
     """
+    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     reported = set()
-    for (one, first), (two, second) in combinations(experts.items(), 2):
+    for name, adapter in adapters.items() if by_weights else ():
+        if is_on_top(adapter.base_fingerprints) and not _holds(declared, adapter.base_fingerprints):
+            below = [other for other, part in adapters.items() if _is_merged_into(part, adapter)]
+            reported.add(name)
+            problems.add(*_only_adds(name, *below[:1]), parameter="chains", kind=ExpertError)
+    others = {name: expert for name, expert in experts.items() if name not in reported}
+    for (one, first), (two, second) in combinations(others.items(), 2):
         problem = _weights_differ(one, first, two, second) if by_weights else None
         if isinstance(first, Adapter) and isinstance(second, Adapter) and problem is None:
             problem = _chained(one, first, two, second) if by_weights else None
@@ -367,6 +374,10 @@ def check_base_weights(recorded: Mapping[str, Mapping[str, str]], base: Source |
         base: the base; None if it is not at hand.
     """
     for name, fingerprints in recorded.items():
+        if is_on_top(fingerprints):
+            if not _holds(str(base.folder) if base else None, fingerprints):
+                raise ExpertError(*_only_adds(name), parameter="chains")
+            continue
         file = differing_weights(fingerprints, identity_of(base)) if base is not None and fingerprints else None
         if base is not None and file is not None:
             raise BaseModelError(
@@ -374,6 +385,21 @@ def check_base_weights(recorded: Mapping[str, Mapping[str, str]], base: Source |
                 f"Pass the base that it was trained on as `base_model`. {_RESAVED.format(name)}",
                 parameter="base_model",
             )
+
+
+def is_on_top(fingerprints: Mapping[str, str]) -> bool:
+    """Whether the base that an expert's record names is one with an adapter in it, which only training had."""
+    return WEIGHTS in fingerprints
+
+
+def _holds(base: str | None, fingerprints: Mapping[str, str]) -> bool:
+    """Whether the adapter that an expert was trained on top of is merged into a base, by the record beside that."""
+    return base is not None and _merged_into_base(base) == [(fingerprints[CONFIG], fingerprints[WEIGHTS])]
+
+
+def _only_adds(name: str, below: str = "FIRST") -> _Problem:
+    message = f"{name} was trained on top of another adapter, and holds only what it adds to that"
+    return message, f"Use both as one expert: `chains={{NAME: [{below}, {name}]}}`"
 
 
 def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tuple[str, ...]:
@@ -446,17 +472,25 @@ def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | 
 
 def _is_merged_into(part: Adapter, on_top: Adapter) -> bool:
     """Whether the base of `on_top` is on this machine, and its record names `part` among the merged experts."""
-    merged = _merged_into_base(on_top.config.base_reference) or ()
+    merged = _merged_into(on_top) or ()
     return any(
         config == part.config.sha256 and weights == sha256_of(part.file.path) for config, weights in merged
     )  # weights are hashed only if a record may name them
+
+
+def _merged_into(adapter: Adapter) -> list[_Identity] | None:
+    """The adapters that are merged into an adapter's base, by its own record or the base's; None if not known."""
+    below = adapter.base_fingerprints
+    if is_on_top(below):
+        return [(below[CONFIG], below[WEIGHTS])]
+    return _merged_into_base(adapter.config.base_reference)
 
 
 def _lies_on_merged(adapter: Adapter, declared: str) -> bool:
     """Whether adapters are merged into an adapter's base, and not into the declared one, by the records beside them."""
     if same_base(adapter.config.base_model, declared):
         return False
-    merged = _merged_into_base(adapter.config.base_reference)
+    merged = _merged_into(adapter)
     return merged is not None and merged != _merged_into_base(declared)
 
 
@@ -542,7 +576,7 @@ def with_chains(
 def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adapter]) -> Iterator[str]:
     """Check that an adapter was trained on top of those `before` it, the last of which is called `lower`; a note if it
     cannot be known."""
-    merged = _merged_into_base(adapter.config.base_reference)
+    merged = _merged_into(adapter)
     identities = [_identity(part) for part in before] if merged is not None else []
     others = merged is not None and merged not in (identities[-1:], identities)
     if others or any(_is_merged_into(adapter, part) for part in before):
@@ -551,7 +585,8 @@ def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adap
             "Name the adapters of the chain in the order in which they were trained",
             parameter="chains",
         )
-    if merged is not None and not _merged_whole(adapter.config.base_reference, before):
+    by_base = merged is not None and not is_on_top(adapter.base_fingerprints)
+    if by_base and not _merged_whole(adapter.config.base_reference, before):
         raise ExpertError(
             f"{name} was trained on {adapter.config.base_model}, into which only some layers or a share of "
             f"{lower} are merged, by the record there",

@@ -228,7 +228,7 @@ def _trained_from(folder: Path) -> str | None:
         return None
     from adapterswap.writing.records import origin_of
 
-    return str(origin_of(folder)).removeprefix("was trained from ")
+    return str(origin_of(folder)).removeprefix("was trained ").removeprefix("from ")
 
 
 def _record(folder: Path) -> CompositionRecord | None:

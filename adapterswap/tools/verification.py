@@ -228,7 +228,7 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
         start = SourceRecord.model_validate(content["start"])
         requested, written = content["recipe"]["start"], content["sha256"]
         file_of_composition = isinstance(requested, str) and requested.endswith((".yaml", ".yml"))
-        composed = isinstance(requested, Mapping) or file_of_composition
+        composed = file_of_composition or (isinstance(requested, Mapping) and "mode" not in requested)
         sources = start.origin.experts if composed and start.origin else {"start": start}
         differing, config = (sha256_of(folder / file) != written[file] for file in (WEIGHTS, CONFIG))
     except (ValidationError, KeyError, TypeError):

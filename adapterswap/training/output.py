@@ -18,7 +18,7 @@ from adapterswap.files.text import expand, write_json
 from adapterswap.model.loading import OpenedBase, open_base
 from adapterswap.model.sources import TRAINING_RECORD, identity_of
 from adapterswap.model.tokenizers import tokenizer_files
-from adapterswap.training.recipe import TrainRecipe
+from adapterswap.training.recipe import ChainStart, TrainRecipe
 from adapterswap.training.report import TrainReport
 from adapterswap.training.start import Start
 from adapterswap.training.targets import TrainingTargets
@@ -52,7 +52,7 @@ def write_expert(
         weights: the model's state dict, if its own parameters are not complete.
     """
     write_weights(folder, model, recipe, base, targets, weights=weights)
-    for file in tokenizer_files(start.adapter.source.folder) if start else ():
+    for file in tokenizer_files(start.adapter.source.folder) if start and not start.on_top else ():
         (folder / file.name).write_bytes(file.read_bytes())
     record = describe(recipe, base, targets, report, start)
     if start:
@@ -78,7 +78,8 @@ def write_weights(
     if adapted:
         # The adapter itself saves adapted embeddings; PEFT's check for more would use the network.
         model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
-        _tidy_config(folder / "adapter_config.json", base, targets)
+        below = Path(recipe.start.adapter).name if isinstance(recipe.start, ChainStart) else None
+        _tidy_config(folder / "adapter_config.json", base, targets, below)
         (folder / CARD).unlink(missing_ok=True)  # PEFT's card, which contains the base's local path
     else:
         _save_model(folder, model, base, weights)
@@ -126,6 +127,8 @@ def describe(
         del resolved["start"]
     elif isinstance(resolved["start"], str):
         resolved["start"] = _public(resolved["start"])
+    elif start.on_top:
+        resolved["start"]["adapter"] = _public(resolved["start"]["adapter"])
     else:
         experts = resolved["start"].get("experts", {})
         resolved["start"]["experts"] = {name: _public(place) for name, place in experts.items()}
@@ -138,7 +141,8 @@ def describe(
         "base": {
             "name": base.source.name,
             "revision": base.source.revision,
-            "fingerprints": identity_of(base.source),  # composing compares it: other bases may have this name
+            # Composing compares them: other bases may have this name, and one with the start in it is another base.
+            "fingerprints": identity_of(base.source) | (start.record.sha256 if start and start.on_top else {}),
         },
         **({"start": start.record.content()} if start else {}),
         "target_modules": targets.ends,
@@ -163,15 +167,16 @@ def _public(path: str) -> str:
     return Path(path).name if expand(path).is_absolute() else path
 
 
-def _tidy_config(path: Path, base: OpenedBase, targets: TrainingTargets) -> None:
+def _tidy_config(path: Path, base: OpenedBase, targets: TrainingTargets, below: str | None) -> None:
     """Sort PEFT's lists, whose order changes from run to run, and replace the base's local path.
 
-    PEFT also shortens module names to endings that mean the same in this model; the requested names are clearer.
+    PEFT also shortens module names to endings that mean the same in this model; the requested names are clearer. On top
+    of the adapter `below`, the base has a name that PEFT does not find: without that adapter, the result is wrong.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     config["target_modules"] = targets.names
-    config["base_model_name_or_path"] = base.source.name
-    config["revision"] = base.source.revision
+    config["base_model_name_or_path"] = base.source.name if below is None else f"{base.source.name}+{below}"
+    config["revision"] = base.source.revision if below is None else None
     config["inference_mode"] = True
     for key, value in config.items():
         if isinstance(value, list):
@@ -234,8 +239,9 @@ def _kind(recipe: TrainRecipe, targets: TrainingTargets) -> str:
 def _adapter_summary(recipe: TrainRecipe, start: Start | None) -> str:
     """The adapter, and the part of the model that was trained if it was not all of it."""
     adapter = recipe.adapter
-    parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if adapter.method == "lora" and not start else []
-    parts += [f"started from {start.record}"] if start else []
+    own = adapter.method == "lora" and (start is None or start.on_top)
+    parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if own else []
+    parts += [f"{'on top of' if start.on_top else 'started from'} {start.record}"] if start else []
     if adapter.partition:
         parts.append(f"the {adapter.side} side of partition {adapter.partition}")
     if adapter.layers:

@@ -240,9 +240,25 @@ ROW_PATHS = ("datasets.*.path", "validation.datasets.*.path", "hygiene.overlap.*
 
 Scalar = str | int | float | bool
 
+
+class ChainStart(StrictModel):
+    """A new adapter on top of another, which stays as it is. It composes only together with that: see `chains`."""
+
+    adapter: str = Field(description="A folder or Hub id of an adapter.")
+    mode: Literal["chain"] = Field(description="chain: what is trained is added to it.")
+
+
+def _form_of_start(value: Any) -> str:
+    if isinstance(value, ChainStart) or (isinstance(value, Mapping) and value.keys() & {"adapter", "mode"}):
+        return f"{MEMBER}chain"
+    return MEMBER + ("composition" if isinstance(value, Mapping | Composition) else "path")
+
+
 Start = Annotated[  # the discriminator picks one form, so that a mistake is reported once
-    Annotated[str, Tag(f"{MEMBER}path")] | Annotated[Composition, Tag(f"{MEMBER}composition")],
-    Discriminator(lambda value: MEMBER + ("composition" if isinstance(value, Mapping | Composition) else "path")),
+    Annotated[str, Tag(f"{MEMBER}path")]
+    | Annotated[Composition, Tag(f"{MEMBER}composition")]
+    | Annotated[ChainStart, Tag(f"{MEMBER}chain")],
+    Discriminator(_form_of_start),
 ]
 
 
@@ -351,7 +367,8 @@ class TrainRecipe(StrictModel):
     start: Start | None = Field(
         default=None,
         description="Where the adapter starts, instead of at zero: a folder or Hub id of an adapter, the recipe of a "
-        "composition (a .yaml file), or a composition: {experts: …, task: …, language: …}.",
+        "composition (a .yaml file), or a composition: {experts: …, task: …, language: …}. With {adapter: …, mode: "
+        "chain}, a new adapter is trained on top of it.",
     )
     adapter: AdapterOptions = Field(default=AdapterOptions(), description="The adapter.")
     datasets: Annotated[list[DatasetSource], BeforeValidator(list_values)] = Field(
@@ -408,6 +425,8 @@ class TrainRecipe(StrictModel):
             raise ValueError("adapter.modules_to_save are outside the layers and belong to no side of `simultaneous`")
         if self.start is not None and adapter.method == "none":
             raise ValueError("`start` is an adapter, but adapter: none has none: name the start as `base_model`")
+        if isinstance(self.start, ChainStart) and adapter.modules_to_save:
+            raise ValueError("adapter.modules_to_save cannot be on top of an adapter, as in mode: chain")
         if self.quantization and adapter.method == "none":
             raise ValueError("`quantization` freezes the base, but adapter: none trains it")
         if options.weight_dtype != "float32" and adapter.method != "none":
@@ -441,7 +460,8 @@ class TrainRecipe(StrictModel):
         include_path = self.selection.include_path if self.selection else None
         beside = [*(self.hygiene.overlap if self.hygiene else []), *([include_path] if include_path else [])]
         files = [file for source in sources for file in source.files(self.folder)]
-        starts = self.start.experts.values() if isinstance(self.start, Composition) else [self.start]
+        start = self.start.adapter if isinstance(self.start, ChainStart) else self.start
+        starts = start.experts.values() if isinstance(start, Composition) else [start]
         return [self.base_model, *starts, *files, *(self.folder / expand(name) for name in beside), *self.recipe_files]
 
     def resolved(self) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def train(
     from adapterswap.training.checkpoints import Checkpoints, explained
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.output import EXPERT, write_expert, write_weights
-    from adapterswap.training.start import open_start
+    from adapterswap.training.start import open_start, put_below
     from adapterswap.training.targets import find_targets
 
     checkpoints, options = Checkpoints(target), recipe.training
@@ -146,7 +146,7 @@ def train(
         # A model without weights is enough to report a wrong name before rows and weights are read.
         empty = empty_model(base)
         start = open_start(recipe.start, base, empty, scratch) if recipe.start is not None else None
-        targets = find_targets(empty, recipe, base.config, start.adapter if start else None)
+        targets = find_targets(empty, recipe, base.config, start)
         bar.begin("reading rows")
         data = load_data(recipe, base)
         rows, parts = sequences(data, options)
@@ -158,8 +158,11 @@ def train(
             examination = examine(recipe, base, trust_task_code=trust_task_code)
         bar.begin("loading the base")
         stopping = Stopping(processes)
+        model = load_trainable(base, recipe, device=device, dtype=dtype)
+        if start and start.on_top:
+            model = put_below(model, start, quantized=recipe.quantization is not None)
         trainer = build_trainer(
-            recipe, base, load_trainable(base, recipe, device=device, dtype=dtype), targets, rows, parts,
+            recipe, base, model, targets, rows, parts,
             data.validation.dataset() if data.validation else None, start=start,
             steps=steps, device=device, dtype=dtype, processes=processes, bar=bar,
             checkpoints=checkpoints.folder if options.save_every_samples else scratch,
@@ -316,7 +319,7 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         device, dtype = device_and_dtype(options)
         model = empty_model(base)
         start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
-        targets = find_targets(model, recipe, base.config, start.adapter if start else None)
+        targets = find_targets(model, recipe, base.config, start)
         data = load_data(recipe, base)
         _, parts = sequences(data, options)
         steps = _steps(recipe, parts, processes)

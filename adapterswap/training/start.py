@@ -1,12 +1,15 @@
 """Where an adapter starts to be trained: another adapter, or a composition, instead of zero.
 
 The trained LoRA has the start's modules with their ranks and scales, and takes over its factors, so before the first
-step the two compute the same. Whatever PEFT's LoRA cannot start from is refused.
+step the two compute the same. Whatever PEFT's LoRA cannot start from is refused. In a chain, a new LoRA is trained on
+top of the start, which becomes a part of the base: merged into its weights in memory, or beside them if they are
+quantized.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from adapterswap.model.tokenizers import clashes, read_tokens
 from adapterswap.planning.base import check_base_weights
 from adapterswap.planning.composing import compose, read_composition
 from adapterswap.planning.composition import Composition
+from adapterswap.training.recipe import ChainStart
 from adapterswap.training.targets import TrainingTargets
 from adapterswap.writing.adapter import write_adapter
 from adapterswap.writing.records import SourceRecord, adapter_source
@@ -36,13 +40,17 @@ class Start:
     Attributes:
         adapter: the adapter, under the base's names for its modules.
         record: its identity, for the record of what is trained.
+        on_top: what is trained lies on top of it.
     """
 
     adapter: Adapter
     record: SourceRecord
+    on_top: bool
 
     def describe(self, targets: TrainingTargets) -> str:
         """What training takes over, adds and keeps, in a line."""
+        if self.on_top:
+            return f"on top of {self.record}"
         started = self.adapter.modules.keys()
         ranks = sorted({module.rank for module in self.adapter.modules.values()})
         rank = f"rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
@@ -53,26 +61,29 @@ class Start:
         return ", ".join(parts)
 
 
-def open_start(start: str | Composition, base: OpenedBase, model: Any, scratch: Path) -> Start:
+def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: Any, scratch: Path) -> Start:
     """Open the adapter that training starts from, and check that it has this base and that LoRA can start from it.
 
     Args:
-        start: a folder or Hub id; the recipe of a composition (.yaml); or a composition.
+        start: a folder or Hub id; the recipe of a composition (.yaml); a composition; or what to train on top of.
         base: the base to train on.
         model: its model, without weights.
         scratch: a temporary folder, where a composition is written. It is needed until `take_over`.
     """
     try:
+        on_top = isinstance(start, ChainStart)
         if isinstance(start, str) and start.endswith((".yaml", ".yml")):
             start = read_composition(start)
         if isinstance(start, Composition):
             adapter = open_adapter(_write(start, base, scratch / "composition"))
         else:
-            adapter = open_adapter(start)
+            adapter = open_adapter(start.adapter if isinstance(start, ChainStart) else start)
         _check_kind(adapter)
         _check_base(adapter, base)
         record = adapter_source(adapter, sha256_of(adapter.file.path))
-        return Start(under_canonical_names(adapter, Base(model), "the start", str(base.source)), record)
+        if on_top:
+            record = record.model_copy(update={"mode": "chain"})
+        return Start(under_canonical_names(adapter, Base(model), "the start", str(base.source)), record, on_top)
     except AdapterswapError as error:
         raise error.recast(parameter="start") from None
 
@@ -160,3 +171,31 @@ def take_over(model: Any, start: Start, trained: frozenset[str]) -> None:
             for parameter, stored in ((loaded.a, module.a), (loaded.b, module.b)):
                 parameter.copy_(file.get_tensor(stored.name))
                 parameter.requires_grad_(name in trained)
+
+
+def put_below(model: Any, start: Start, *, quantized: bool) -> Any:
+    """The base's model with the start in it: merged into its weights or, if those are quantized, added to outputs."""
+    from adapterswap.live.inventory import factors, find_layers
+    from adapterswap.live.loading import load_expert
+
+    loaded = load_expert(model, start.adapter, "below")
+    if not quantized:
+        return loaded.merge_and_unload()
+    terms = {name: factors(layer, "below") for name, layer in find_layers(loaded).items()}
+    model = loaded.unload()
+    for name, term in terms.items():
+        assert term is not None
+        if term.embedding:
+            raise UnsupportedError(
+                f"the start adapts the embedding {name}, and the base is quantized",
+                "Train without `quantization`, or start from the adapter itself",
+                parameter="start",
+            )
+        scale = start.adapter.modules[name].scale
+        model.get_submodule(name).register_forward_hook(partial(_add, term.a.detach(), term.b.detach(), scale))
+    return model
+
+
+def _add(a: Any, b: Any, scale: float, module: Any, inputs: Any, output: Any) -> Any:
+    """A linear module's output and s·B·A·x, computed in the factors' dtype."""
+    return output + (scale * (inputs[0].to(a.dtype) @ a.T @ b.T)).to(output.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import FieldError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter
@@ -25,6 +25,9 @@ from adapterswap.model.layers import (
 from adapterswap.planning.composition import SIDES, Partition, Side, partition_sides
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.writing.layout import Shape, written_scale
+
+if TYPE_CHECKING:
+    from adapterswap.training.start import Start
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,11 @@ class TrainingTargets:
         return parameter.rpartition(".")[0] in self.modules
 
 
-def find_targets(model: Any, recipe: TrainRecipe, config: Any, start: Adapter | None = None) -> TrainingTargets:
-    """Find the modules of `model` that the recipe trains; `start` is the adapter that it starts from."""
+def find_targets(model: Any, recipe: TrainRecipe, config: Any, start: Start | None = None) -> TrainingTargets:
+    """Find the modules of `model` that the recipe trains, and those of the start that it takes over."""
     choice = _Targeted(model, recipe, config)
-    return choice.weights() if recipe.adapter.method == "none" else choice.adapters(start)
+    taken_over = start.adapter if start and not start.on_top else None
+    return choice.weights() if recipe.adapter.method == "none" else choice.adapters(taken_over)
 
 
 class _Targeted:

@@ -361,7 +361,7 @@ def build_trainer(
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:  # TRL rounds the adapters on a quantized base to bfloat16
                 parameter.data = parameter.data.float()
-    if start is not None:
+    if start is not None and not start.on_top:
         take_over(trainer.model, start, targets.modules)
     options = recipe.training
     if options.group_by_length:

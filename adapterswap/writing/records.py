@@ -63,6 +63,9 @@ class SourceRecord(_Written):
     entered: dict[str, dict[str, int | str]] = Field(
         default={}, description="A full checkpoint's bytes that were copied or computed with; see `writing.blocks`."
     )
+    mode: Literal["chain"] | None = Field(
+        default=None, description="Of a start: chain, if the adapter that was trained lies on top of it."
+    )
     origin: Origin | None = Field(default=None, description="How it was made, from the adapterswap.json in its folder.")
 
     def __str__(self) -> str:
@@ -88,7 +91,8 @@ class Origin(BaseModel):
         if self.extraction is not None:
             return f"was extracted from {self.extraction.full}"
         if self.start is not None:
-            return f"was trained from {self.start}" + (f", which {self.start.origin}" if self.start.origin else "")
+            start = f"was trained {'on top of' if self.start.mode else 'from'} {self.start}"
+            return start + (f", which {self.start.origin}" if self.start.origin else "")
         sources = ", ".join(f"{name} ({source})" for name, source in self.experts.items())
         return f"was composed from {sources}" if self.slice is None else f"keeps the {self.slice} of {sources}"
 

@@ -18,7 +18,7 @@ from adapterswap.errors import DependencyError, FieldError
 from adapterswap.experts.adapter import open_adapter
 from adapterswap.training import TrainRecipe, estimate, train
 
-from .conftest import echo_rows
+from .conftest import echo_rows, make_expert
 
 MakeRecipe = Callable[..., TrainRecipe]
 
@@ -83,3 +83,23 @@ def test_an_adapter_on_a_base_in_few_bits(tmp_path: Path, make_recipe: MakeRecip
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert len(open_adapter(report.path).modules) == 6 * 7
     assert estimate(recipe).memory["base"] == estimate(recipe).base_parameters * bits // 8
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes warns about kernels that CPUs lack
+def test_on_a_base_in_few_bits_an_adapter_below_stays_as_it_is(
+    tmp_path: Path, make_recipe: MakeRecipe, pico: Any, bits: int
+) -> None:
+    """Before the first step the loss is that of the start, trained further with a rate of zero."""
+    pytest.importorskip("bitsandbytes")
+    start = make_expert(pico("llama"), tmp_path / "sft")
+    still = {"quantization": {"bits": bits}, "training": {"max_steps": 1, "warmup": 1, "logging_steps": 1}}
+    alone = train(make_recipe(start=str(start), **still), out_path=tmp_path / "alone")
+    below = {"adapter": str(start), "mode": "chain"}
+    report = train(make_recipe(start=below, **still), out_path=tmp_path / "on-top")
+    assert [loss for _, loss in report.train_losses] == near([loss for _, loss in alone.train_losses], depth=LAYERS)
+    assert not any(t.any() for n, t in load_file(report.path / "adapter_model.safetensors").items() if "lora_B" in n)
+    without = train(make_recipe(**still), out_path=tmp_path / "without")
+    assert abs(without.train_losses[0][1] - report.train_losses[0][1]) > 0.01
+    report = train(make_recipe(start=below, **still | {"training": {"max_steps": 4}}), out_path=tmp_path / "learned")
+    assert any(t.any() for n, t in load_file(report.path / "adapter_model.safetensors").items() if "lora_B" in n)

@@ -57,6 +57,8 @@ def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: Make
         ),
         "full": make_recipe(adapter="none", training=options | {"learning_rate": 0.001}),
     }
+    on_top = {"adapter": str(tmp_path / "expert"), "mode": "chain"}
+    recipes["chain"] = make_recipe(start=on_top, training=options)
     failing = make_recipe(training={"max_steps": 8, "save_every_samples": 16})
     alone = {}
     for name, recipe in recipes.items():

@@ -20,6 +20,7 @@ from tolerances import near
 from transformers import AutoModelForCausalLM
 
 import adapterswap
+import adapterswap.live
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
@@ -180,21 +181,26 @@ def test_the_recipe_says_what_is_trained(
     assert {module.scale for name, module in modules.items() if "up_proj" not in name} == {2.0}
 
 
-def test_both_sides_of_a_partition_start_from_it(
-    tmp_path: Path, make_recipe: MakeRecipe, pico: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_sides_of_a_partition_start_from_it(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     start = make_expert(pico("llama"), tmp_path / "start", target_modules=["q_proj", "up_proj"])
-    recipe = make_recipe(start=str(start), datasets=two_sides(tmp_path), simultaneous={"partition": "A"})
-    report = train(recipe, out_path=tmp_path / "trained")
+    options = {"datasets": two_sides(tmp_path), "simultaneous": {"partition": "A"}}
+    report = train(make_recipe(start=str(start), **options), out_path=tmp_path / "trained")
     ours, theirs = load_file(report.path / WEIGHTS), load_file(start / WEIGHTS)
     assert not any(torch.equal(ours[name], theirs[name]) for name in theirs)
+    on_top = train(make_recipe(start=chain(start), **options), out_path=tmp_path / "on-top")
+    merged = merged_by_peft(pico("llama"), start, tmp_path / "merged")
+    expected = train(make_recipe(base_model=str(merged), **options), out_path=tmp_path / "expected")
+    assert (on_top.path / WEIGHTS).read_bytes() == (expected.path / WEIGHTS).read_bytes()
 
 
+@pytest.mark.parametrize("on_top", [False, True])
 def test_an_interrupted_run_resumes(
-    tmp_path: Path, make_recipe: MakeRecipe, pico: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_recipe: MakeRecipe, pico: Any, monkeypatch: pytest.MonkeyPatch, on_top: bool
 ) -> None:
     start = make_expert(pico("llama"), tmp_path / "start")
-    recipe = make_recipe(start=str(start), training={"max_steps": 5, "save_every_samples": 16})
+    recipe = make_recipe(
+        start=chain(start) if on_top else str(start), training={"max_steps": 5, "save_every_samples": 16}
+    )
     unbroken = train(recipe, out_path=tmp_path / "unbroken")
 
     def seen(step: int, *_: Any) -> None:
@@ -272,3 +278,77 @@ def test_a_wrong_start_is_refused(tmp_path: Path, make_recipe: MakeRecipe, pico:
     sliced = adapterswap.slice_layers(make_expert(pico("llama"), tmp_path / "whole"), "0-1", num_layers=LAYERS)
     with refused(UnsupportedError, "start", match="slice"):
         estimate(make_recipe(start=str(sliced.write(tmp_path / "slice"))))
+
+
+def chain(adapter: Path) -> dict[str, str]:
+    return {"adapter": str(adapter), "mode": "chain"}
+
+
+def merged_by_peft(base: Path, adapter: Path, folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    shutil.copytree(base, folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("shape", ["rslora", "patterns", "embedding", "a copy of the base's embedding"])
+def test_on_top_of_an_adapter_it_trains_as_on_the_merged_base(
+    tmp_path: Path, make_recipe: MakeRecipe, pico: Any, shape: str
+) -> None:
+    base = pico("llama")
+    below = make_expert(base, tmp_path / "sft", **SHAPES[shape])
+    merged = merged_by_peft(base, below, tmp_path / "merged")
+    options = {"rows": echo_rows(64), "adapter": {"r": 4}, "training": {"max_steps": 4, "learning_rate": 1e-2}}
+    ours = train(make_recipe(start=chain(below), **options), out_path=tmp_path / "ours")
+    theirs = train(make_recipe(base_model=str(merged), **options), out_path=tmp_path / "theirs")
+    assert ours.train_losses == theirs.train_losses
+    assert (ours.path / WEIGHTS).read_bytes() == (theirs.path / WEIGHTS).read_bytes()
+    if shape == "a copy of the base's embedding":
+        return  # such a copy is not composed
+    both = {"experts": {"sft": str(below), "dpo": str(ours.path)}, "chains": {"math": ["sft", "dpo"]}}
+    plan = adapterswap.compose(adapterswap.Composition(**both, rules=[{"expert": "math"}], num_layers=LAYERS), None)
+    assert not plan.notes  # the record says that one lies on the other
+    composed = plan.write(tmp_path / "composed")
+    assert near(logits(base, composed)) == logits(merged, theirs.path)
+
+
+def test_what_lies_on_an_adapter_is_not_used_alone(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
+    base = pico("llama")
+    below, other = make_expert(base, tmp_path / "sft"), make_expert(base, tmp_path / "xx", seed=1)
+    dpo = train(make_recipe(start=chain(below), training={"max_steps": 2}), out_path=tmp_path / "dpo").path
+    assert estimate(make_recipe(start=chain(below))).start == "on top of sft"
+    assert adapterswap.inspect(dpo).as_json()["trained_from"] == "on top of sft"
+    assert "on top of sft" in (dpo / "README.md").read_text(encoding="utf-8")
+    assert described(dpo)["recipe"]["start"] == {"adapter": "sft", "mode": "chain"}
+    assert described(dpo)["start"]["sha256"].keys() == {WEIGHTS, CONFIG}
+    assert adapterswap.verify(dpo, {"start": below}).equal
+    assert dict(adapterswap.verify(dpo, {"start": other}).changed_sources) == {"start": WEIGHTS}
+
+    merged = adapterswap.merge(below, base, out_path=tmp_path / "merged")
+    for declared in (None, base):
+        for experts in ((dpo, other), (dpo, below)):
+            with refused(ExpertError, "chains", match="on top of"):
+                adapterswap.layer_swap(*experts, num_layers=LAYERS, base_model=declared)
+        with refused(ExpertError, "chains"):
+            part = adapterswap.slice_layers(dpo, "0-1", num_layers=LAYERS).write(tmp_path / f"part-{declared is None}")
+            adapterswap.layer_swap(part, other, num_layers=LAYERS, base_model=declared)
+    with refused(ExpertError, "chains"):
+        adapterswap.merge(dpo, base, out_path=tmp_path / "wrong")
+    with refused(ExpertError, "chains"):
+        adapterswap.live.load_expert(AutoModelForCausalLM.from_pretrained(base), dpo, "dpo")
+    for start in (str(dpo), chain(dpo)):
+        with refused(ExpertError, "start", match="on top of"):
+            estimate(make_recipe(start=start))
+    whole = adapterswap.merge(dpo, merged, out_path=tmp_path / "whole")  # the base that it was trained on
+    both = {"experts": {"a": str(below), "b": str(dpo), "c": str(other)}, "num_layers": LAYERS}
+    right = adapterswap.Composition(**both | {"chains": {"m": ["a", "b"]}, "rules": [{"expert": "m"}]})
+    adapterswap.merge(adapterswap.compose(right, None), base, out_path=tmp_path / "at-once")
+    one, two = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "at-once"))
+    assert all(near(one[name]) == two[name] for name in one)
+    for wrong in (["c", "b"], ["b", "a"]):
+        with refused(ExpertError, "chains"):
+            adapterswap.compose(
+                adapterswap.Composition(**both | {"chains": {"m": wrong}, "rules": [{"expert": "m"}]}), None
+            )
