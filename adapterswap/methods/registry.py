@@ -27,6 +27,7 @@ from adapterswap.methods.sparse import (
     DareTies,
     Della,
     DellaLinear,
+    MagMax,
     MagnitudePrune,
     NearSwap,
     Ram,
@@ -35,6 +36,7 @@ from adapterswap.methods.sparse import (
     Ties,
 )
 from adapterswap.methods.spectral import (
+    Cart,
     CoreDareTies,
     CoreMethod,
     CoreTies,
@@ -43,6 +45,7 @@ from adapterswap.methods.spectral import (
     KnotsDareTies,
     KnotsTies,
     Tsv,
+    Wudi,
 )
 from adapterswap.methods.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp, Slerp
 
@@ -58,7 +61,7 @@ BUILT_IN: dict[str, Method] = {
         LayerSwap(), Soup(), TaskArithmetic(), Ties(), DareLinear(), DareTies(), Slerp(), MagnitudePrune(), Linear(),
         AdaMergeX(), Della(), DellaLinear(), Breadcrumbs(), BreadcrumbsTies(), Sce(), NuSlerp(), MultiSlerp(),
         ModelStock(), NearSwap(), Karcher(), ArceeFusion(), Tsv(), IsoC(), IsoCts(), KnotsTies(), KnotsDareTies(),
-        CoreTies(), CoreDareTies(), Ram(), RamPlus(),
+        CoreTies(), CoreDareTies(), Ram(), RamPlus(), MagMax(), Cart(), Wudi(),
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Methods that keep a share of each ΔW: TIES, DARE, DELLA, Breadcrumbs, pruning, SCE, NearSwap, Arcee Fusion.
+"""Methods that keep some entries of each ΔW: TIES, DARE, DELLA, Breadcrumbs, pruning, SCE, NearSwap, MagMax, RAM.
 
 They act on the ΔW of a module, as in the papers, and never on A and B separately. Parameters are named as in mergekit
 (density, weight, normalize, lambda).
@@ -288,6 +288,23 @@ def _softmax(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 THRESHOLD = Parameter("threshold", "smallest change that counts: entries of ΔW up to it are dropped", 1e-5, ge=0)
 BOOST = Parameter("boost", "how much entries that one expert alone changes are scaled up", 0.1, ge=0)
 BOOST_LIMIT = Parameter("boost_limit", "largest ratio of shared to own entries that scales them up", 0.2, ge=0)
+
+
+class MagMax(NonlinearMethod):
+    name = "magmax"
+    title = "MagMax (Marczak et al. 2024)"
+    reference = "Marczak et al., ECCV 2024, arXiv:2407.06322"
+    formula = "λ times, entry by entry, the ΔW_i of largest absolute value; of equals the last"
+    parameters = (SCALE,)
+    weighted = False
+
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings) -> Array:
+        import numpy as np
+
+        merged, *others = deltas.values()
+        for delta in others:
+            merged = np.where(np.abs(delta) >= np.abs(merged), delta, merged)
+        return np.asarray(settings["scale"] * merged, np.float32)
 
 
 class Ram(NonlinearMethod):

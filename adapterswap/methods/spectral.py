@@ -1,4 +1,4 @@
-"""Methods on singular values and aligned spaces: TSV-Merge, Iso-C, Iso-CTS, KnOTS, Core Space.
+"""Methods on singular values and aligned spaces: TSV-Merge, Iso-C, Iso-CTS, CART, KnOTS, Core Space, WUDI-Merging.
 
 LoRA's ΔW have few directions, which together span the joint space of the experts: ΔW_i = U·M_i·Vᵀ with one U (out×p),
 one V (in×q) and cores M_i (p×q). The methods combine the cores, so the rank of the result is at most min(p, q), and an
@@ -7,12 +7,13 @@ adapter can hold it.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from adapterswap.errors import UnsupportedError
-from adapterswap.methods.method import SCALE, Method, MethodSettings, NonlinearMethod, Parameter
+from adapterswap.methods.method import LARGEST, SCALE, Method, MethodSettings, NonlinearMethod, Parameter
 from adapterswap.methods.sparse import DareTies, Ties
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class CoreMethod(Method, ABC):
         if len(shape) < 2:
             total = sum(weights[name] for name in deltas)
             mean = sum(weights[name] / total * delta.astype(np.float64) for name, delta in deltas.items())
-            return np.asarray(settings["scale"] * mean, np.float32)
+            return np.asarray(settings.values.get("scale", 1) * mean, np.float32)
         merged = np.empty(shape, np.float32)
         for place in np.ndindex(*shape[:-2]):
             matrices = {name: delta[place].astype(np.float64) for name, delta in deltas.items()}
@@ -236,6 +237,35 @@ class IsoCts(CoreMethod):
         return np.asarray(settings["scale"] * sigma.mean() * _orthogonal(left) @ _orthogonal(right).T, np.float64)
 
 
+FRACTION = Parameter(
+    "rank_fraction", "rank of what an expert adds to the mean, as a share of full rank", 0.04, gt=0, le=1
+)
+OWN_SCALE = Parameter("own_scale", "factor of what the experts add to their mean", 1.0, ge=-LARGEST, le=LARGEST)
+
+
+class Cart(CoreMethod):
+    name = "cart"
+    title = "CART (Choi et al. 2024)"
+    reference = "Choi et al. 2024, arXiv:2412.12153"
+    formula = "ΔW̄ + own_scale·Σ (ΔW_i - ΔW̄, reduced to a share of full rank), with ΔW̄ the mean"
+    notes = (
+        "As in the code of Core Space, the rank is rounded up. What two experts add to their mean cancels, so with two "
+        "this is the soup. Vectors are averaged."
+    )
+    parameters = (FRACTION, OWN_SCALE)
+    weighted = False
+
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
+    ) -> Core:
+        import numpy as np
+
+        rank = math.ceil(settings["rank_fraction"] * min(shape))
+        mean = np.mean(list(cores.values()), axis=0)
+        parts = [_svd(core - mean, rank, cores) for core in cores.values()]
+        return np.asarray(mean + settings["own_scale"] * sum((u * sigma) @ vt for u, sigma, vt in parts), np.float64)
+
+
 class _Knots(CoreMethod):
     """KnOTS: [ΔW_1, ΔW_2, …] = U·Σ·[V_1ᵀ, V_2ᵀ, …], and the Σ·V_iᵀ = Uᵀ·ΔW_i are merged entry by entry."""
 
@@ -338,3 +368,50 @@ class CoreDareTies(_EntryByEntry, _Core):
     name = "core_dare_ties"
     title = "DARE with TIES' election of signs in Core Space (Panariello et al. 2025)"
     formula = "U·DARE-TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"
+
+
+MAX_ITER = Parameter("max_iter", "maximum number of steps", 300, ge=1, le=10_000)
+RATE = Parameter("learning_rate", "size of a step of Adam", 1e-5, gt=0, le=1)
+_MEAN_DECAY, _SQUARE_DECAY, _EPSILON = 0.9, 0.999, 1e-8  # Adam's usual values
+
+
+class Wudi(NonlinearMethod):
+    name = "wudi"
+    title = "WUDI-Merging (Cheng et al. 2025)"
+    reference = "Cheng et al., ICML 2025, arXiv:2503.08099"
+    formula = "ΔW that minimizes Σ ‖(ΔW - ΔW_i)·ΔW_iᵀ‖²/‖ΔW_i‖², by steps of Adam from Σ ΔW_i"
+    notes = "Steps have about the size of the learning rate, whatever the size of ΔW. Vectors are averaged."
+    parameters = (MAX_ITER, RATE)
+    weighted = False
+    counts_absent = True
+
+    def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: MethodSettings) -> Array:
+        import numpy as np
+
+        stacked = np.stack([delta.astype(np.float64) for delta in deltas.values()])
+        if stacked.ndim < 3:
+            return np.asarray(stacked.mean(axis=0), np.float32)
+        merged = np.empty(stacked.shape[1:], np.float32)
+        for place in np.ndindex(*merged.shape[:-2]):
+            merged[place] = _least_interfering(stacked[:, *place], settings["max_iter"], settings["learning_rate"])
+        return merged
+
+
+def _least_interfering(deltas: Core, steps: int, rate: float) -> Core:
+    """WUDI's ΔW of n matrices (n, out, in). The gradient 2·(ΔW·P - Q) takes one product, however many there are."""
+    import numpy as np
+
+    merged, wanted = deltas.sum(axis=0), np.zeros(deltas.shape[1:])
+    total = np.zeros((merged.shape[1],) * 2)
+    for delta in (delta for delta in deltas if delta.any()):
+        own = delta.T @ delta / np.linalg.norm(delta) ** 2
+        total += own
+        wanted += delta @ own
+    mean, square = np.zeros_like(merged), np.zeros_like(merged)
+    for step in range(1, steps + 1):
+        gradient = 2 * (merged @ total - wanted)
+        mean += (1 - _MEAN_DECAY) * (gradient - mean)
+        square += (1 - _SQUARE_DECAY) * (gradient**2 - square)
+        size = np.sqrt(square / (1 - _SQUARE_DECAY**step)) + _EPSILON
+        merged -= rate / (1 - _MEAN_DECAY**step) * mean / size
+    return np.asarray(merged)

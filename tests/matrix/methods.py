@@ -29,6 +29,11 @@ VALUES: dict[str, dict[str, Any]] = {
     "iso_c": {"scale": 0.7},
     "iso_cts": {"common_space_fraction": 0.5},
     "knots_ties": {"density": 0.6},
+    "ram": {"threshold": 0.01},
+    "ramplus_tl": {"threshold": 0.01, "boost": 0.5, "boost_limit": 0.3},
+    "magmax": {"scale": 0.5},
+    "cart": {"rank_fraction": 0.3, "own_scale": 0.4},
+    "wudi": {"max_iter": 30, "learning_rate": 1e-3},
 }
 METHODS = tuple(method for method in DENSE if method in VALUES)
 

@@ -355,6 +355,34 @@ def _ram(base: Array, full: list[Array], weights: list[float], _: Chooser, value
     return base + np.reshape(merged, base.shape)
 
 
+def _magmax(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    deltas = np.stack([tensor - base for tensor in reversed(full)])
+    largest = np.take_along_axis(deltas, np.abs(deltas).argmax(axis=0)[None], axis=0)[0]
+    return base + values.get("scale", 1) * largest
+
+
+@_mean_of_vectors
+def _cart(deltas: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    mean = np.mean(deltas, axis=0)
+    rank = math.ceil(values.get("rank_fraction", 0.04) * min(mean.shape))
+    parts = [_leading(delta - mean, rank, _size(deltas)) for delta in deltas]
+    return mean + values.get("own_scale", 1) * np.sum([u @ np.diag(sigma) @ v.T for u, sigma, v in parts], axis=0)
+
+
+@_mean_of_vectors
+def _wudi(deltas: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    """By autograd and torch's Adam."""
+    own = torch.from_numpy(np.stack([delta for delta in deltas if delta.any()] or [np.zeros_like(deltas[0])]))
+    merged = torch.nn.Parameter(own.sum(0))
+    optimizer = torch.optim.Adam([merged], lr=values.get("learning_rate", 1e-5))
+    sizes = own.square().sum((1, 2), keepdim=True).clamp(min=1e-300)
+    for _ in range(values.get("max_iter", 300)):
+        optimizer.zero_grad()
+        (((merged - own) @ own.mT).square() / sizes).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return merged.detach().numpy()
+
+
 METHODS: dict[str, Callable[..., Array]] = {
     "della": _della,
     "della_linear": _della_linear,
@@ -374,4 +402,7 @@ METHODS: dict[str, Callable[..., Array]] = {
     "knots_dare_ties": _knots_dare_ties,
     "ram": _ram,
     "ramplus_tl": _ram,
+    "magmax": _magmax,
+    "cart": _cart,
+    "wudi": _wudi,
 }
