@@ -4,7 +4,7 @@ A folder is built next to its target under a temporary name and renamed into pla
 full disk never leaves half of it. Files are synced to disk before the rename, so the same holds for a power loss. A
 lock next to the target keeps a second writer out. The holder of the lock also cleans up after a killed writer, and
 restores a folder that it had moved aside. An existing folder is replaced only if the same kind of command wrote all its
-files, which its record lists.
+files, which its record lists, and if its weights are still those that were written.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import ExpertError, OutputError
+from adapterswap.files.hashes import fingerprint
 from adapterswap.files.text import exists, expand, read_small, write_json
 
 _PREFIX = "adapterswap-"
@@ -61,7 +62,8 @@ def _remove_abandoned() -> None:
                     shutil.rmtree(lock.parent)
 
 
-_LIST = "files"  # the key of a record that lists what was written
+LIST = "files"  # the key of a record that lists what was written
+PRINTS = "fingerprints"  # the key of a record with the fingerprints of the weights that were written
 _MAX_RECORD = 2**30  # bytes
 _HEAD = 2**16  # bytes in which a file's mark is looked for
 _SHOWN = 3  # foreign files that a message names
@@ -237,12 +239,15 @@ def _contains(folder: Path, path: Path) -> bool:
 
 
 def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = ()) -> list[str]:
-    """The paths in `folder` that no command of this kind wrote, relative to it; a folder's path ends with a slash.
+    """The paths in `folder` that no command of this kind wrote, relative to it; a folder's path ends with a slash, and
+    weights that were changed since say so.
 
     `names` are further paths that the command writes, as in `OutputKind.names`.
     """
-    expected = [tuple(name.rstrip("/").split("/")) for name in (*_known_names(folder, kind), *names)]
+    known_names, prints = _known_files(folder, kind)
+    expected = [tuple(name.rstrip("/").split("/")) for name in (*known_names, *names)]
     foreign_paths: list[str] = []
+    weights: list[str] = []
 
     def wrote(entry: os.DirEntry[str]) -> bool:
         files = None if kind is None else kind.files
@@ -264,38 +269,49 @@ def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = (
                 continue  # an empty folder that the command made
             elif is_folder or len(deeper) == len(fitting) or not wrote(entry):
                 foreign_paths.append("/".join(path) + "/" * is_folder)
+            elif "/".join(path) in prints:
+                weights.append("/".join(path))
 
     look(folder, (), expected)
-    return foreign_paths
+    changed = (name for name, now in weight_prints(folder, weights).items() if prints[name] != now)
+    return [*foreign_paths, *(f"{name} (changed since)" for name in changed)]
 
 
-def _known_names(folder: Path, kind: OutputKind | None) -> Sequence[str]:
-    """The paths, or patterns of paths, that a command of this kind wrote into `folder`, according to its record."""
+def _known_files(folder: Path, kind: OutputKind | None) -> tuple[Sequence[str], Mapping[str, str]]:
+    """The paths, or patterns of paths, that a command of this kind wrote into `folder`, and the fingerprints of its
+    weights, according to its record."""
     if kind is None:
-        return ()
+        return (), {}
     if kind.record is None:
-        return kind.names()
+        return kind.names(), {}
     try:
         record = json.loads(read_small(folder / kind.record, "", limit=_MAX_RECORD))
     except (ExpertError, ValueError, RecursionError):
-        return ()
+        return (), {}
     if not isinstance(record, dict) or not kind.is_ours(record):
-        return ()
-    listed = record.get(_LIST)
+        return (), {}
+    listed, prints = record.get(LIST), record.get(PRINTS)
     if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
-        return [glob.escape(name) for name in listed]
-    return kind.names()
+        return [glob.escape(name) for name in listed], prints if isinstance(prints, dict) else {}
+    return kind.names(), {}
+
+
+def weight_prints(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The fingerprints of the weights among these files of a folder; a few milliseconds for any size."""
+    weights = [name for name in names if name.endswith(".safetensors") and (folder / name).is_file()]
+    return {name: fingerprint(folder / name, most=2**23, block=2**12) for name in weights}
 
 
 def _add_list(folder: Path, record: str) -> None:
-    """Add the list of files in `folder` to its record."""
+    """Add the list of files in `folder`, and the fingerprints of its weights, to its record."""
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
         if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
     )
     content = json.loads((folder / record).read_bytes())
-    write_json(folder / record, {**content, _LIST: names}, allow_nan=True)
+    prints = weight_prints(folder, names)
+    write_json(folder / record, {**content, LIST: names, **({PRINTS: prints} if prints else {})}, allow_nan=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,9 +11,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-_SMALL = 64 * 2**20  # bytes; smaller files are hashed as a whole
-_BLOCK = 2**20
-_BLOCKS = 64
+_MOST, _BLOCK = 64 * 2**20, 2**20  # bytes
 
 
 def sha256_of(path: Path) -> str:
@@ -22,18 +20,20 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(path: Path) -> str:
-    """A hash of a file's content, equal for equal files wherever they are."""
-    size = path.stat().st_size
+def fingerprint(path: Path, *, most: int = _MOST, block: int = _BLOCK) -> str:
+    """A hash of a file's content, equal for equal files wherever they are.
+
+    It covers at most `most` bytes, in blocks of `block` bytes.
+    """
+    size, blocks = path.stat().st_size, most // block
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        if size <= _SMALL:
-            while block := file.read(_BLOCK):
-                digest.update(block)
+        if size <= most:
+            digest.update(file.read())
         else:
-            for place in range(_BLOCKS):
-                file.seek(place * (size - _BLOCK) // (_BLOCKS - 1))
-                digest.update(file.read(_BLOCK))
+            for place in range(blocks):
+                file.seek(place * (size - block) // (blocks - 1))
+                digest.update(file.read(block))
     return digest.hexdigest()
 
 

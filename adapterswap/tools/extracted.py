@@ -16,6 +16,7 @@ from typing import Any, Literal
 from adapterswap.changes.reading import Factors, read_factors
 from adapterswap.errors import ArgumentError, Problems
 from adapterswap.experts.adapter import Adapter, open_adapter
+from adapterswap.files.folders import LIST, PRINTS, weight_prints
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files
 from adapterswap.model.checkpoints import Checkpoint, hashed, open_checkpoint
@@ -74,8 +75,6 @@ class Verification:
         }
 
 
-FILES = "files"  # the list that `atomic_folder` adds
-
 # A source may have moved: of its identity only the hashes are compared, each in its own way.
 _WHERE = {"source", "revision", "sha256", "entered"}
 
@@ -88,7 +87,7 @@ def contradicting(*sources: SourceRecord | None) -> bool:
 def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     """A note about files in a result's folder that its record does not list, if there are any."""
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    listed = content.get(FILES, found)
+    listed = content.get(LIST, found)
     added = sorted(name for name in found if name not in listed and not name.startswith("."))
     return (f"Files that were not written with it: {', '.join(added)}",) if added else ()
 
@@ -103,7 +102,7 @@ _FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
 
 
-_KEYS = {*ExtractionRecord.model_fields, FILES}
+_KEYS = {*ExtractionRecord.model_fields, LIST, PRINTS}
 _WRITTEN = _KEYS - {"slice"}  # always written
 _REQUEST = ExtractionRequest.model_fields.keys()
 
@@ -168,8 +167,8 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
     over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
     if over or _REQUEST - content["extraction"].keys() or contradicting(request.full, request.base):
         differing_keys.append("extraction")
-    if content.get(FILES) != sorted([*ADAPTER_FILES, CARD, PROVENANCE]):
-        differing_keys.append(FILES)
+    if content.get(LIST) != sorted([*ADAPTER_FILES, CARD, PROVENANCE]):
+        differing_keys.append(LIST)
     layers, origin = record.extraction.layers, record.extraction.full.origin
     inherited = origin.slice.content() if origin is not None and origin.slice is not None else None
     if content.get("slice") != (inherited if layers is None else {"layers": layers}):
@@ -179,6 +178,8 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
         differing_keys.append("unchanged")
     if any(sha256_of(folder / name) != record.sha256.get(name) for name in (WEIGHTS, CONFIG)):
         return tuple(differing_keys)  # a changed adapter is reported elsewhere
+    if content.get(PRINTS) != weight_prints(folder, [WEIGHTS]):
+        differing_keys.append(PRINTS)
     adapter = open_adapter(folder)
     ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
     if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:

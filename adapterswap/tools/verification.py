@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from adapterswap import __version__
 from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
 from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
-from adapterswap.files.folders import scratch_folder
+from adapterswap.files.folders import LIST, PRINTS, scratch_folder, weight_prints
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files, read_bytes, row_ranges
 from adapterswap.files.tensorfile import TensorFile, read_header
@@ -47,7 +47,7 @@ from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.rules import BASE, Rule
 from adapterswap.tools.attributing import Attribution, attribute
-from adapterswap.tools.extracted import FILES, Verification, added_files, contradicting, marked, verify_extracted
+from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, verify_extracted
 from adapterswap.writing.adapter import CARD, prepare, write_prepared
 from adapterswap.writing.outputs import Form
 from adapterswap.writing.records import (
@@ -290,13 +290,14 @@ def _verify_converted(
     experts = {name: adapter_source(adapter, "") for name, adapter in opened.items()}
     recomputed = composition_record(plan, experts, record.base, output=record.output, measured={}).content()
     measured = {key: content[key] for key in ("conversion", "magnitudes", "kept_rows", "reduced") if key in content}
-    listed = [name for name in content.get(FILES, ()) if exists(folder / str(name))]
-    recomputed |= measured | {FILES: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
+    listed = [name for name in content.get(LIST, ()) if exists(folder / str(name))]
+    recomputed |= measured | {LIST: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
+    differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
+    recomputed[PRINTS] = content.get(PRINTS) if differing else weight_prints(folder, [WEIGHTS])
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
     result = of_sources(content, record, recomputed, opened, base_model)
     incomplete = _CONVERSION - content["conversion"].keys()
-    differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
     return replace(
         result, changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
         differing=(WEIGHTS,) if differing else (), config_differs=config, made="converted",
@@ -352,10 +353,12 @@ def _compare(
     written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
     differing, notes = _differing(ours, theirs), added_files(folder, content)
     apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
-    others = [name for name in recomputed[FILES] if name not in apart]
+    others = [name for name in recomputed[LIST] if name not in apart]
     differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
     if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
         notes += (f"{CARD} is not the one that was written",)
+    if differing:  # other fingerprints are no second difference
+        recomputed[PRINTS] = content.get(PRINTS)
     sources = of_sources(content, record, recomputed, opened, base_model)
     return replace(
         sources, differing=differing, config_differs=written != rewritten, config=config,

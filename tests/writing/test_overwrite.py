@@ -85,6 +85,21 @@ def test_an_output_is_replaced_by_the_same_command(command: str, here: Path, run
     assert snapshot(here / "out") == first
 
 
+def test_weights_that_were_trained_in_place_are_kept(here: Path, run: Run) -> None:
+    for command, (_, record) in COMMANDS.items():
+        if record not in ("adapterswap.json", "training.json"):
+            continue
+        assert run(*arguments(command, command)).exit_code == 0
+        weights = min((here / command).glob("*.safetensors"))
+        raw = bytearray(weights.read_bytes())
+        raw[-1] ^= 1
+        weights.write_bytes(raw)
+        before = snapshot(here)
+        result = run(*arguments(command, command), "--overwrite")
+        assert (result.exit_code, f"did not write: {weights.name}" in result.stderr) == (3, True), command
+        assert snapshot(here) == before
+
+
 def test_a_folder_whose_record_lists_no_files_is_kept(here: Path, run: Run) -> None:
     for command, (_, record) in COMMANDS.items():
         if record == "adapterswap.json":
