@@ -40,8 +40,12 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: in
 
 
 def check_type(value: object, expected: type | tuple[type, ...], parameter: str, remedy: str) -> None:
-    """Raise an `ArgumentError` that names the parameter and its type, unless `value` has an expected type."""
-    if not isinstance(value, expected):
+    """Raise an `ArgumentError` that names the parameter and its type, unless `value` has an expected type.
+
+    A boolean counts as a number only where booleans are expected.
+    """
+    boolean = isinstance(value, bool) and bool not in (expected if isinstance(expected, tuple) else (expected,))
+    if boolean or not isinstance(value, expected):
         raise ArgumentError(f"`{parameter}` is of type {type(value).__name__}", remedy, parameter=parameter)
 
 

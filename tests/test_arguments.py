@@ -23,7 +23,9 @@ from adapterswap.errors import (
     NotFoundError,
 )
 from adapterswap.planning.composition import Method
+from adapterswap.sweeps.families import Family
 from adapterswap.sweeps.recipe import SweepRecipe
+from adapterswap.training.recipe import TrainingOptions
 
 SIDES: dict[str, Any] = {"task": ("math",), "language": ("swahili",)}
 
@@ -66,6 +68,7 @@ WRONG: dict[str, tuple[str, Call]] = {
     "write place": ("out_path", lambda plan, math, out: adapterswap.write_adapter(plan, None)),
     "write layout": ("layout", lambda plan, math, out: adapterswap.write_adapter(plan, out, layout="exactly")),
     "write rank": ("max_rank", lambda plan, math, out: adapterswap.write_adapter(plan, out, max_rank="8")),
+    "write rank true": ("max_rank", lambda plan, math, out: adapterswap.write_adapter(plan, out, max_rank=True)),
     "write error": ("max_error", lambda plan, math, out: adapterswap.write_adapter(plan, out, max_error="8")),
     "merge plan": ("plan", lambda plan, math, out: adapterswap.merge(5, out_path=out)),
     "merge base": ("base_model", lambda plan, math, out: adapterswap.merge(plan, 5, out_path=out)),
@@ -103,6 +106,13 @@ def test_a_live_model_of_the_wrong_kind_is_named() -> None:
         (lambda: Rule(layers="x", expert="a"), "layers"),
         (lambda: Rule.model_validate({"blend": {"a": float("nan")}}), "blend"),
         (lambda: Composition(bottm=1), "bottm"),
+        (lambda: Composition(bottom=True), "bottom"),
+        (lambda: Composition(num_layers=True), "num_layers"),
+        (lambda: Composition(method="linear", allocation=({"blend": {"a": True}},)), "allocation.0.blend.a"),
+        (lambda: Composition(method="ties", density=True), "density"),
+        (lambda: Composition(method="dare_linear", density=0.5, seed=True), "seed"),
+        (lambda: Family(method="layer_swap", bottom=[1, True]), "bottom.1"),
+        (lambda: TrainingOptions(learning_rate=True), "learning_rate"),
         (lambda: Composition.model_validate([]), None),
         (lambda: Composition(allocation=({"layers": "x"},)), "allocation.0.layers"),
         (lambda: Composition(method="ties"), "density"),

@@ -20,11 +20,12 @@ import re
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError
+from pydantic_core import PydanticKnownError
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError, YAMLWarning
@@ -333,6 +334,37 @@ else:
         """A model that raises `FieldError`s."""
 
 
+class Numbers:
+    """Marks a model, or a type in `Annotated`, whose numbers are not read from true and false: pydantic takes these for
+    1 and 0."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return _without_booleans(handler(source))
+
+
+def _without_booleans(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_booleans(item) for item in schema]
+    if not isinstance(schema, dict) or schema.get("function") in _NO_BOOLEANS.values():
+        return schema
+    if isinstance(kind := schema.get("type"), str) and kind in _NO_BOOLEANS:
+        return {"type": "function-before", "function": _NO_BOOLEANS[kind], "schema": schema}
+    return {key: value if key in ("default", "metadata") else _without_booleans(value) for key, value in schema.items()}
+
+
+def _not_boolean(value: Any, *, error: Literal["int_type", "float_type"]) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError(error)
+    return value
+
+
+_NO_BOOLEANS = {
+    "int": {"type": "no-info", "function": partial(_not_boolean, error="int_type")},
+    "float": {"type": "no-info", "function": partial(_not_boolean, error="float_type")},
+}
+
+
 class FieldMistake(ValueError):
     """Raised by a validator of several fields, to name the one at fault and what to do about it."""
 
@@ -342,7 +374,7 @@ class FieldMistake(ValueError):
         self.remedy = remedy
 
 
-class StrictModel(_Model):
+class StrictModel(Numbers, _Model):
     """A part of a recipe. Unknown keys are errors, and values cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)

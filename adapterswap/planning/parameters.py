@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from adapterswap.files.yaml import StrictModel
+from adapterswap.files.yaml import Numbers, StrictModel
 from adapterswap.methods.method import Parameter
 from adapterswap.methods.registry import BUILT_IN, PARAMETERS, having, own_parameters
 
@@ -175,8 +175,8 @@ def kind_of(parameter: Parameter) -> Any:
     if parameter.choices:
         return Literal[parameter.choices]
     if parameter.kind is float:
-        return Annotated[float, Field(**bounds, allow_inf_nan=False)]
-    return Annotated[int, Field(**bounds)] if parameter.kind is int else parameter.kind
+        return Annotated[float, Field(**bounds, allow_inf_nan=False), Numbers]
+    return Annotated[int, Field(**bounds), Numbers] if parameter.kind is int else parameter.kind
 
 
 @cache
