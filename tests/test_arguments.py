@@ -111,6 +111,7 @@ def test_a_live_model_of_the_wrong_kind_is_named() -> None:
         (lambda: Composition(method="linear", allocation=({"blend": {"a": True}},)), "allocation.0.blend.a"),
         (lambda: Composition(method="ties", density=True), "density"),
         (lambda: Composition(method="dare_linear", density=0.5, seed=True), "seed"),
+        (lambda: Composition(method="ties", density=0.5, seed=1), "seed"),
         (lambda: Family(method="layer_swap", bottom=[1, True]), "bottom.1"),
         (lambda: TrainingOptions(learning_rate=True), "learning_rate"),
         (lambda: Composition.model_validate([]), None),

@@ -73,8 +73,9 @@ def _difference(task: str, ours: Score, theirs: Score, pairs: Sequence[tuple[Sam
     count, spread, mean = len(pairs), None, theirs.value - ours.value
     if count > 1 and all(ours.metric in one.scores.get(ours.filter, {}) for one, _ in pairs):
         values = [tuple(sample.scores[ours.filter][ours.metric] for sample in pair) for pair in pairs]
-        mean = math.fsum(two - one for one, two in values) / count
-        spread = math.fsum((two - one - mean) ** 2 for one, two in values) / (count - 1)
+        if math.isclose(math.fsum(one for one, _ in values) / count, ours.value):  # a perplexity is not their mean
+            mean = math.fsum(two - one for one, two in values) / count
+            spread = math.fsum((two - one - mean) ** 2 for one, two in values) / (count - 1)
     return EngineDifference(
         task=task,
         metric=ours.metric,

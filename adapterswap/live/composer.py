@@ -195,6 +195,9 @@ class LiveComposer:
     active before. `save_pretrained` writes the experts; `save` writes the composition. Use one composer per model, from
     one thread at a time.
 
+    Magnitude weights are measured again after an adapter's factors were written to, as an optimizer does. Writes into
+    `parameter.data` leave no trace: make a new composer after them.
+
     Args:
         model: a PeftModel with the experts loaded under the names that compositions use.
 

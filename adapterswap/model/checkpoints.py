@@ -9,6 +9,7 @@ No tensor is read and torch is not imported. An index is always compared with th
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -107,7 +108,10 @@ MODEL_CONFIG = "config.json"
 MODEL_INDEX = "model.safetensors.index.json"
 
 # The small files that a model needs besides its config and weights. Its code is only copied, never run.
-COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*", "*.py")
+COMPANIONS = (
+    "generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*", "*.py",
+    "modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]_*/*",  # sentence-transformers
+)  # fmt: skip
 
 # A remedy for checkpoints that lack each other's tensors. By default transformers saves under the names that it read.
 OTHER_NAMES = (
@@ -341,12 +345,16 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
     )
 
 
-def companions(checkpoint: Checkpoint) -> list[Path]:
-    """The files of `COMPANIONS` in a checkpoint's folder, sorted; its code only if config.json refers to it."""
+def copy_small_files(checkpoint: Checkpoint, target: Path) -> None:
+    """Copy the files of `COMPANIONS` from a checkpoint's folder; its code only if config.json refers to it."""
     folder = checkpoint.source.folder
-    files = sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()})
+    files = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     own_code = tokenizer_files(folder) if "auto_map" not in checkpoint.config else files
-    return [path for path in files if path.suffix != ".py" or path in own_code]
+    for path in files:
+        if path.suffix != ".py" or path in own_code:
+            place = target / path.relative_to(folder)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, place)
 
 
 def check_alone(folder: Path) -> None:

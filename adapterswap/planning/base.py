@@ -560,6 +560,15 @@ def with_chains(
                 )
                 break
             if before:
+                lower_modules = {module for part in before for module in part.factors}
+                if copies := [m.name for m in adapter.factors.values() if m.base and m.name in lower_modules]:
+                    problems.add(
+                        f"{name} carries a copy of {copies[0]} with {lower} merged into it, which PEFT would put in "
+                        "the place of the base's own",
+                        f"Load {name} with PEFT, and save it with save_pretrained(PATH, save_embedding_layers=False)",
+                        parameter="chains",
+                        kind=UnsupportedError,
+                    )
                 if not recorded:
                     with problems.collect():
                         notes += _check_on_top(name, adapter, lower, before)

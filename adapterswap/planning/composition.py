@@ -25,7 +25,7 @@ from adapterswap.experts.adapter import Adapter
 from adapterswap.files.text import expand_text
 from adapterswap.files.yaml import MEMBER, FieldMistake, validate
 from adapterswap.methods.method import SCALE, SEED
-from adapterswap.methods.registry import check_name, find_method, names_of, own_parameters
+from adapterswap.methods.registry import check_name, find_method, having, names_of, own_parameters
 from adapterswap.model.checkpoints import Checkpoint
 from adapterswap.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Kind, NumLayers, Stack, depth_of, format_layers
 from adapterswap.model.sources import parse_hub_id
@@ -282,6 +282,8 @@ class Composition(MethodFields):
             raise FieldMistake(
                 f"`stack` only applies to a layer swap: {self.method} treats all layers in the same way", "stack"
             )
+        if self.seed != SEED.default and not self.is_random:
+            raise FieldMistake(f"`seed` only applies to {', '.join(having(SEED.name))}", "seed")
         for parameter in own_parameters(self.method):
             if parameter.name not in self.parameters:
                 meaning = f"{parameter.description}, {parameter.allowed}"

@@ -108,7 +108,7 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
     Wilcoxon's test compares them with the family `reference`, or every pair if `reference` is not among `methods`.
     """
     table: dict[str, dict[tuple[str, Unit], float]] = {}
-    labels: dict[str, str] = {}
+    kinds: dict[str, dict[str, None]] = {}  # by family, as tasks without scores of documents have no selection
     excluded: dict[str, None] = {}
     single: set[str] = set()
     settings: list[tuple[str, Unit]] = []
@@ -120,13 +120,14 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
         settings += [(task.name, unit) for unit in units]
         sign = 1 if task.higher_is_better else -1
         for choice in included:
-            labels.setdefault(choice.family, choice.label)
+            kinds.setdefault(choice.family, {})[choice.label] = None
             if all(is_single(result.cell) for result in choice.cells.values()):
                 single.add(choice.family)
             for unit in units:
                 mean = _mean_at(unit, choice, task)
                 if mean is not None:
                     table.setdefault(choice.family, {})[task.name, unit] = sign * mean
+    labels = {family: " or ".join(names) for family, names in kinds.items()}
     ranked = [family for family in labels if len(table.get(family, ())) * 2 >= len(settings)]
     complete = [setting for setting in settings if all(setting in table[family] for family in ranked)]
     scores = [[table[family][setting] for family in ranked] for setting in complete]

@@ -25,7 +25,7 @@ from adapterswap.files.folders import atomic_folder, check_target, scratch_folde
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, write_json
 from adapterswap.model.base import read_config
-from adapterswap.model.checkpoints import MODEL_CONFIG, MODEL_INDEX, Checkpoint, companions, read_checkpoint
+from adapterswap.model.checkpoints import MODEL_CONFIG, MODEL_INDEX, Checkpoint, copy_small_files, read_checkpoint
 from adapterswap.model.loading import OpenedBase, load_weights
 from adapterswap.model.sources import PROVENANCE
 from adapterswap.model.tokenizers import BASE_FOLDER, read_tokens, tokenizer_bytes, write_united
@@ -53,8 +53,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
     """Write config.json and copy the other small files into `folder`."""
     source = plan.skeleton.source.folder
-    for path in companions(plan.skeleton):
-        shutil.copyfile(path, folder / path.name)
+    copy_small_files(plan.skeleton, folder)
     united = united_tokenizer(plan)
     if united is not None:
         write_united(united, tokenizer_folders(plan), folder)
@@ -166,8 +165,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("dequantized"))
         _load(base, settings).save_pretrained(folder)
-        for path in companions(base):
-            shutil.copyfile(path, folder / path.name)
+        copy_small_files(base, folder)
         checkpoint = read_checkpoint(replace(base.source, folder=folder))
         if checkpoint.config.get("quantization_config"):
             raise _cannot(base, settings, "the weights stay quantised")

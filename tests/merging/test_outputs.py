@@ -60,6 +60,17 @@ def test_code_that_the_config_refers_to_is_copied(model: Callable[..., Path], tm
         assert adapterswap.verify(out, experts=experts).equal
 
 
+def test_files_of_sentence_transformers_are_copied(model: Callable[..., Path], tmp_path: Path) -> None:
+    task, language = model(seed=1), model(seed=2)
+    names = ("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json", "2_Dense/model.safetensors")
+    for name in names:
+        (task / name).parent.mkdir(exist_ok=True)
+        (task / name).write_text(name)
+    out = adapterswap.merge(adapterswap.layer_swap(task, language, bottom=2, top=1), out_path=tmp_path / "out")
+    assert all((out / name).read_text() == name for name in names)
+    assert adapterswap.verify(out, experts={path.name: path for path in (task, language)}).equal
+
+
 def test_the_record_counts_and_hashes_the_inputs(model: Callable[..., Path], tmp_path: Path) -> None:
     """Per expert: what was copied, what was computed with, and nothing else."""
     task, language = model(seed=1), model(seed=2)

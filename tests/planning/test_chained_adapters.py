@@ -39,7 +39,7 @@ def chain(
     return {"base": base("llama"), "merged": merged, "sft": sft, "sw": sw, "dpo": on_top(root / "dpo", merged)}
 
 
-def on_top(folder: Path, base: Path, **options: Any) -> Path:
+def on_top(folder: Path, base: Path, *, copies: bool = False, **options: Any) -> Path:
     """A random LoRA that PEFT saved for a model in the folder `base`."""
     settings = {"r": 2, "lora_alpha": 3, "target_modules": CONFIGS["llama"][2], "task_type": "CAUSAL_LM", **options}
     model = get_peft_model(load_base(base), LoraConfig(**settings))
@@ -47,7 +47,7 @@ def on_top(folder: Path, base: Path, **options: Any) -> Path:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-    model.save_pretrained(folder, save_embedding_layers=False)
+    model.save_pretrained(folder, save_embedding_layers=copies)
     return folder
 
 
@@ -203,6 +203,25 @@ def test_only_lora_lies_on_top(chain: dict[str, Path], tmp_path: Path) -> None:
                 rules=[{"expert": "math"}],
             )
         )
+
+
+def test_a_copy_with_a_lower_adapter_merged_in(chain: dict[str, Path], tmp_path: Path) -> None:
+    """The upper adapter's copy of its base's embedding is not the base's own, and without it the chain is right."""
+    targets = {"target_modules": ["embed_tokens", "q_proj"]}
+    lower = on_top(tmp_path / "lower", chain["base"], copies=True, **targets)
+    merged = adapterswap.merge(lower, chain["base"], out_path=tmp_path / "merged")
+    fields: dict[str, Any] = {"chains": {"math": ("lower", "upper")}, "rules": [{"expert": "math"}]}
+    for copies in (True, False):
+        upper = on_top(tmp_path / f"upper-{copies}", merged, copies=copies, **targets)
+        composition = adapterswap.Composition(experts={"lower": str(lower), "upper": str(upper)}, **fields)
+        if copies:
+            with refused(UnsupportedError, "chains", match="with lower merged into it"):
+                adapterswap.compose(composition)
+    full = load_file(adapterswap.compose(composition).merge(out_path=tmp_path / "full") / "model.safetensors")
+    model = PeftModel.from_pretrained(load_base(chain["base"]), lower).merge_and_unload()
+    for name, weight in PeftModel.from_pretrained(model, upper).merge_and_unload().state_dict().items():
+        if name in full:
+            close(full[name], weight, name=name, depth=2)
 
 
 @pytest.mark.parametrize(

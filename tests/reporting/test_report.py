@@ -224,6 +224,15 @@ def test_another_reference(written: Written) -> None:
     assert report.lead != "layer_swap"
 
 
+def test_a_rank_over_selected_and_default_configurations_says_both(tmp_path: Path) -> None:
+    """A score of a whole corpus has no documents to select on."""
+    belebele = "belebele_swh_Latn"
+    requested = recipe(tasks=[SW, belebele], retention=[])
+    report = reported(craft(tmp_path / "run", requested, documents=20, corpus=(belebele,)))
+    assert report.ranking is not None
+    assert "layer_swap, selected or layer_swap, default" in report.ranking.methods
+
+
 def test_each_language_has_its_own_experts(tmp_path: Path) -> None:
     requested = recipe(
         language_experts={name: name for name in ("sw1", "sw2", "te1", "te2")},
