@@ -106,6 +106,7 @@ asw.diff("a", "b").totel
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_user_scripts_can_be_type_checked(tmp_path: Path) -> None:
     """mypy --strict accepts the page, and sees the mistakes of a script that is wrong in every line."""

@@ -223,6 +223,7 @@ def test_a_client_that_leaves_frees_the_engine(server: Server, stream: bool) -> 
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("whom", "number", "status"),

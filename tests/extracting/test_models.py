@@ -49,6 +49,7 @@ def test_peft_restores_the_fine_tunes_weights(architecture: str, checkpoint: Che
             assert torch.equal(tensor, theirs[name])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("architecture", CUT)
 def test_omitted_modules_are_measured(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The shares add up to the change of all stored tensors."""

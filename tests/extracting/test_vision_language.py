@@ -175,6 +175,7 @@ def check_deltas(folder: Path, base: dict[str, torch.Tensor], full: dict[str, to
     return set(found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_multimodal_fine_tune(name: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
     """Names of either version on either side give the same adapter; PEFT loads it and computes with W_full."""
@@ -201,6 +202,7 @@ def test_a_multimodal_fine_tune(name: str, worlds: Callable[[str], World], tmp_p
     assert verify(out, {"full": world.folder / "full-new"}, base_model=str(world.folder / "base")).equal
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WITH_TEXT_CLASS)
 def test_a_text_only_fine_tune(name: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
     """In both directions the change of the language model is the same; names are the base's."""
@@ -219,6 +221,7 @@ def test_a_text_only_fine_tune(name: str, worlds: Callable[[str], World], tmp_pa
         assert all(torch.equal(found[module], delta) for module, delta in expected.items()), role
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "omni"])
 def test_towers_with_embeddings(name: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
     """`embeddings` selects every matrix outside the layers, and PEFT merges all of them."""

@@ -32,6 +32,7 @@ def run(check: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, di
     return int(ended.value.code or 0), {row["place"]: row for row in json.loads(out.read_text())["places"]}
 
 
+@pytest.mark.full
 def test_on_a_cpu(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, rows = run(check, tmp_path / "out.json", monkeypatch)
     statuses = {place: row["status"] for place, row in rows.items()}

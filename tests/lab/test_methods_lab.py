@@ -40,6 +40,7 @@ def test_the_source_expert_sees_no_xx() -> None:
     assert "<xx>" not in words
 
 
+@pytest.mark.full
 def test_a_small_seed(tmp_path: Path) -> None:
     lab = loaded(BENCHMARK)
     lab.ZONES[2:], lab.SCALES[2:], lab.TRAININGS[:] = [], [], [{"learning_rate": 1e-3, "max_steps": 2}]

@@ -52,6 +52,7 @@ def test_switching_compiles_nothing(composer: Composers) -> None:
     assert_same_tensors(tensors_of(composing.model), tensors)
 
 
+@pytest.mark.full
 def test_without_pins_every_composition_is_compiled(composer: Composers) -> None:
     """What pinning is for."""
     composing, counter = composer(), CompileCounter()

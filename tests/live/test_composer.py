@@ -39,6 +39,7 @@ NAMES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "neox"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_computes_the_swapped_full_weights(

@@ -51,6 +51,7 @@ def padded(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "neox"])
 def test_logits(architecture: str, side: str, composer: Composers) -> None:
@@ -116,6 +117,7 @@ def test_bfloat16_base_with_float32_experts(composer: Composers) -> None:
             rounded_once(together[at], layer(x[at]), dtype=torch.bfloat16)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
 def test_generation(options: dict[str, Any], side: str, composer: Composers) -> None:

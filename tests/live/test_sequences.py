@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -302,7 +303,7 @@ class Session(RuleBasedStateMachine):
 
 def test_random_sequences(experts: dict[str, Path]) -> None:
     Session.folders, Session.outputs = experts, expected_outputs(experts)
-    count = int(os.environ.get("SEQUENCES", "40"))
+    count = int(os.environ.get("SEQUENCES", "40" if tiers.ALL else "10"))
     run_state_machine_as_test(
         Session,
         settings=settings(

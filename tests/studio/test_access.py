@@ -37,6 +37,7 @@ def panels(page: Any) -> Any:
     yield "Evaluate"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast_and_every_control_has_a_name(visit: Visit, scheme: str) -> None:
     """On all panels, with clicked layers, a blend, an error and results; and no panel is wider than a phone."""

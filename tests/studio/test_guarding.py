@@ -153,6 +153,7 @@ def test_visitors_are_forgotten_when_their_work_ends() -> None:
     assert not visitors._ends
 
 
+@pytest.mark.full
 def test_a_terminated_studio_leaves_no_files(lab_run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "adapterswap", "studio", "--lab", str(lab_run), "--device", "cpu"]
     with subprocess.Popen(
