@@ -80,11 +80,10 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
     echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
     has_stacks = has_both_stacks(adapter.container)
-    rows = [
-        (_within(m.name, m.layer, has_stacks), m.kind, m.layer, m.rank, f"{m.alpha:g}", f"{m.scale:.6g}",
-         f"{m.out_features} × {m.in_features}", m.dtype)
-        for m in adapter.modules.values()
-    ]  # fmt: skip
+    rows: list[tuple[Any, ...]] = []
+    for m in adapter.modules.values():
+        numbers = (m.rank, f"{m.alpha:g}", f"{m.scale:.6g}", f"{m.out_features} × {m.in_features}", m.dtype)
+        rows.append((_within(m.name, m.layer, has_stacks), m.kind, m.layer, *numbers))
     heads = ("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype")
     tables = [_table(*heads, rows=rows)] if rows else []
     groups: list[tuple[str, list[Any]]] = [
@@ -104,11 +103,10 @@ def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
     pieces = f" in {count} pieces" if count > 1 else f", the piece {name}" if (name := adapter.files[0].piece) else ""
     echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
     echo(f"{len(adapter.modules)} modules, {inspection.num_parameters:,} parameters, {human_bytes(inspection.nbytes)}")
-    rows = [
-        (m.name if m.layer is None else m.name.removeprefix(f"blk.{m.layer}."), m.kind, m.layer, m.rank,
-         f"{m.out_features} × {m.in_features}", m.dtype)
-        for m in adapter.modules.values()
-    ]  # fmt: skip
+    rows: list[tuple[Any, ...]] = []
+    for m in adapter.modules.values():
+        name = m.name if m.layer is None else m.name.removeprefix(f"blk.{m.layer}.")
+        rows.append((name, m.kind, m.layer, m.rank, f"{m.out_features} × {m.in_features}", m.dtype))
     print_table(_table("module", "kind", "layers", "rank", "out × in", "dtype", rows=rows))
 
 
@@ -136,17 +134,17 @@ def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Stored
     """A table of whole tensors, with the size of each row's together."""
     from adapterswap.model.checkpoints import StoredTensor
 
-    rows: list[tuple[Any, ...]] = []
-    sizes: Counter[tuple[Any, ...]] = Counter()
+    rows: list[tuple[tuple[str, ...], int | None]] = []
+    sizes: Counter[tuple[str, ...]] = Counter()
     for part in parts:
         tensors = {"": part.tensor} if isinstance(part, StoredTensor) else part.tensors
         for last, tensor in tensors.items():
             name = f"{part.name}.{last}".removesuffix(".")
-            key = (_within(name, part.layer, has_stacks), part.kind,
-                   " × ".join(map(str, tensor.shape)) or "–", tensor.dtype)  # fmt: skip
-            sizes[key] += tensor.nbytes
-            rows.append((*key[:2], part.layer, *key[2:]))
-    sized = [(*row, human_bytes(sizes[*row[:2], *row[3:]])) for row in rows]
+            shape = " × ".join(map(str, tensor.shape)) or "–"
+            row = (_within(name, part.layer, has_stacks), part.kind, shape, tensor.dtype)
+            sizes[row] += tensor.nbytes
+            rows.append((row, part.layer))
+    sized = [(*row[:2], layer, *row[2:], human_bytes(sizes[row])) for row, layer in rows]
     return _table(title, "kind", "layers", "shape", "dtype", "size", rows=sized)
 
 

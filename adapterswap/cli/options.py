@@ -65,7 +65,9 @@ class _ExpertPath(EntryPath):
         from adapterswap.model.sources import cached_models
 
         name, equals, typed = incomplete.rpartition("=")
-        completions = _entries(typed, lambda path: _is_expert(path) or (self.or_recipe and _is_recipe(path)))
+        completions = _entries(
+            typed, lambda path: any((path / m).is_file() for m in _MARKS) or (self.or_recipe and _is_recipe(path))
+        )
         cached = [repo for repo in cached_models() if repo.startswith(typed)]
         return _as_items([name + equals + entry for entry in (*completions, *cached)], incomplete, self.kind)
 
@@ -102,10 +104,6 @@ def _entries(typed: str, is_offered: Callable[[Path], bool]) -> list[str]:
         elif path.is_dir():
             completions.append(head + path.name + "/")
     return completions
-
-
-def _is_expert(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in _MARKS)
 
 
 def _is_recipe(path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import click
 
@@ -93,9 +93,9 @@ def command(
         llama = plan_llama(pieces, gguf, engine_args, llama_server, max_request_mb or 1)
         for name in manifest.allow or ():
             pieces.scales(name)  # an allowed name must not fail later
-        _show_llama(llama, pieces, dry_run=dry_run, as_json=as_json)
-        if not dry_run:
-            serve_llama(llama, pieces)
+        opened = {name: pieces.open(name) for name in manifest.experts}
+        _show(llama, pieces, opened, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
+        note_dry_run("started") if dry_run else serve_llama(llama, pieces)
         return
     import os
 
@@ -111,8 +111,9 @@ def command(
             experts[name] = composer.open(name)
     problems.raise_if_any()
     launch = plan_launch(composer, experts, experts_path, engine_args)
-    _show_vllm(launch, composer, experts, dry_run=dry_run, as_json=as_json)
+    _show(launch, composer, experts, _of_vllm(launch, composer, experts), started=not dry_run, as_json=as_json)
     if dry_run:
+        note_dry_run("started")
         return
     store.collect(manifest.max_compositions)
     with working("hashing the experts"):
@@ -122,81 +123,79 @@ def command(
     os.execve(launch.command[0], launch.command, {**os.environ, **launch.env})
 
 
-def _show_vllm(
-    launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter], *, dry_run: bool, as_json: bool
-) -> None:
-    limit = composer.manifest.max_compositions
-    facts = {
-        "environment": dict(launch.env),
-        "base": {"name": launch.served_name, "num_layers": composer.num_layers},
-        "max_compositions": limit,
-        "max_lora_rank": launch.max_lora_rank,
-        "max_loras": launch.max_loras,
-    }
-    remarks = [
-        f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch",
-        "The environment and the command, and a request to send once it prints ready:",
-    ]
-    variables = [f"{name}={shlex.join([value])} " for name, value in launch.env.items()]
-    ranks = {name: max(module.rank for module in adapter.modules.values()) for name, adapter in experts.items()}
-    _show(
-        launch, composer, experts, facts, remarks, f"at most {limit} compositions", ranks=ranks,
-        before="".join(variables), dry_run=dry_run, as_json=as_json,
-    )  # fmt: skip
+class _Shown(NamedTuple):
+    """What differs between the engines in what is printed.
 
-
-def _show_llama(launch: LlamaLaunch, composer: PieceComposer, *, dry_run: bool, as_json: bool) -> None:
-    from adapterswap.serving.llama_engine import KEY
-
-    base = {"name": launch.base_name, "num_layers": composer.num_layers, "architecture": composer.architecture}
-    _show(
-        launch, composer, {name: composer.open(name) for name in composer.manifest.experts},
-        {"base": base, "pieces": len(composer.pieces)},
-        ["The llama.cpp command (clients cannot reach it directly), and a request to send once it prints ready:"],
-        f"{len(composer.pieces)} files of layers", key=f' -H "Authorization: Bearer ${KEY}"' if launch.keys else "",
-        dry_run=dry_run, as_json=as_json,
-    )  # fmt: skip
-
-
-def _show(
-    launch: Launch | LlamaLaunch, composer: NamedComposer, experts: Mapping[str, Adapter], facts: dict[str, Any],
-    remarks: Sequence[str], kept: str, *, ranks: Mapping[str, int] | None = None, before: str = "", key: str = "",
-    dry_run: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Print what will be served, the command of the engine, and a request.
-
-    Args:
-        launch, composer, experts: of either engine.
-        facts: the engine's own keys of the JSON.
+    Attributes:
+        facts: keys of the JSON.
+        kept: what the cache keeps, in words.
         remarks: lines before the command.
-        kept: what the cache keeps.
         ranks: the experts' ranks, if they matter.
         before: the command's environment.
         key: the request's header with a key.
     """
+
+    facts: dict[str, Any]
+    kept: str
+    remarks: Sequence[str]
+    ranks: Mapping[str, int] = {}
+    before: str = ""
+    key: str = ""
+
+
+def _of_vllm(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter]) -> _Shown:
+    limit, rank, loras = composer.manifest.max_compositions, launch.max_lora_rank, launch.max_loras
+    facts = {"environment": dict(launch.env), "base": {"name": launch.served_name, "num_layers": composer.num_layers}}
+    facts |= {"max_compositions": limit, "max_lora_rank": rank, "max_loras": loras}
+    remarks = [
+        f"chosen: rank up to {rank}, {loras} adapters in one batch",
+        "The environment and the command, and a request to send once it prints ready:",
+    ]
+    ranks = {name: max(module.rank for module in adapter.modules.values()) for name, adapter in experts.items()}
+    variables = [f"{name}={shlex.join([value])} " for name, value in launch.env.items()]
+    return _Shown(facts, f"at most {limit} compositions", remarks, ranks, "".join(variables))
+
+
+def _of_llama(launch: LlamaLaunch, composer: PieceComposer) -> _Shown:
+    from adapterswap.serving.llama_engine import KEY
+
+    count, key = len(composer.pieces), f' -H "Authorization: Bearer ${KEY}"' if launch.keys else ""
+    base = {"name": launch.base_name, "num_layers": composer.num_layers, "architecture": composer.architecture}
+    remark = "The llama.cpp command (clients cannot reach it directly), and a request to send once it prints ready:"
+    return _Shown({"base": base, "pieces": count}, f"{count} files of layers", [remark], key=key)
+
+
+def _show(
+    launch: Launch | LlamaLaunch,
+    composer: NamedComposer,
+    experts: Mapping[str, Adapter],
+    shown: _Shown,
+    *,
+    started: bool,
+    as_json: bool,
+) -> None:
+    """Print what will be served, the command of the engine, and a request."""
     from adapterswap.serving.vllm import other_bases
 
     manifest, cache = composer.manifest, composer.cache.root
     example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
-    curl = f"curl {launch.url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-    ranked = {name: {"rank": rank} for name, rank in (ranks or {}).items()}
+    curl = f"curl {launch.url}/v1/completions{shown.key} -H 'Content-Type: application/json' -d '{body}'"
     if as_json:
-        listed = {name: {"source": str(one.source), **ranked.get(name, {})} for name, one in experts.items()}
+        ranks = {name: {"rank": rank} for name, rank in shown.ranks.items()}
+        listed = {name: {"source": str(one.source), **ranks.get(name, {})} for name, one in experts.items()}
         allow = None if manifest.allow is None else list(manifest.allow)
-        content = {"started": not dry_run, "command": list(launch.command), "url": launch.url, **facts}
-        print_json({**content, "experts": listed, "allow": allow, "cache": str(cache), "curl": curl})
-    else:
-        for name, adapter in experts.items():
-            rank = f"rank {ranks[name]}, " if ranks else ""
-            note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
-        for line in other_bases(experts, composer.base_model):
-            note(f"Warning: {line}")
-        if manifest.skipped:
-            note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
-        served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
-        for remark in (f"served: {served}; {kept}, kept in {cache}", *remarks):
-            note(remark)
-        echo(before + shlex.join(launch.command), curl)
-    if dry_run:
-        note_dry_run("started")
+        content = {"command": list(launch.command), "url": launch.url, **shown.facts, "experts": listed}
+        print_json({"started": started, **content, "allow": allow, "cache": str(cache), "curl": curl})
+        return
+    for name, adapter in experts.items():
+        rank = f"rank {shown.ranks[name]}, " if shown.ranks else ""
+        note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
+    for line in other_bases(experts, composer.base_model):
+        note(f"Warning: {line}")
+    if manifest.skipped:
+        note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
+    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
+    for remark in (f"served: {served}; {shown.kept}, kept in {cache}", *shown.remarks):
+        note(remark)
+    echo(shown.before + shlex.join(launch.command), curl)

@@ -5,7 +5,7 @@ With torchrun or `accelerate launch`, every process runs this, and one of them p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from adapterswap.cli.options import Expert, Json, Output, Pushed, RecipePath, Setting, one_voice, with_short
 from adapterswap.cli.printing import (
@@ -72,16 +72,14 @@ def command(
     if run_recipe.selection and is_first():
         for line in run_recipe.selection.notes():
             note(line)
+    how: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "trust_task_code": trust_task_code}
     if dry_run:
         _check_output(run_recipe, out_path, overwrite=overwrite, resume=resume)
         with working("reading rows", shown=is_first()):
             expected = estimate(run_recipe, trust_task_code=trust_task_code)
         content = expected.to_json
     else:
-        report = train(
-            run_recipe, out_path=out_path, overwrite=overwrite, resume=resume, trust_task_code=trust_task_code,
-            progress=not is_quiet(),
-        )  # fmt: skip
+        report = train(run_recipe, out_path=out_path, progress=not is_quiet(), **how)
         leave()
         content = report.to_json
         if is_first():

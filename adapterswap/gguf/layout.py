@@ -187,7 +187,9 @@ def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambd
     reduced = reduce(resolved, form, progress)
     layout = lay_out(resolved, replace(form, layout="exact"), reduced)
     alpha, tensors = _tensors(resolved.plan, layout, places, architecture)
-    return PreparedGguf(resolved, form, reduced, _gguf_name(architecture), alpha, tensors)
+    gguf = load_gguf()
+    name = str(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture.name]])
+    return PreparedGguf(resolved, form, reduced, name, alpha, tensors)
 
 
 @dataclass(frozen=True)
@@ -215,23 +217,15 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], f
         canonical, projection = _projection(slot, architecture)
         if not slot.terms or projection is None:
             continue
-        lora = slot.terms[0].lora
+        lora, misfit = slot.terms[0].lora, ""
         if not _fits(lora, projection, sizes):
             expected = f"{sizes.of(projection.out) or 'any'}×{sizes.of(projection.into) or 'any'}"
-            problems.add(
-                f"{slot.name} is {lora.out_features}×{lora.in_features}, but the base's config says {expected}",
-                "Pass the base that the experts adapt as `base_model`",
-                parameter="base_model",
-                kind=ExpertError,
-            )
-            continue
-        if projection.experts and (not lora.parameter or lora.experts != sizes.experts):
-            problems.add(
-                f"{slot.name} has LoRA for {lora.experts} experts, but the base's config says {sizes.experts}",
-                "Pass the base that the experts adapt as `base_model`",
-                parameter="base_model",
-                kind=ExpertError,
-            )
+            misfit = f"{slot.name} is {lora.out_features}×{lora.in_features}, but the base's config says {expected}"
+        elif projection.experts and (not lora.parameter or lora.experts != sizes.experts):
+            misfit = f"{slot.name} has LoRA for {lora.experts} experts, but the base's config says {sizes.experts}"
+        if misfit:
+            remedy = "Pass the base that the experts adapt as `base_model`"
+            problems.add(misfit, remedy, parameter="base_model", kind=ExpertError)
             continue
         layers = f"{architecture.container}.{slot.layer}"
         canonical_names = [f"{layers}.{part}" for part in projection.experts] or [canonical]
@@ -345,11 +339,6 @@ def _tensors(
             GgufTensor(f"{weight}.lora_b", (out, rank), *module, exact_b, b_factor, place.rows),
         ]
     return common, tuple(tensors)
-
-
-def _gguf_name(architecture: Architecture) -> str:
-    gguf = load_gguf()
-    return str(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture.name]])
 
 
 Division = Literal["layer", "kind", "zone"]

@@ -42,7 +42,6 @@ from adapterswap.model.checkpoints import open_checkpoint
 from adapterswap.model.layers import known_depth, num_layers_in_config
 from adapterswap.model.sources import FORMAT, base_config, find_source
 from adapterswap.planning.base import check_base_weights
-from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rules import BASE
@@ -235,7 +234,9 @@ class NamedComposer:
                 parameter="name",
             )
         experts = {expert: self.open(expert) for expert in composition.expert_names}
-        plan = make_plan(self._of_this_base(composition), experts, num_layers=self.num_layers)
+        plan = make_plan(
+            composition.model_copy(update={"base_model": self.base_model}), experts, num_layers=self.num_layers
+        )
         problems = Problems()
         report(
             plan, self.target, problems,
@@ -304,9 +305,6 @@ class NamedComposer:
         """The composition's rules, which `allow` compares, without opening an expert."""
         composition = composition_of(name, self.manifest.experts)
         return json.dumps([rule.model_dump(mode="json") for rule in composition.rules(self.num_layers)])
-
-    def _of_this_base(self, composition: Composition) -> Composition:
-        return composition.model_copy(update={"base_model": self.base_model})
 
     def _admit(self, name: str, fingerprint: str) -> None:
         """Count compositions, so that requests cannot fill the disk. Names of one composition count once."""

@@ -137,7 +137,7 @@ class PieceComposer(NamedComposer):
         problems = Problems()
         for key, prepared in self._prepared.items():
             with problems.collect():
-                self.cache.get(key, partial(self._write_pieces, prepared))
+                self.cache.get(key, partial(write_gguf, prepared, outtype=self.outtype, pieces="kind"))
         problems.raise_if_any()
 
     @property
@@ -159,9 +159,6 @@ class PieceComposer(NamedComposer):
         self._prepared[key] = prepared
         exported = write_gguf(prepared, self.cache.entry(key), outtype=self.outtype, pieces="kind", dry_run=True)
         self.pieces += [LayerPiece(name, file.layer, file.kind, file.path) for file in exported.files]
-
-    def _write_pieces(self, prepared: PreparedGguf, folder: Path) -> None:
-        write_gguf(prepared, folder, outtype=self.outtype, pieces="kind")
 
 
 def _coefficients(plan: Plan) -> dict[tuple[str, str], float]:

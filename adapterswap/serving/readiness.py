@@ -50,7 +50,8 @@ async def check(state: Any) -> str | None:
     if "generate" not in await engine.get_supported_tasks() or engine.model_config.is_encoder_decoder:
         return None
     # Exceptions logged earlier did not keep the engine from starting.
-    _clear_failures()
+    if path := os.environ.get(FAILURES):
+        Path(path).write_text("", encoding="utf-8")
     try:
         await asyncio.wait_for(_decode(engine), _WAIT_S)
     except TimeoutError:
@@ -114,8 +115,3 @@ def _described(error: BaseException) -> str:
     from adapterswap.errors import reason_of
 
     return reason_of(error)
-
-
-def _clear_failures() -> None:
-    if path := os.environ.get(FAILURES):
-        Path(path).write_text("", encoding="utf-8")

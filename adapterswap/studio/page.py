@@ -230,14 +230,12 @@ class _Page:
         named = dict(zip(self.controls.components, values, strict=True))
         return self.controls.choice(named, painted, prompt)
 
-    def _picture(self, choice: Choice) -> str:
-        plan = self.workspace.plan(self.workspace.composition(choice))
-        return strip_html(plan, self.names, title=title_of(choice.fields), painted=list(choice.painted))
-
     def _drawn(self, choice: Choice) -> dict[str, str]:
         """Strip, problem and address of a choice. If it cannot be planned, there is no strip and the last one stays."""
         try:
-            drawn = {"strip": self._picture(choice), "problem": ""}
+            plan = self.workspace.plan(self.workspace.composition(choice))
+            strip = strip_html(plan, self.names, title=title_of(choice.fields), painted=list(choice.painted))
+            drawn = {"strip": strip, "problem": ""}
         except AdapterswapError as error:
             drawn = {"problem": error_html(error)}
         return {**drawn, "address": choice.address()}

@@ -24,7 +24,7 @@ from adapterswap.changes.locating import Located, locate_all
 from adapterswap.changes.reading import Factors, read_factors, read_rows
 from adapterswap.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, LoraModule, and_more, open_adapter
-from adapterswap.files.numbers import open_files, read_bytes, row_ranges
+from adapterswap.files.numbers import open_files, row_ranges
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.model.layers import format_layers
@@ -34,6 +34,7 @@ from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import base_of, merge_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rules import BASE, Rule
+from adapterswap.tools.comparing import equal_bytes
 from adapterswap.writing.outputs import map_in_threads
 from adapterswap.writing.resolving import resolve
 
@@ -427,14 +428,8 @@ def _pairs(
 
 def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors of any dtype, such as buffers of indices, are the same."""
-    (a, b), size = (one.tensor, other.tensor), one.tensor.nbytes
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
     with open_files([], {one.path, other.path}) as files:
-        return all(
-            np.array_equal(*(read_bytes(files[part.path], part.tensor, start, stop) for part in (one, other)))
-            for start, stop in row_ranges(size, _BLOCK)
-        )
+        return equal_bytes(one.tensor, files[one.path], other.tensor, files[other.path])
 
 
 def attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:

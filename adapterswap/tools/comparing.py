@@ -18,7 +18,7 @@ from adapterswap.changes.joint import Joint, cosine
 from adapterswap.changes.reading import read_matrices
 from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
 from adapterswap.experts.adapter import Adapter, open_expert
-from adapterswap.files.numbers import open_files, read_elements, row_ranges
+from adapterswap.files.numbers import open_files, read_bytes, read_elements, row_ranges
 from adapterswap.files.tensorfile import Tensor
 from adapterswap.model.layers import STACKS, Kind, stack_of
 from adapterswap.planning.base import under_one_name
@@ -28,7 +28,7 @@ from adapterswap.writing.outputs import map_in_threads
 _PLACES = ("no", *STACKS)  # the order of the first words of layers' names
 
 
-_BLOCK = 2**20  # elements read at a time
+_BLOCK = 2**20  # elements or bytes read at a time
 
 _Vector = npt.NDArray[np.float64]
 
@@ -250,11 +250,12 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
             module, squares, apart = held[0][1], [0.0] * len(held), 0.0
             for parameter, tensor in module.tensors.items():
                 for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
-                    blocks = [
-                        _elements(adapter, files[adapter.file.path], saved.tensors[parameter], start, stop)
-                        for adapter, saved in held
-                    ]
-                    squares = [total + _squared(block) for total, block in zip(squares, blocks, strict=True)]
+                    read = (
+                        read_elements(part.name, files[part.file.path], saved.tensors[parameter], start, stop)
+                        for part, saved in held
+                    )
+                    blocks = [block.astype(np.float64) for block in read]
+                    squares = [sum_ + _squared(block) for sum_, block in zip(squares, blocks, strict=True)]
                     apart += _squared(blocks[0] - blocks[-1])
             norms = iter(map(math.sqrt, squares))
             first, second = (next(norms) if name in adapter.saved else None for adapter in (one, other))
@@ -264,6 +265,14 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
             row = SavedDifference(name, module.layer, module.kind, module.shape, (first, second), distance, lora)
             differences.append(row)
     return sorted(differences, key=_place)
+
+
+def equal_bytes(one: Tensor, one_file: int, other: Tensor, other_file: int) -> bool:
+    """Whether two tensors of any dtype are the same; their files are open."""
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
+        np.array_equal(read_bytes(one_file, one, *cut), read_bytes(other_file, other, *cut))
+        for cut in row_ranges(one.nbytes, _BLOCK)
+    )
 
 
 def _place(row: Difference | SavedDifference) -> tuple[int, str]:
@@ -278,10 +287,6 @@ def _check_shapes(module: str, shapes: Sequence[str]) -> None:
             "Compare adapters of the same base",
             parameter="other",
         )
-
-
-def _elements(adapter: Adapter, file: int, tensor: Tensor, start: int, stop: int) -> _Vector:
-    return read_elements(adapter.name, file, tensor, start, stop).astype(np.float64)
 
 
 def _squared(values: _Vector) -> float:

@@ -20,7 +20,7 @@ from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
 from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
 from adapterswap.files.folders import LIST, PRINTS, scratch_folder, weight_prints
 from adapterswap.files.hashes import sha256_of
-from adapterswap.files.numbers import open_files, read_bytes, row_ranges
+from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.text import exists, expand, is_folder, read_json
 from adapterswap.files.yaml import validate
@@ -47,6 +47,7 @@ from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.rules import BASE, Rule
 from adapterswap.tools.attributing import Attribution, attribute
+from adapterswap.tools.comparing import equal_bytes
 from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, verify_extracted
 from adapterswap.writing.adapter import CARD, prepare, write_prepared
 from adapterswap.writing.outputs import Form
@@ -142,8 +143,6 @@ _REMEDY = "Pass a folder that `adapterswap compose`, `adapterswap merge` or `ada
 _CONVERSION = {"peft_type", "pickled", "rank", "max_error", "sha256", "modules"}  # always recorded
 _ABSENT = object()
 _RELATIVE_OF_NUMBERS = 1e-5  # how far a recorded number may be from the recomputed one
-
-_BLOCK = 2**24  # bytes compared at a time
 
 
 def verify(
@@ -567,13 +566,6 @@ def _differing(first: Sequence[TensorFile], second: Sequence[TensorFile]) -> tup
             if name not in ours or name not in theirs:
                 return False
             (left, left_file), (right, right_file) = ours[name], theirs[name]
-            if (left.dtype, left.shape) != (right.dtype, right.shape):
-                return False
-            return all(
-                np.array_equal(
-                    read_bytes(opened[left_file.path], left, *cut), read_bytes(opened[right_file.path], right, *cut)
-                )
-                for cut in row_ranges(left.nbytes, _BLOCK)
-            )
+            return equal_bytes(left, opened[left_file.path], right, opened[right_file.path])
 
         return tuple(name for name in names if not alike(name))
