@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tolerances import close
 
 import adapterswap
 from adapterswap.errors import (
+    AdapterswapError,
     ArgumentError,
     BaseModelError,
     CompositionError,
@@ -29,6 +29,8 @@ from adapterswap.errors import (
     UnsupportedError,
 )
 from adapterswap.tools.deltas import CONVERTIBLE, Conversion
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about its own defaults
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
@@ -69,7 +71,6 @@ def trained(base: Path, folder: Path, kind: str, targets: Sequence[str] = TARGET
     return folder
 
 
-@pytest.mark.filterwarnings("ignore")  # PEFT warns about its own defaults
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     """At full rank the LoRA computes the same as PEFT with the adapter itself."""
@@ -108,7 +109,6 @@ def test_every_accepted_kind_is_tested() -> None:
     assert {"LORA", *KINDS} - {"DORA"} == set(CONVERTIBLE)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_error_matches_pefts_conversion(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", "LOHA")
     model = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
@@ -135,7 +135,6 @@ def test_the_error_matches_pefts_conversion(base: Callable[[str], Path], tmp_pat
     assert result.relative_error <= worst.error
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_bound_on_the_error(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", "LOHA")
     result = adapterswap.convert(adapter, tmp_path / "out", max_error=0.2)
@@ -252,37 +251,45 @@ def changed(source: Path, folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"init_lora_weights": "pissa", "use_dora": True}, {"peft_type": "PROMPT_TUNING"}, {"peft_type": None},
-     {"lora_bias": True}],
-)  # fmt: skip
-def test_what_cannot_be_converted(config: dict[str, Any], math: Path, tmp_path: Path) -> None:
-    with refused(UnsupportedError, "adapter"):
-        adapterswap.convert(changed(math, tmp_path / "odd", **config), tmp_path / "out", rank=4)
+# The kind, its base, changes of its config, the base to convert with; the error's class, and what the message names.
+# (IA)³ scales the output of a linear layer with its bias, and Qwen2's projections have biases.
+REFUSED: list[tuple[str, str, dict[str, Any], str | None, type[AdapterswapError], str]] = [
+    ("DORA", "llama", {"init_lora_weights": "pissa"}, None, UnsupportedError, "pissa"),
+    ("DORA", "llama", {"peft_type": "PROMPT_TUNING"}, None, UnsupportedError, "PROMPT_TUNING"),
+    ("DORA", "llama", {"peft_type": None}, None, UnsupportedError, "null|None"),
+    ("DORA", "llama", {"use_dora": False, "lora_bias": True}, None, UnsupportedError, "lora_bias"),
+    ("IA3", "qwen2", {}, None, UnsupportedError, "bias of model.layers.0.self_attn"),
+    ("LOHA", "llama", {}, "gpt2", ExpertError, "PEFT"),
+    ("DORA", "llama", {"layer_replication": [[0, 3], [1, 4]]}, None, UnsupportedError, "layer_replication"),
+    ("ADALORA", "llama", {"layer_replication": [[0, 3], [1, 4]]}, None, UnsupportedError, "layer_replication"),
+    ("LOHA", "llama", {"init_weights": False}, None, ExpertError, r"layers\.3\.mlp\.up_proj"),
+    ("LOHA", "llama", {"modules_to_save": ["norm"]}, None, ExpertError, r"layers\.0\.input_layernorm"),
+]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_change_of_a_bias_is_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
-    """(IA)³ scales the output of a linear layer with its bias, and Qwen2's projections have biases."""
-    adapter = trained(base("qwen2"), tmp_path / "in", "IA3")
-    with refused(UnsupportedError, "adapter", match="bias of model.layers.0.self_attn"):
-        adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
+@pytest.mark.parametrize(("kind", "base_name", "config", "other", "error", "named"), REFUSED, ids=str)
+def test_what_cannot_be_converted(
+    kind: str, base_name: str, config: dict[str, Any], other: str | None, error: type[AdapterswapError], named: str,
+    base: Callable[[str], Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    """PEFT starts a module at random if its config says so, or if some of its tensors are missing."""
+    adapter = changed(trained(base(base_name), tmp_path / "in", kind), tmp_path / "odd", **config)
+    if error is ExpertError and other is None:
+        without(adapter, "layers.3.mlp.up_proj")
+    with refused(error, "adapter", match=named):
+        adapterswap.convert(adapter, tmp_path / "out", rank=4, base_model=other and str(base(other)))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_another_base_is_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
-    adapter = trained(base("llama"), tmp_path / "in", "LOHA")
-    with refused(ExpertError, "adapter", match="PEFT"):
-        adapterswap.convert(adapter, tmp_path / "out", rank=4, base_model=str(base("gpt2")))
+def without(adapter: Path, name: str) -> None:
+    """Remove the tensors whose key contains `name`."""
+    tensors = load_file(adapter / WEIGHTS)
+    save_file({key: tensor for key, tensor in tensors.items() if name not in key}, adapter / WEIGHTS)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("module", ["mlp", "model.layers.0.self_attn"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("module", ["mlp", "model.layers.0.self_attn", "norm"])
 @pytest.mark.parametrize("kind", ["DORA", "LOHA", "VBLORA"])
-def test_modules_trained_in_full_that_have_modules_of_their_own(
-    kind: str, module: str, base: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_modules_trained_in_full_are_kept(kind: str, module: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", kind, ["o_proj"], modules_to_save=[module])
     own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
     adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
@@ -291,7 +298,6 @@ def test_modules_trained_in_full_that_have_modules_of_their_own(
     assert any(f"{module}." in name and ".lora_" not in name for name in load_file(tmp_path / "out" / WEIGHTS))
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "bias"),
     [("DORA", "all"), ("DORA", "lora_only"), ("ADALORA", "all"), ("OFT", "oft_only"), ("BOFT", "all"), ("VERA", "all")],
@@ -308,45 +314,16 @@ def test_trained_biases_are_kept(kind: str, bias: str, base: Callable[[str], Pat
     close(logits(result), logits(own), depth=6)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_tensors_that_peft_would_invent_are_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
-    """PEFT starts a module at random if its config says so, or if some of its tensors are missing."""
+def test_a_module_without_tensors_is_unchanged_and_one_without_some_is_refused(
+    base: Callable[[str], Path], tmp_path: Path
+) -> None:
     adapter = trained(base("llama"), tmp_path / "in", "LOHA")
-    tensors = load_file(adapter / WEIGHTS)
-
-    def without(name: str) -> Path:
-        save_file({key: tensor for key, tensor in tensors.items() if name not in key}, adapter / WEIGHTS)
-        return adapter
-
-    partly = without("layers.3.mlp.up_proj.hada_w1_a")
+    without(adapter, "layers.3.mlp.up_proj.hada_w1_a")
     with refused(ExpertError, "adapter", match=r"layers\.3\.mlp\.up_proj\.hada_w1_a"):
-        adapterswap.convert(partly, tmp_path / "out", rank=4)
-    unchanged = adapterswap.convert(without("layers.3.mlp.up_proj"), tmp_path / "out", rank=4)
+        adapterswap.convert(adapter, tmp_path / "out", rank=4)
+    without(adapter, "layers.3.mlp.up_proj")
+    unchanged = adapterswap.convert(adapter, tmp_path / "out", rank=4)
     assert "model.layers.3.mlp.up_proj" not in {module.name for module in unchanged.modules}
-    with refused(ExpertError, "adapter", match=r"layers\.3\.mlp\.up_proj"):
-        adapterswap.convert(changed(adapter, tmp_path / "odd", init_weights=False), tmp_path / "out-2", rank=4)
-    whole = changed(adapter, tmp_path / "whole", modules_to_save=["norm"])
-    with refused(ExpertError, "adapter", match=r"layers\.0\.input_layernorm"):
-        adapterswap.convert(whole, tmp_path / "out-2", rank=4)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["DORA", "ADALORA"])
-def test_repeated_layers_are_refused(kind: str, base: Callable[[str], Path], tmp_path: Path) -> None:
-    adapter = trained(base("llama"), tmp_path / "in", kind)
-    repeated = changed(adapter, tmp_path / "odd", layer_replication=[[0, 3], [1, 4]])
-    with refused(UnsupportedError, "adapter", match="layer_replication"):
-        adapterswap.convert(repeated, tmp_path / "out", rank=4)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_whole_modules_are_kept(base: Callable[[str], Path], tmp_path: Path) -> None:
-    adapter = trained(base("llama"), tmp_path / "in", "LOKR", modules_to_save=["norm"])
-    own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
-    adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
-    result = PeftModel.from_pretrained(load_base(base("llama")), tmp_path / "out").eval()
-    close(logits(result), logits(own), depth=6)
-    assert np.isin("base_model.model.model.norm.weight", list(load_file(tmp_path / "out" / WEIGHTS)))
 
 
 def test_convert_on_the_command_line(math: Path, run: Callable[..., Result], tmp_path: Path) -> None:
@@ -393,7 +370,6 @@ def with_saved(base: Path, folder: Path, saved: list[str], *, change: int = 3, *
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_modules_trained_in_full_become_lora(
     architecture: str, saved: list[str], base: Callable[[str], Path], tmp_path: Path
 ) -> None:
