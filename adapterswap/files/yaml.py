@@ -529,7 +529,8 @@ def validate(content: Any, model: type[_AnyModel], *, where: str = "", layers: S
     Without it, `content` is arguments, so messages name parameters, which the command line prints as flags.
     """
     try:
-        return model.__pydantic_validator__.validate_python(content)  # type: ignore[no-any-return]
+        context = {"folder": Path(where).parent}  # of a recipe's file, for what a field lists on disk
+        return model.__pydantic_validator__.validate_python(content, context=context)  # type: ignore[no-any-return]
     except ValidationError as error:
         raise _explained(error, content, model, where, layers) from None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from adapterswap.errors import FieldError, Problems
 from adapterswap.evaluation.settings import SEED, EvaluationOptions, Settings
@@ -132,11 +132,11 @@ class SweepRecipe(StrictModel):
         default=None, ge=1, le=MAX_LAYERS, description="The base's layers, if its config does not say."
     )
     task_experts: dict[Name, str] = Field(
-        min_length=1, description="Name → folder or Hub id of an adapter or a full checkpoint."
+        min_length=1,
+        description="Name → folder or Hub id of an adapter or a full checkpoint; or {ladder: FOLDER}, with whose "
+        "checkpoints as experts NAME-STEP.",
     )
-    language_experts: dict[Name, str] = Field(
-        min_length=1, description="Name → folder or Hub id of an adapter or a full checkpoint."
-    )
+    language_experts: dict[Name, str] = Field(min_length=1, description="Likewise.")
     roles: dict[RoleName, Annotated[dict[Name, str], Field(min_length=1)]] = Field(
         default={},
         description="Experts of other roles, for `rules`: culture, safety, … → name → folder or Hub id.",
@@ -177,6 +177,25 @@ class SweepRecipe(StrictModel):
     def by_role(self) -> dict[str, dict[str, str]]:
         """Role → its experts: task, language, and what `roles` adds."""
         return {TASK: self.task_experts, LANGUAGE: self.language_experts, **self.roles}
+
+    @field_validator("task_experts", "language_experts", mode="before")
+    @classmethod
+    def _ladders(cls, value: Any, info: ValidationInfo) -> Any:
+        """The experts, with NAME-STEP for each checkpoint of `NAME: {ladder: PATH}`."""
+        if not isinstance(value, Mapping):
+            return value
+        experts: dict[str, Any] = {}
+        for name, place in value.items():
+            if not (isinstance(place, Mapping) and place.keys() == {"ladder"} and isinstance(place["ladder"], str)):
+                experts[name] = place
+                continue
+            inside = Path((info.context or {}).get("folder", Path())) / expand(place["ladder"])
+            folder = inside if exists(inside) else expand(place["ladder"])
+            steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-[0-9]*"))
+            if not steps:
+                raise ValueError(f"{name}: {place['ladder']} holds no checkpoints: train it with `selection.ladder`")
+            experts |= {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in steps}
+        return experts
 
     @field_validator("tasks")
     @classmethod
@@ -231,7 +250,8 @@ class SweepRecipe(StrictModel):
 
 
 SWEEP_PATHS = (
-    "base_model", "task_experts.*", "language_experts.*", "roles.*.*", "extra.*", "extra.*.*", "settings.include_path",
+    "base_model", "task_experts.*", "language_experts.*", "task_experts.*.ladder", "language_experts.*.ladder",
+    "roles.*.*", "extra.*", "extra.*.*", "settings.include_path",
 )  # fmt: skip
 """Keys that may be local paths."""
 

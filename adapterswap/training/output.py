@@ -224,6 +224,9 @@ def _card(
             "",
             *report.selection.markdown(),
         ]
+    elif recipe.stops_early and report.eval_losses:
+        step, loss = min(report.eval_losses, key=lambda measured: measured[1])
+        lines.append(f"These are the weights after step {step:,}, with the lowest validation loss: {loss:.3f}.")
     elif report.eval_losses:
         lines.append(f"Validation loss: {report.eval_losses[-1][1]:.3f}.")
     lines += ["", "`training.json` has the whole recipe, the rows used and dropped, the losses and the versions.", ""]

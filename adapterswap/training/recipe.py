@@ -352,10 +352,18 @@ class Validation(FiniteModel):
         default=None, ge=1, description="Also measure the loss each time this many rows were trained on."
     )
 
+    early_stopping: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stop when the loss was not lower so many times in a row, and write the weights of the lowest.",
+    )
+
     @model_validator(mode="after")
     def _one_way(self) -> Validation:
         if sum(value is not None for value in (self.fraction, self.rows, self.datasets)) != 1:
             raise ValueError("validation needs exactly one of `fraction`, `rows` and `datasets`")
+        if self.early_stopping and self.every_samples is None:
+            raise ValueError("validation.early_stopping needs `every_samples`, how often the loss is measured")
         return self
 
 
@@ -437,11 +445,18 @@ class TrainRecipe(StrictModel):
             raise ValueError("training.packing leaves no padding: remove group_by_length and padding_free")
         if self.simultaneous and options.group_by_length:
             raise ValueError("training.group_by_length cannot be combined with `simultaneous`, which orders the rows")
+        if self.stops_early and options.save_every_samples is not None:
+            raise ValueError("validation.early_stopping is for short runs: set training.save_every_samples to null")
         if self.selection and options.save_every_samples is None:
             raise ValueError("`selection` evaluates or keeps checkpoints, but training.save_every_samples is null")
         if self.selection and self.selection.ladder and adapter.method == "none":
             raise ValueError("selection.ladder keeps adapters, but adapter: none trains whole models")
         return self
+
+    @property
+    def stops_early(self) -> int | None:
+        """After how many measurements of the validation loss that are no better the run ends; None for never."""
+        return self.validation.early_stopping if self.validation else None
 
     @property
     def judged_by(self) -> SelectionOptions | None:

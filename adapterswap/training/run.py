@@ -206,7 +206,8 @@ def train(
                 "Pass `resume=True` to continue",
             )
         seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
-        if data.validation and not judge:  # the judge has measured it
+        measured = bool(_losses(trainer.state.log_history, "eval_loss")) if recipe.stops_early else judge is not None
+        if data.validation and not measured:
             bar.begin("measuring the validation loss")
             trainer.evaluate()
         report = TrainReport(

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig
 from torch.utils.data import Sampler
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
@@ -357,6 +357,8 @@ def build_trainer(
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
+    if recipe.stops_early:
+        trainer.add_callback(EarlyStoppingCallback(recipe.stops_early))
     if recipe.quantization:
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:  # TRL rounds the adapters on a quantized base to bfloat16
@@ -392,6 +394,7 @@ def _arguments(
     options = recipe.training
     name, warmup, schedule_options = choose_schedule(options, steps)
     evaluate_every = recipe.validation.every_samples if recipe.validation else None
+    save_every = evaluate_every if recipe.stops_early else options.save_every_samples
     return SFTConfig(
         output_dir=str(checkpoints),
         # what is computed
@@ -422,11 +425,13 @@ def _arguments(
         # Each step uses the parameters of one side only; the others must have no gradient.
         ddp_find_unused_parameters=recipe.simultaneous is not None,
         # when something is saved or logged
-        save_strategy="steps" if options.save_every_samples else "no",
-        save_steps=steps_between(options.save_every_samples, options, processes.count),
+        save_strategy="steps" if save_every else "no",
+        save_steps=steps_between(save_every, options, processes.count),
         save_total_limit=2,
         eval_strategy="steps" if evaluate_every else "no",
         eval_steps=steps_between(evaluate_every, options, processes.count),
+        load_best_model_at_end=recipe.stops_early is not None,
+        metric_for_best_model="eval_loss" if recipe.stops_early else None,
         logging_steps=options.logging_steps,
         logging_nan_inf_filter=False,
         include_num_input_tokens_seen="all" if options.packing or options.padding_free else "non_padding",

@@ -19,6 +19,7 @@ from adapterswap.errors import CompositionError, FieldError
 from adapterswap.evaluation import Settings
 from adapterswap.evaluation.languages import language_of
 from adapterswap.planning.composition import Composition, parse_composition
+from adapterswap.recipes import check_recipe
 from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.families import GRID_FIELDS, Family
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
@@ -310,3 +311,28 @@ def test_paths_are_relative_to_the_recipe(
     assert recipe.task_experts == {"math": "here/math"}
     assert recipe.extra == {"one": ["here/math"], "two": ["here/math", "org/hub"]}
     assert (recipe.settings.include_path, recipe.settings.limit) == ("here/tasks", 5)
+
+
+def test_a_ladders_checkpoints_are_experts(
+    content: Callable[..., dict[str, Any]], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of steps, from a folder beside the recipe or below the current one; each pair has its cells."""
+    for step in (20, 100, 3):
+        (tmp_path / "here" / "math").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / "math" / f"checkpoint-{step}").symlink_to(world / "math1")
+    file = tmp_path / "here" / "recipe.yaml"
+    for place in ("math", "here/math"):
+        experts = {"math": {"ladder": place}, "last": str(world / "math1")}
+        file.write_text(yaml.safe_dump(content(task_experts=experts, compositions=[{}])))
+        monkeypatch.chdir(tmp_path)
+        recipe = read_sweep_recipe("here/recipe.yaml")
+        ladder = {f"math-{step}": f"here/math/checkpoint-{step}" for step in (3, 20, 100)}
+        assert recipe.task_experts == ladder | {"last": str(world / "math1")}
+        assert list(recipe.task_experts)[1:] == list(ladder)
+        assert check_recipe(file) == "sweep"
+    cells = make_cells(recipe, SweepTasks(dict.fromkeys(recipe.language_experts, ("t",)), ()), 32).cells
+    pairs = {(*cell.task_expert, *cell.language_expert) for cell in cells if cell.language_expert and cell.task_expert}
+    assert pairs == {*product(recipe.task_experts, recipe.language_experts)}
+    file.write_text(yaml.safe_dump(content(task_experts={"math": {"ladder": str(world / "math1")}})))
+    with refused(FieldError, "task_experts", match="ladder"):
+        read_sweep_recipe(file)

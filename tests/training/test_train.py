@@ -37,7 +37,7 @@ from adapterswap.errors import (
 from adapterswap.experts.adapter import open_adapter
 from adapterswap.training import TrainRecipe, estimate, train
 
-from .conftest import echo_rows, word_tokenizer
+from .conftest import echo_rows, word_tokenizer, write_jsonl
 
 MakeRecipe = Callable[..., TrainRecipe]
 TESTS = Path(__file__).parents[1]
@@ -492,3 +492,30 @@ def test_checkpoints_do_not_replace_other_files(
     shutil.rmtree(theirs / "checkpoint-7")
     assert train(recipe, out_path=tmp_path / "expert", resume=True).steps == 2
     assert files(theirs) == {"thesis.txt": b"years of work"}
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_a_rising_loss_on_held_out_rows_ends_the_run(tmp_path: Path, make_recipe: MakeRecipe, start: bool) -> None:
+    """The weights written are those of the lowest loss: the same bytes as of a run that ends there."""
+    changes: dict[str, Any] = {"start": str(train(make_recipe(), out_path=tmp_path / "start").path)} if start else {}
+    held_out = write_jsonl(tmp_path / "others.jsonl", echo_rows(16, seed=9))
+    source = {"path": str(held_out), "prompt": "{question}", "completion": " {answer}"}
+    options = {"schedule": "constant", "warmup": 0, "learning_rate": 0.03}
+    validation = {"datasets": [source], "every_samples": 16, "early_stopping": 2}
+    recipe = make_recipe(rows=echo_rows(16), validation=validation, training=options | {"max_steps": 100}, **changes)
+    report = train(recipe, out_path=tmp_path / "stopped")
+    losses = [loss for _, loss in report.eval_losses]
+    best = losses.index(min(losses))
+    assert report.steps == report.eval_losses[-1][0] < 100
+    assert len(losses) == best + 3
+    step = report.eval_losses[best][0]
+    again = train(
+        make_recipe(rows=echo_rows(16), training=options | {"max_steps": step}, **changes), out_path=tmp_path / "again"
+    )
+    name = "adapter_model.safetensors"
+    assert (report.path / name).read_bytes() == (again.path / name).read_bytes()
+    assert f"after step {step}," in (report.path / "README.md").read_text(encoding="utf-8")
+    with refused(FieldError, None, match="early_stopping"):
+        make_recipe(validation=validation, training={"save_every_samples": 16})
+    with refused(FieldError, "validation", match="early_stopping"):
+        make_recipe(validation=validation | {"every_samples": None})
