@@ -157,7 +157,7 @@ def _is_of_a_peer(error: RuntimeError) -> bool:
 def first_to_report() -> bool:
     """Whether this process is the first with an error, and so the one that prints it.
 
-    Before the processes have joined, all have the same error, and the first process of each machine prints it.
+    An error before the processes have joined is the same in all of them; the first process of each machine prints it.
     """
     if count_processes() == 1:
         return True

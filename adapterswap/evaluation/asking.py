@@ -90,7 +90,7 @@ class Engine(Protocol):
         """Queue a request to a composition; none that is queued already."""
 
     def answers(self) -> Iterable[tuple[str, Request, Answer]]:
-        """Work for a while; returns the answers that were finished, if any, with their keys and requests."""
+        """Run the engine for a while; returns the answers that it finished, if any, with their keys and requests."""
 
     def drop(self, key: str) -> None:
         """Forget a composition and what is still asked of it."""

@@ -478,7 +478,7 @@ def _has_one_rule(slot: Slot, sizes: Mapping[str, int], new: Mapping[str, Mappin
     """Whether all rows of a module with LoRA are computed alike, so that an adapter can hold the result.
 
     They are if there are no new tokens, or if one expert has all of them and owns the module, or if all experts that
-    the rule names have the same ones. Otherwise the rule would scale the ΔW of new tokens, which need their own.
+    the rule names have the same ones. Otherwise the rule would also scale the ΔW of new tokens.
     """
     if len({sizes[term.expert] for term in slot.terms}) > 1:
         return False

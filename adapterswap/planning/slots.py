@@ -165,7 +165,7 @@ class Slot(_Terms):
 
     @property
     def matched_name(self) -> str:
-        """The name that rules look at: the module's, as adapters write it, with the parameter of a stored tensor."""
+        """The name that rules match: the module's, as adapters write it, with the parameter of a stored tensor."""
         return f"{self.module}.{self.name.rpartition('.')[2]}" if self.is_stored else self.name
 
     @cached_property

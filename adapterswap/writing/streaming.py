@@ -103,7 +103,7 @@ class ModelForm:
         return int(float(match[1]) * _UNITS[match[2].upper()])
 
     def dtype_of(self, stored: str) -> str:
-        """The output dtype of a tensor that the skeleton stores as `stored`."""
+        """The dtype in which a tensor is written that is stored as `stored`."""
         return FLOAT_NAMES[self.dtype] if self.dtype and stored in FLOATS else stored
 
 
