@@ -36,29 +36,43 @@ into. [Recipes](recipes.md) shows them at work, and `adapterswap recipes validat
 def page() -> str:
     """The page: each kind of recipe, and below it the models that its fields hold."""
     parts = [INTRODUCTION]
-    shown: set[type[BaseModel]] = set()
+    shown: dict[type[BaseModel], set[tuple[str, str]]] = {}
     for model, title in RECIPES.items():
         parts.append(f"## {title}\n")
         parts += _sections(model, shown)
     return "\n".join(parts)
 
 
-def _sections(model: type[BaseModel], shown: set[type[BaseModel]]) -> list[str]:
-    """A table of the model's fields, then those of the models that it holds and that no table shows yet."""
-    shown.add(model)
-    lines = [_summary(model), "", "| field | values | default | |", "|---|---|---|---|"]
+def _sections(model: type[BaseModel], shown: dict[type[BaseModel], set[tuple[str, str]]]) -> list[str]:
+    """A table of the model's fields, then those of the models that it holds and that no table shows yet.
+
+    Three fields or more that another table explains in the same words are named instead.
+    """
+    texts = {name: _description(name, field) for name, field in model.model_fields.items()}
+    same = {other: [name for name in texts if (name, texts[name]) in explained] for other, explained in shown.items()}
+    same = {other: names for other, names in same.items() if len(names) > 2}
+    named = {name for names in same.values() for name in names}
+    shown[model] = set(texts.items())
+    lines = [_summary(model), ""]
+    for other, names in same.items():
+        lines += [f"As in {_type(other)}: {', '.join(f'`{name}`' for name in names)}.", ""]
+    lines += ["| field | values | default | |", "|---|---|---|---|"]
     inner: list[type[BaseModel]] = []
     for name, field in model.model_fields.items():
         inner += [held for held in _models(field.annotation) if held not in shown and held not in inner]
-        # A sweep's families have the fields of a composition, each with several values.
-        description = field.description or getattr(Composition.model_fields.get(name), "description", None) or ""
-        cells = (f"`{field.alias or name}`", _values(field), _default(field), _cell(description))
-        lines.append(f"| {' | '.join(cells)} |")
+        if name not in named:
+            cells = (f"`{field.alias or name}`", _values(field), _default(field), _cell(texts[name]))
+            lines.append(f"| {' | '.join(cells)} |")
     parts = ["\n".join(lines) + "\n"]
     for held in inner:
         if held not in shown:
             parts += [f"### {held.__name__}\n", *_sections(held, shown)]
     return parts
+
+
+def _description(name: str, field: FieldInfo) -> str:
+    """What a field means. A sweep's families have the fields of a composition, each with several values."""
+    return field.description or getattr(Composition.model_fields.get(name), "description", None) or ""
 
 
 def _summary(model: type[BaseModel]) -> str:
