@@ -24,7 +24,7 @@ from tolerances import tolerance
 from transformers import PreTrainedModel
 
 from matrix.architectures import ARCHITECTURES, LAYERS, build
-from matrix.reference import Changes, changes_in, load_with_peft
+from matrix.reference import Changes, changes_in, load_with_peft, untied
 
 Run = Callable[..., Result]
 
@@ -232,19 +232,30 @@ def allocation(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
     return {"allocation": rules, "allow_negative": True}
 
 
+FORMS = [("compose", "--layout", "exact"), ("compose", "--layout", "portable"), ("merge",)]
+
+
+def differences(base: PreTrainedModel, folder: Path) -> Changes:
+    """W' − W of the parameters that a merged model changes, in float64."""
+    own = dict(untied(base).named_parameters())
+    merged = untied(type(base).from_pretrained(folder)).named_parameters()
+    changes = {name: weight.detach().double() - own[name].detach().double() for name, weight in merged}
+    return {name: change for name, change in changes.items() if change.any()}
+
+
 @pytest.mark.parametrize("architecture", KINDS)
 def test_any_allocation_is_exact_or_refused(architecture: str, run: Run, tmp_path: Path) -> None:
     base, folders, dense, known = experts(architecture)
     exact: list[bool] = []
 
     @settings(derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
-    @given(content=allocation(architecture), layout=st.sampled_from(["exact", "portable"]))
-    def check(content: dict[str, Any], layout: str) -> None:
+    @given(content=allocation(architecture), form=st.sampled_from(FORMS))
+    def check(content: dict[str, Any], form: tuple[str, ...]) -> None:
         named = {name for rule in content["allocation"] for name in (rule.get("blend") or [rule["expert"]])}
         content = content | {"experts": {name: str(folder) for name, folder in folders.items() if name in named}}
         recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
         recipe.write_text(yaml.safe_dump(content))
-        result = run("compose", recipe, "-o", out, "--layout", layout, "--overwrite")
+        result = run(form[0], recipe, "-o", out, *form[1:], "--overwrite")
         expected = mistake = None
         try:
             expected = interpret(yaml.safe_load(recipe.read_text()), architecture, dense)
@@ -257,12 +268,17 @@ def test_any_allocation_is_exact_or_refused(architecture: str, run: Run, tmp_pat
         assert result.exit_code == 0, result.stderr
         exact.append(True)
         event("exact")
-        model, said = load_with_peft(base, out)
-        assert said <= known
-        changes = changes_in(model)
+        if form[0] == "merge":
+            changes = differences(base, out)
+        else:
+            model, said = load_with_peft(base, out)
+            assert said <= known
+            changes = changes_in(model)
         for parameter in expected.keys() | changes.keys():
             zero = torch.zeros_like(base.get_parameter(parameter), dtype=torch.float64)
             size = 4 * max(float(one[parameter].abs().max()) for one in dense.values() if parameter in one)
+            if form[0] == "merge":  # W + ΔW is rounded to float32
+                size += float(base.get_parameter(parameter).detach().abs().max())
             error = float((expected.get(parameter, zero) - changes.get(parameter, zero)).abs().max())
             assert error <= tolerance(zero, scale=size), parameter
 

@@ -61,73 +61,79 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None, **more: torch.T
     shutil.rmtree(folder.with_name("copy"))
 
 
-def test_a_missing_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    (pair[1] / "model-00002-of-00003.safetensors").unlink()
-    stderr = stderr_of(run, pair, tmp_path)
-    assert "model-00002-of-00003.safetensors" in stderr
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+INDEX = "model.safetensors.index.json"
+QUERY, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 
 
-def test_a_truncated_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    path = pair[1] / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-8])
-    assert "not fully covered" in stderr_of(run, pair, tmp_path)
+def cut(folder: Path) -> None:
+    (folder / SHARDS[1]).write_bytes((folder / SHARDS[1]).read_bytes()[:-8])
 
 
-def test_a_wrong_index(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    index = pair[1] / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
-    content["weight_map"]["lm_head.weight"] = "model-00001-of-00003.safetensors"
-    index.write_text(json.dumps(content))
-    stderr = stderr_of(run, pair, tmp_path)
-    assert "model.safetensors.index.json says that" in stderr
-    assert "Download or save the model again" in stderr
+def reindex(folder: Path, **places: str) -> None:
+    """Say that the tensors lie elsewhere; without a shard of ours the rest of the index goes."""
+    kept = json.loads((folder / INDEX).read_text())["weight_map"] if {*places.values()} <= {*SHARDS} else {}
+    (folder / INDEX).write_text(json.dumps({"weight_map": kept | places}))
 
 
-def test_a_shard_outside_the_folder(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    index = pair[1] / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../other.safetensors"}}))
-    assert "is not an index of safetensors shards" in stderr_of(run, pair, tmp_path)
-
-
-def test_pickled_weights(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    for path in [*pair[1].glob("*.safetensors"), pair[1] / "model.safetensors.index.json"]:
+def pickle(folder: Path) -> None:
+    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
         path.unlink()
-    (pair[1] / "pytorch_model.bin").write_bytes(b"\x80")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80")
+
+
+def grow(folder: Path) -> None:
+    change(folder, "model.embed_tokens.weight", torch.zeros(100, 32), **{"lm_head.weight": torch.zeros(100, 32)})
+
+
+def spoil(folder: Path, name: str, value: float) -> None:
+    tensor = weights(folder)[name]
+    tensor.view(-1)[3] = value
+    change(folder, name, tensor)
+
+
+def reshape(folder: Path) -> None:
+    change(folder, NORM, weights(folder)[NORM])
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    edit_header(folder, lambda header: header[NORM].update(shape=[31]))
+    (folder / "adapter_model.safetensors").rename(folder / "model.safetensors")
+
+
+# What happens to the second expert, and what the error says of it.
+DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a missing shard": (lambda own: (own / SHARDS[1]).unlink(), [SHARDS[1]]),
+    "a truncated shard": (cut, ["not fully covered"]),
+    "a wrong index": (
+        lambda own: reindex(own, **dict.fromkeys((NORM, "lm_head.weight"), SHARDS[0])),
+        [f"{INDEX} says that", "Download or save the model again"],
+    ),
+    "a shard outside the folder": (
+        lambda own: reindex(own, **{NORM: "../other.safetensors"}), ["is not an index of safetensors shards"],
+    ),
+    "pickled weights": (pickle, ["pickled weights (.bin)", "save_pretrained writes safetensors"]),
+    "a larger vocabulary without tokenizers": (
+        grow, ["rows of model.embed_tokens.weight are those of different tokens", "100 rows in own", "--base-model"],
+    ),
+    "a tensor is missing": (lambda own: change(own, NORM, None), [f"holds {NORM}, but own does not"]),
+    "NaN is copied": (lambda own: spoil(own, QUERY, float("nan")), [f"{QUERY} of the expert 'own' holds NaN"]),
+    "infinity is averaged": (lambda own: spoil(own, NORM, float("inf")), [f"{NORM} of the expert 'own' holds NaN"]),
+    "whole numbers": (lambda own: change(own, NORM, torch.ones(32, dtype=torch.int64)), [f"{NORM} is I64"]),
+    "a header of another size": (reshape, ["invalid shape, data type, or offset"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage(damage: str, run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    do, words = DAMAGE[damage]
+    do(pair[1])
     stderr = stderr_of(run, pair, tmp_path)
-    assert "pickled weights (.bin)" in stderr
-    assert "save_pretrained writes safetensors" in stderr
+    assert all(part in stderr for part in words), stderr
 
 
 def test_another_architecture(run: Run, pair: tuple[Path, Path], model: Callable[..., Path], tmp_path: Path) -> None:
     stderr = stderr_of(run, (pair[0], model("qwen2", seed=1)), tmp_path)
     assert "model_type is llama" in stderr
     assert "fine-tuned from one base" in stderr
-
-
-def test_a_vocabulary_of_another_size_without_tokenizers(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    change(pair[1], "model.embed_tokens.weight", torch.zeros(100, 32), **{"lm_head.weight": torch.zeros(100, 32)})
-    stderr = stderr_of(run, pair, tmp_path)
-    assert "rows of model.embed_tokens.weight are those of different tokens" in stderr
-    assert "100 rows in own" in stderr
-    assert "--base-model" in stderr
-
-
-def test_a_tensor_that_only_one_has(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    change(pair[1], "model.norm.weight", None)
-    assert "holds model.norm.weight, but own does not" in stderr_of(run, pair, tmp_path)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
-def test_nan_and_infinity_are_refused(
-    name: str, value: float, run: Run, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """In a tensor that is copied, and in one that is averaged."""
-    tensor = weights(pair[1])[name]
-    tensor.view(-1)[3] = value
-    change(pair[1], name, tensor)
-    assert f"{name} of the expert 'own' holds NaN or infinity" in stderr_of(run, pair, tmp_path)
 
 
 def test_a_result_that_overflows(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -148,19 +154,6 @@ def test_an_overflow_that_no_dtype_helps_against(pair: tuple[Path, Path], tmp_pa
         with refused(UnsupportedError, match=f"{name} overflows") as caught:
             adapterswap.merge(plan, out_path=tmp_path / "out", dtype=dtype)
         assert "dtype" not in str(caught.value)
-
-
-def test_whole_numbers_cannot_be_averaged(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    change(pair[1], "model.norm.weight", torch.ones(32, dtype=torch.int64))
-    assert "model.norm.weight is I64" in stderr_of(run, pair, tmp_path)
-
-
-def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    change(pair[1], "model.norm.weight", weights(pair[1])["model.norm.weight"])
-    (pair[1] / "model.safetensors").rename(pair[1] / "adapter_model.safetensors")
-    edit_header(pair[1], lambda header: header["model.norm.weight"].update(shape=[31]))
-    (pair[1] / "adapter_model.safetensors").rename(pair[1] / "model.safetensors")
-    assert "invalid shape, data type, or offset" in stderr_of(run, pair, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,12 @@ def test_an_adapter_and_a_full_checkpoint(
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     "options",
-    [{"method": "slerp"}, {"method": "ties", "density": 1.0, "scale": 0.7}, {"method": "soup", "weights": "magnitude"}],
+    [
+        {"method": "layer_swap", "bottom": 1, "top": 1, "bottom_transition": 1},
+        {"method": "slerp"},
+        {"method": "ties", "density": 1.0, "scale": 0.7},
+        {"method": "soup", "weights": "magnitude"},
+    ],
     ids=lambda options: options["method"],
 )
 def test_methods_on_both_kinds(
@@ -140,8 +145,9 @@ def test_dtype_of_the_result(dtype: str, model: Callable[..., Path], tmp_path: P
 def test_nonlinear_methods_on_task_vectors(method: str, model: Callable[..., Path], tmp_path: Path) -> None:
     """Each tensor's ΔW are W - W_base; the arithmetic of one tensor is tested against mergekit elsewhere."""
     base, task, language = model(), model(seed=1), model(seed=2)
+    values = {"density": 0.3, "scale": 0.8, **({"seed": 5} if method.startswith("dare") else {})}
     composition = adapterswap.Composition(
-        task="task", language="language", method=method, density=0.3, scale=0.8, seed=5, base_model=str(base)
+        task="task", language="language", method=method, base_model=str(base), **values
     )
     plan = adapterswap.compose(composition, {"task": task, "language": language})
     merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
