@@ -140,7 +140,7 @@ class _Subject:
     mistakes: Mapping[str, Mapping[str, float]]
 
 
-def half_unit(values: Numbers, dtype: str) -> Numbers:
+def _half_unit(values: Numbers, dtype: str) -> Numbers:
     """Half the distance between two numbers of `dtype` at `values`: the most by which rounding changes them."""
     powers = (values.astype(np.float32).view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)  # 2^⌊log₂|x|⌋
     halves: Numbers = np.maximum(powers * np.float32(2.0 ** -_DIGITS[dtype]), np.float32(_LEAST[dtype] / 2))
@@ -280,19 +280,13 @@ def _replaced(
 
     def read(start: int, stop: int, own: Numbers) -> tuple[Numbers, Numbers]:
         theirs = _wide(read_rows(expert, change, files, start, stop), dtype)
-        return theirs - own, half_unit(theirs, dtype)
+        return theirs - own, _half_unit(theirs, dtype)
 
     return read
 
 
-def attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) -> Attribution:
-    """Check whether a folder of full weights is its base plus experts.
-
-    Args:
-        folder: the full weights.
-        base: the base.
-        plan: what is stated; None for the base alone.
-    """
+def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) -> Attribution:
+    """Check whether a folder of full weights is what the plan states; None states the base alone."""
     stated, located = _stated(plan, base)
     pairs, remarks, differing = _pairs(folder, base, stated)
     experts = [] if plan is None else [*plan.experts.values()]
@@ -315,8 +309,8 @@ def attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) -> 
             def rounding(target: Numbers, own: Numbers, start: int, stop: int) -> Numbers:
                 if not given and theirs.tensor.dtype == dtype:
                     return np.full_like(own, _NO_CHANGE)  # nothing was computed
-                cast = half_unit(own, dtype) if theirs.tensor.dtype != dtype else 0.0
-                return half_unit(np.maximum(np.abs(target), np.abs(own)), dtype) + cast
+                cast = _half_unit(own, dtype) if theirs.tensor.dtype != dtype else 0.0
+                return _half_unit(np.maximum(np.abs(target), np.abs(own)), dtype) + cast
 
             changes = {
                 expert: _low_rank(expert, place.change, files[place.change.path], dtype)
@@ -432,8 +426,8 @@ def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
         return equal_bytes(one.tensor, files[one.path], other.tensor, files[other.path])
 
 
-def attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
-    """Check whether an adapter is the sum of others that is stated; see `attribute_model`."""
+def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
+    """Check whether an adapter is the sum of others that is stated."""
     plan = resolve(plan).plan
     experts = {name: expert for name, expert in plan.experts.items() if isinstance(expert, Adapter)}
     for name, expert in {"the adapter": adapter, **experts}.items():
@@ -593,9 +587,9 @@ def attribute(
             raise ArgumentError(
                 f"{folder} is an adapter without a record", "Pass `experts` to compare it with", parameter="experts"
             )
-        return attribute_adapter(open_adapter(folder), plan)
+        return _attribute_adapter(open_adapter(folder), plan)
     base = open_checkpoint(base_model) if plan is None and base_model else base_of(plan, base_model) if plan else None
     if base is None:
         raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
     plan = plan and resolve(plan).plan
-    return attribute_model(open_checkpoint(folder, what="model"), base, plan)
+    return _attribute_model(open_checkpoint(folder, what="model"), base, plan)

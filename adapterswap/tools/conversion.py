@@ -58,7 +58,7 @@ from adapterswap.writing.reduction import approximate
 _CURRENT = "0.19.0"  # the first version of PEFT with today's layout
 
 
-def is_older(folder: Path) -> bool:
+def _is_older(folder: Path) -> bool:
     """Whether the adapter in a folder has LoRA on parameters, and a config of PEFT before 0.19 or without a version."""
     config = read_json(folder / CONFIG)
     if not config.get("target_parameters") or config.get("peft_type") != "LORA":
@@ -67,17 +67,8 @@ def is_older(folder: Path) -> bool:
     return match is None or (int(match[1]), int(match[2])) < (0, 19)
 
 
-def write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
-    """Write the adapter in `folder` with today's layout into the empty folder `out`.
-
-    Args:
-        folder: the adapter's; see `is_older`.
-        out: gets its weights and its config.
-        base: its matrices show which axis belongs to the inputs.
-
-    Returns:
-        Whether A and B changed places.
-    """
+def _write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
+    """Write an older adapter with today's layout into the empty folder `out`; whether A and B changed places."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -133,11 +124,8 @@ def _is_swapped(fused: list[LoraModule], container: str | None, base: Checkpoint
     return True in layouts
 
 
-def as_safetensors(pickled: Path, folder: Path) -> None:
-    """Write the tensors in the file `pickled` to the folder's `adapter_model.safetensors`.
-
-    Only `torch.load(weights_only=True)` reads the file: it builds only tensors and plain containers.
-    """
+def _as_safetensors(pickled: Path, folder: Path) -> None:
+    """Write a pickle's tensors as safetensors. `weights_only=True` builds only tensors and plain containers."""
     import torch
     from safetensors.torch import save_file
 
@@ -231,13 +219,13 @@ def convert(
     with scratch_folder("convert") as place:
         folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
         kind = _kind(folder)
-        older = is_older(folder)
+        older = _is_older(folder)
         if older:
             current = place / "current"
             current.mkdir()
             config = read_json(folder / CONFIG)
             base_name = config.get("base_model_name_or_path")
-            write_current(folder, current, open_checkpoint(_base_of(base_name, config.get("revision"), base_model)))
+            _write_current(folder, current, open_checkpoint(_base_of(base_name, config.get("revision"), base_model)))
             folder = current
         if kind == "LORA":
             try:
@@ -331,7 +319,7 @@ def _safetensors(source: Source, place: Path, *, allow_pickle: bool) -> tuple[Pa
         )
     folder = place / "safetensors"
     folder.mkdir()
-    as_safetensors(source.folder / PICKLED, folder)
+    _as_safetensors(source.folder / PICKLED, folder)
     shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
     return folder, True
 

@@ -139,7 +139,7 @@ class Extraction:
         return {reason: (len(norms), _norm(norms) / total) for reason, norms in groups.items()}
 
 
-def shortened(names: Iterable[str]) -> list[str]:
+def _shortened(names: Iterable[str]) -> list[str]:
     """Names that differ only in numbers written as one, such as `model.layers.*.mlp.router.weight`."""
     return sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
 
@@ -151,19 +151,11 @@ def _norm(values: Iterable[float]) -> float:
 _NAMES = 8  # kinds of names that a line shows; adapterswap.json has all names
 
 
-def write_folder(
+def _write_folder(
     folder: Path, pair: WeightPair, form: CutForm, selection: Selection, extraction: Extraction,
     tensors: Sequence[OutputTensor], hashes: list[dict[str, str]], base_model: str,
 ) -> None:  # fmt: skip
-    """Fill the empty `folder`.
-
-    Args:
-        pair, form, selection: what was requested.
-        extraction: the result.
-        tensors: the factors.
-        hashes: the SHA-256 of the fine-tune's and of the base's shards.
-        base_model: the base, as the user named it.
-    """
+    """Fill the empty `folder`; `hashes` are the SHA-256 of the fine-tune's and of the base's shards."""
     write_computed(tensors, folder / WEIGHTS)
     config = _config(pair, extraction, base_model)
     write_json(folder / CONFIG, config)
@@ -257,7 +249,7 @@ def lost_lines(extraction: Extraction) -> list[str]:
     """A line for each reason why a changed parameter is not in the adapter, with the share and the names."""
     lines = []
     for reason, (count, share) in extraction.lost_by_reason.items():
-        names = shortened(parameter.name for parameter in extraction.lost if parameter.reason == reason)
+        names = _shortened(parameter.name for parameter in extraction.lost if parameter.reason == reason)
         shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more kinds" if len(names) > _NAMES else "")
         lines.append(f"{count} {reason} ({shown}): {share:.2%} of the norm of the whole change")
     return lines
@@ -337,7 +329,7 @@ def extract(
     ):
         spool, tensors = Spool(folder), list[OutputTensor]()
         extraction = _carry_out(matched, form, progress, lambda cut: tensors.extend(cut.stored(spool)))
-        write_folder(folder, matched, form, selection, extraction, tensors, hashes(), expand_text(str(base_model)))
+        _write_folder(folder, matched, form, selection, extraction, tensors, hashes(), expand_text(str(base_model)))
     return extraction
 
 

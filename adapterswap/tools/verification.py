@@ -67,12 +67,8 @@ _METADATA = "the GGUF metadata"
 _FIELDS_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared separately
 
 
-def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model: str | None) -> Verification:
-    """Export the sources again and compare every tensor, the metadata and the record; see `verify`.
-
-    A single piece is compared on its own; a folder must hold every piece that was written.
-    """
-
+def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model: str | None) -> Verification:
+    """Export the sources again and compare every tensor, the metadata and the record. A piece is compared alone."""
     opened = open_gguf(path)
     record, content = opened.record, opened.content
     if content is not None:
@@ -85,9 +81,9 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
         )
     output = {key: value for key, value in record.output.items() if key not in ("format", "outtype", "pieces")}
     pieces = record.output.get("pieces")
-    sources = find_sources(record, experts)
+    sources = _find_sources(record, experts)
     adapters = {name: expert for name, expert in sources.items() if isinstance(expert, Adapter)}
-    plan = make_plan(recorded_composition(opened.source, record, base_model), adapters, recorded=True)
+    plan = make_plan(_recorded_composition(opened.source, record, base_model), adapters, recorded=True)
     try:
         form = Form(**output)
     except TypeError:
@@ -110,7 +106,7 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
                 tensors = [f"{ours[piece].path.name} (bytes outside its tensors)"]
             differing += tensors
             fields = fields or _fields(ours[piece]) != _fields(theirs[piece])
-        found = of_sources(content, record, rewritten.content or {}, sources, base_model)
+        found = _of_sources(content, record, rewritten.content or {}, sources, base_model)
         records = {file.fields.get("adapterswap.record") for file in opened.files}
         return replace(
             found, differing=tuple(differing), config_differs=fields, config=_METADATA,
@@ -188,7 +184,7 @@ def verify(
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     base_model = None if base_model is None else str(base_model)
     if is_gguf(path):
-        return verify_gguf(path, experts or {}, base_model)
+        return _verify_gguf(path, experts or {}, base_model)
     folder = find_source(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
@@ -205,11 +201,11 @@ def verify(
         return verify_extracted(folder, content, record, experts or {}, base_model)
     if record.conversion is not None:
         return _verify_converted(folder, content, record, record.conversion, experts or {}, base_model)
-    opened = find_sources(record, experts or {})
+    opened = _find_sources(record, experts or {})
     is_model = record.kind == "model"
     if is_model:
         base_model = _base(record, base_model)
-    composition = recorded_composition(folder, record, base_model)
+    composition = _recorded_composition(folder, record, base_model)
     with scratch_folder("verify") as scratch:
         again = scratch / "again"
         if is_model:
@@ -285,7 +281,7 @@ def _verify_converted(
             converted, source=found, base_fingerprints=recorded_base(found.folder),
             kept_layers=recorded_layers(found.folder),
         )  # fmt: skip
-    plan = make_plan(recorded_composition(folder, record, base_model), opened, recorded=True)
+    plan = make_plan(_recorded_composition(folder, record, base_model), opened, recorded=True)
     experts = {name: adapter_source(adapter, "") for name, adapter in opened.items()}
     recomputed = composition_record(plan, experts, record.base, output=record.output, measured={}).content()
     measured = {key: content[key] for key in ("conversion", "magnitudes", "kept_rows", "reduced") if key in content}
@@ -295,7 +291,7 @@ def _verify_converted(
     recomputed[PRINTS] = content.get(PRINTS) if differing else weight_prints(folder, [WEIGHTS])
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
-    result = of_sources(content, record, recomputed, opened, base_model)
+    result = _of_sources(content, record, recomputed, opened, base_model)
     incomplete = _CONVERSION - content["conversion"].keys()
     return replace(
         result, changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
@@ -305,7 +301,7 @@ def _verify_converted(
     )  # fmt: skip
 
 
-def recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
+def _recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
     """The recorded composition, on the base that was passed."""
     content: dict[str, Any] = {**record.composition, "num_layers": record.num_layers, "base_model": base_model}
     return validate(content, Composition, where=str(folder / PROVENANCE))
@@ -358,29 +354,21 @@ def _compare(
         notes += (f"{CARD} is not the one that was written",)
     if differing:  # other fingerprints are no second difference
         recomputed[PRINTS] = content.get(PRINTS)
-    sources = of_sources(content, record, recomputed, opened, base_model)
+    sources = _of_sources(content, record, recomputed, opened, base_model)
     return replace(
         sources, differing=differing, config_differs=written != rewritten, config=config,
         notes=(*sources.notes, *notes),
     )  # fmt: skip
 
 
-def of_sources(
+def _of_sources(
     content: Mapping[str, Any],
     record: CompositionRecord,
     recomputed: Mapping[str, Any],
     opened: Mapping[str, Expert],
     base_model: str | None,
 ) -> Verification:
-    """Compare a record with the recomputed one, and the sources that it names with those of today.
-
-    Args:
-        content: the record as raw data.
-        record: the same, parsed.
-        recomputed: the recomputed record as raw data.
-        opened: the experts.
-        base_model: the base that the caller passed.
-    """
+    """Compare a record, raw and parsed, with the recomputed one, and the sources that it names with those of today."""
     again = CompositionRecord.model_validate(recomputed)
     changed = changed_sources(record.experts, again.experts)
     differing_keys = _record_differs(content, record, recomputed)
@@ -460,7 +448,7 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
     raise ExpertError(f"this version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
 
 
-def find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
+def _find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
     problems = Problems(ArgumentError)
     names = ", ".join(record.experts)
     action = "the model was merged" if record.kind == "model" else "the adapter was composed"
