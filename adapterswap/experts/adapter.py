@@ -36,6 +36,7 @@ from adapterswap.experts.keys import (
     TRAINED_ROWS,
     TRAINED_TOKENS,
     FactorTensors,
+    PartTensors,
     check_dtypes,
     check_names,
     factor_key,
@@ -412,99 +413,79 @@ def read_adapter(source: Source) -> Adapter:
     problems.raise_if_any()
     assert config is not None
     assert file is not None
-    pairs, saved, parts, shared, renamed = sort_keys(
+    parts, saved, shared, renamed = sort_keys(
         file, config.modules_to_save, folder, problems, biases=config.bias != "none",
         kind=TRAINED_TOKENS if config.peft_type == TRAINABLE_TOKENS else KINDS.get(config.peft_type),
         tokens=bool(config.trained_tokens),
     )  # fmt: skip
-    check_names(
-        [*pairs, *parts, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems
-    )
+    check_names([*parts, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems)
     check_dtypes(file, folder, problems)
     parameters: set[str] = set()
     with problems.collect():
-        trial = None if problems else _try_in_base(config, [*pairs, *parts], saved, file, folder)
+        trial = None if problems else _try_in_base(config, parts, saved, file, folder)
         if trial is not None:
             config = replace(config, targets=Targets(modules=trial.adapted))
         if config.target_parameters:
-            pairs, parameters = _with_parameters(pairs, config, trial, folder)
-    ignored = _ignored([name for name in (*pairs, *parts) if name not in parameters], saved, config, folder, problems)
-    pairs = {name: factors for name, factors in pairs.items() if name not in ignored}
+            parts, parameters = _with_parameters(parts, config, trial, folder)
+    ignored = _ignored([name for name in parts if name not in parameters], saved, config, folder, problems)
     tied: dict[str, dict[str, Tensor]] = {}
     if config.peft_type == TRAINABLE_TOKENS:
+        own_rows = {name: tensors[TRAINED_ROWS] for name, tensors in _of_kind(parts).items()}
         with problems.collect():
-            tied = _tied_rows(parts, ignored, config, folder)
+            tied = _tied_rows(own_rows, ignored, config, folder)
         ignored = tuple(name for name in ignored if not any(name in names for names in tied.values()))
         for name in tied:
-            saved.setdefault(name, {})[TOKENS] = parts[name][TRAINED_ROWS]
+            saved.setdefault(name, {})[TOKENS] = own_rows[name]
         parts = {}
     parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
     if config.peft_type == "IA3" and config.targets.feedforward is not None:
-        _check_feedforward(parts, config, folder, problems)
-    config.check_patterns([*pairs, *parts])
+        _check_feedforward(_of_kind(parts), config, folder, problems)
+    config.check_patterns(parts)
     container = None
     with problems.collect():
-        container = layer_container([*pairs, *parts, *saved])
-    modules: dict[str, LoraModule] = {}
-    opaque: dict[str, OpaqueModule] = {}
-    for name, factors in pairs.items():
-        with problems.collect():
-            module = _module(name, factors, config, container, folder, parameter=name in parameters)
-            if config.dora or config.lora_bias:
-                opaque[name] = _variant(module, factors, config, folder)
-            elif factors.extras:
-                raise ExpertError(
-                    f"{folder}: {name} has {min(factors.extras)}, but {CONFIG} does not say that it is "
-                    f"{LORA_PARTS[min(factors.extras)]}",
-                    _MISMATCH,
-                )
-            else:
-                modules[name] = module
+        container = layer_container([*parts, *saved])
+    read: list[Part] = []
     for name, tensors in parts.items():
         with problems.collect():
-            opaque[name] = _opaque(name, tensors, shared, config, container, folder)
-    full = {}
-    for name, tensors in saved.items():
+            if isinstance(tensors, FactorTensors):
+                read.append(_lora(name, tensors, config, container, folder, parameter=name in parameters))
+            else:
+                read.append(_opaque(name, tensors, shared, config, container, folder))
+    for name, own_tensors in saved.items():
         with problems.collect():
+            if name in parts:
+                raise ExpertError(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
             layer = layer_of(name, container)
-            rows = _trained_rows(name, layer, tensors, config, folder) if TOKENS in tensors else ()
-            full[name] = FullModule(name, layer, kind_of(name), tensors, rows, tied.get(name, {}))
-    if config.trained_tokens and not any(TOKENS in tensors for tensors in saved.values()):
+            rows = _trained_rows(name, layer, own_tensors, config, folder) if TOKENS in own_tensors else ()
+            read.append(FullModule(name, layer, kind_of(name), own_tensors, rows, tied.get(name, {})))
+    if config.trained_tokens and not any(TOKENS in own_tensors for own_tensors in saved.values()):
         problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
-    for name in sorted(pairs.keys() & full.keys()):
-        problems.add(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
     kept = None
     with problems.collect():
-        parts_read: list[Part] = [*modules.values(), *opaque.values(), *full.values()]
-        kept = recorded_layers(folder, [(part.name, part.layer) for part in parts_read])
-    if not modules and not opaque and not tied and not problems:
+        kept = recorded_layers(folder, [(part.name, part.layer) for part in read])
+    if all(isinstance(part, FullModule) for part in read) and not tied and not problems:
         problems.add(
             f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
         )
     problems.raise_if_any()
     return Adapter(
-        source,
-        config,
-        file,
-        by_layer(modules),
-        by_layer(full),
-        container,
-        kept,
-        ignored,
-        renamed=renamed,
-        opaque=by_layer(opaque),
+        source, config, file,
+        modules=by_layer({part.name: part for part in read if isinstance(part, LoraModule)}),
+        saved=by_layer({part.name: part for part in read if isinstance(part, FullModule)}),
+        opaque=by_layer({part.name: part for part in read if isinstance(part, OpaqueModule)}),
+        container=container, kept_layers=kept, ignored=ignored, renamed=renamed,
         base_fingerprints=recorded_base(folder),
-    )
+    )  # fmt: skip
 
 
 def _tied_rows(
-    parts: Mapping[str, Mapping[str, Tensor]], ignored: Collection[str], config: AdapterConfig, folder: Path
+    own_rows: Mapping[str, Tensor], ignored: Collection[str], config: AdapterConfig, folder: Path
 ) -> dict[str, dict[str, Tensor]]:
     """For TRAINABLE_TOKENS: each targeted module → the modules tied to it.
 
     If the base ties its head to its embedding, PEFT stores the rows under both names, but targets only the embedding.
     """
-    tied: dict[str, dict[str, Tensor]] = {name: {} for name in parts if name not in ignored}
+    tied: dict[str, dict[str, Tensor]] = {name: {} for name in own_rows if name not in ignored}
     if config.targets.modules is None and (len(tied) > 1 or any(name.rpartition(".")[2] in HEADS for name in tied)):
         raise ExpertError(
             f"{folder / CONFIG}: target_modules is null, and {WEIGHTS} has rows of {and_more(sorted(tied))}",
@@ -512,8 +493,8 @@ def _tied_rows(
         )
     embeddings = [name for name in tied if name.rpartition(".")[2] not in HEADS]
     for name in ignored if len(embeddings) == 1 else ():
-        if parts[name][TRAINED_ROWS].shape == parts[embeddings[0]][TRAINED_ROWS].shape:
-            tied[embeddings[0]][name] = parts[name][TRAINED_ROWS]
+        if own_rows[name].shape == own_rows[embeddings[0]].shape:
+            tied[embeddings[0]][name] = own_rows[name]
     return tied
 
 
@@ -663,8 +644,8 @@ def _ignored(
 
 
 def _with_parameters(
-    pairs: Mapping[str, FactorTensors], config: AdapterConfig, trial: PeftTrial | None, folder: Path
-) -> tuple[dict[str, FactorTensors], set[str]]:
+    pairs: Mapping[str, PartTensors], config: AdapterConfig, trial: PeftTrial | None, folder: Path
+) -> tuple[dict[str, PartTensors], set[str]]:
     """The factors, with those of parameters under the parameters' own names, and these names."""
     if trial is None:
         own_names = _parameters(pairs, config, folder)
@@ -727,7 +708,21 @@ def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
     return ExpertError(f"{folder} has no {WEIGHTS}", "Pass the folder of a PEFT adapter")
 
 
-def _module(
+def _of_kind(parts: Mapping[str, PartTensors]) -> dict[str, Mapping[str, Tensor]]:
+    """The parts of another kind than LoRA."""
+    return {name: tensors for name, tensors in parts.items() if not isinstance(tensors, FactorTensors)}
+
+
+def _check_not_empty(name: str, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    for part, tensor in tensors.items():
+        if 0 in tensor.shape:
+            raise ExpertError(
+                f"{folder}: {name}: {part} is empty ({list(tensor.shape)}), as DeepSpeed ZeRO-3 leaves it",
+                "Gather the weights before saving (stage3_gather_16bit_weights_on_model_save), and save again",
+            )
+
+
+def _lora(
     name: str,
     factors: FactorTensors,
     config: AdapterConfig,
@@ -735,14 +730,11 @@ def _module(
     folder: Path,
     *,
     parameter: bool = False,
-) -> LoraModule:
+) -> LoraModule | OpaqueModule:
+    """A module of LoRA, or of a variant."""
     a, b = factors.a, factors.b
+    _check_not_empty(name, {"lora_A": a, "lora_B": b}, folder)
     for factor, tensor in (("A", a), ("B", b)):
-        if 0 in tensor.shape:
-            raise ExpertError(
-                f"{folder}: {name}: lora_{factor} is empty ({list(tensor.shape)}), as DeepSpeed ZeRO-3 leaves it",
-                "Gather the weights before saving (stage3_gather_16bit_weights_on_model_save), and save again",
-            )
         if len(tensor.shape) != 2:
             raise UnsupportedError(
                 f"{folder}: {name}: lora_{factor} has the shape {list(tensor.shape)}, but must be a matrix",
@@ -761,21 +753,11 @@ def _module(
     if a.shape[0] != rank * experts:
         raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, but {CONFIG} says {rank}", _MISMATCH)
     alpha = config.alpha_of(name)
-    return LoraModule(
-        name=name,
-        layer=layer_of(name, container),
-        kind=kind_of(name),
-        rank=rank,
-        alpha=alpha,
-        rslora=config.rslora,
-        scale=scale(rank, alpha, config.rslora),
-        a=a,
-        b=b,
-        embedding=factors.embedding,
-        base=factors.base,
-        parameter=parameter,
-        experts=experts,
-    )
+    module = LoraModule(
+        name, layer_of(name, container), kind_of(name), rank, alpha, config.rslora, scale(rank, alpha, config.rslora),
+        a, b, factors.embedding, factors.base, parameter, experts,
+    )  # fmt: skip
+    return _variant(module, factors, config, folder) if config.dora or config.lora_bias or factors.extras else module
 
 
 def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, folder: Path) -> OpaqueModule:
@@ -810,12 +792,7 @@ def _opaque(
     folder: Path,
 ) -> OpaqueModule:
     """A module of another kind than LoRA."""
-    for part, tensor in tensors.items():
-        if 0 in tensor.shape:
-            raise ExpertError(
-                f"{folder}: {name}: {part} is empty ({list(tensor.shape)}), as DeepSpeed ZeRO-3 leaves it",
-                "Gather the weights before saving (stage3_gather_16bit_weights_on_model_save), and save again",
-            )
+    _check_not_empty(name, tensors, folder)
     rank = config.settings.get("r", _HIRA_RANK)
     if config.peft_type == "HIRA" and "hira_A" in tensors and tensors["hira_A"].shape[0] != rank:
         raise UnsupportedError(

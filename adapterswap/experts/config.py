@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from adapterswap.errors import ExpertError, Problems, UnsupportedError
+from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.keys import (
     DORA,
     KINDS,
@@ -343,6 +343,12 @@ _SIMPLER = "Write the patterns as plain module names"
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
 
 
+def _version(text: Any) -> tuple[int, int]:
+    """The first two numbers of PEFT's version; 0.0 if a config does not say it."""
+    match = re.match(r"(\d+)\.(\d+)", str(text))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
 def scale(rank: int, alpha: float, rslora: bool) -> float:
     """The factor s of ΔW = s·B·A: α/√r for rank-stabilized LoRA (arXiv:2312.03732), α/r for plain LoRA."""
     return alpha / math.sqrt(rank) if rslora else alpha / rank
@@ -421,8 +427,7 @@ class AdapterConfig:
 
     def is_at_least(self, version: tuple[int, int]) -> bool:
         """Whether this version of PEFT, or a later one, wrote the config; False if the config does not say."""
-        match = re.match(r"(\d+)\.(\d+)", self.peft_version or "")
-        return match is not None and (int(match[1]), int(match[2])) >= version
+        return _version(self.peft_version) >= version
 
     @property
     def holds_regexes(self) -> bool:
@@ -472,10 +477,7 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
         config = _read_tokens(content, where, sha256, problems)
     else:
         if kind != LORA:
-            _refuse_kind(content, where, problems)
-            if not problems:
-                problems.add(f"{where}: peft_type is {shown(kind)}", "Pass a PEFT adapter")
-            problems.raise_if_any()  # another method's keys are not checked by LoRA's rules
+            raise _refused_kind(kind, where)
         _refuse(content, where, problems)
         config = _read(content, where, sha256, problems)
     problems.raise_if_any()
@@ -492,23 +494,16 @@ def _refuse(content: dict[str, Any], where: str, problems: Problems) -> None:
             problems.add(f"{where}: {key} is null, which PEFT cannot load", "Correct it, or save the adapter again")
 
 
-def _refuse_kind(content: dict[str, Any], where: str, problems: Problems) -> None:
-    """Report a kind of adapter that cannot be composed module by module."""
-    kind = content.get("peft_type")
-    if not isinstance(kind, str) or kind in (LORA, *KINDS):
-        return
-    if kind in REFUSED_KINDS:
-        problems.add(
-            f"{where}: peft_type is {kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}",
-            f"Use LoRA adapters, or one of {', '.join(KINDS)}",
-            kind=UnsupportedError,
-        )
-    else:
-        problems.add(
-            f"{where}: peft_type is {shown(kind)}, and it is unknown whether its modules are independent of each other",
-            f"Use LoRA adapters, or one of {', '.join(KINDS)}",
-            kind=UnsupportedError,
-        )
+def _refused_kind(kind: Any, where: str) -> AdapterswapError:
+    """The error for a kind of adapter that cannot be composed module by module."""
+    if not isinstance(kind, str):
+        return ExpertError(f"{where}: peft_type is {shown(kind)}", "Pass a PEFT adapter")
+    reason = (
+        f"{kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}"
+        if kind in REFUSED_KINDS
+        else f"{shown(kind)}, and it is unknown whether its modules are independent of each other"
+    )
+    return UnsupportedError(f"{where}: peft_type is {reason}", f"Use LoRA adapters, or one of {', '.join(KINDS)}")
 
 
 def _unknown(
@@ -520,12 +515,11 @@ def _unknown(
     because that version may give them a meaning.
     """
     unknown = tuple(sorted(key for key in content.keys() - known_keys if content[key]))
-    version = re.match(r"(\d+)\.(\d+)", str(content.get("peft_version")))
-    if version is not None and (int(version[1]), int(version[2])) > _PEFT:
+    if (version := _version(content.get("peft_version"))) > _PEFT:
         for key in unknown:
             problems.add(
                 f"{where}: the key {shown(key)} is unknown here, but may change what the adapter computes in PEFT "
-                f"{version[0]}",
+                f"{version[0]}.{version[1]}",
                 "Remove the key if it does not, or use a version of adapterswap that knows it",
                 kind=UnsupportedError,
             )
@@ -627,17 +621,13 @@ def _refuse_combinations(content: Mapping[str, Any], where: str, problems: Probl
 
 def _refuse_settings(content: Mapping[str, Any], where: str, problems: Problems) -> None:
     """Report settings of another kind that PEFT refuses."""
-    kind, version = content["peft_type"], re.match(r"(\d+)\.(\d+)", str(content.get("peft_version")))
+    kind, version = content["peft_type"], _version(content.get("peft_version"))
     remedy = "Train the adapter again with this version of PEFT"
     if kind == "OFT" and "oft_block_size" not in content:
         problems.add(f"{where}: there is no oft_block_size: PEFT cannot load OFT of versions before 0.14", remedy)
     elif kind == "OFT" and bool(content.get("r", 0)) == bool(content["oft_block_size"]):
         problems.add(f"{where}: exactly one of r and oft_block_size must be other than 0", "Correct it")
-    if (
-        kind == "OFT"
-        and content.get("use_cayley_neumann")
-        and (not version or (int(version[1]), int(version[2])) < (0, 18))
-    ):
+    if kind == "OFT" and content.get("use_cayley_neumann") and version < (0, 18):
         problems.add(f"{where}: PEFT cannot load OFT with use_cayley_neumann of versions before 0.18", remedy)
     if kind == "BOFT" and bool(content.get("boft_block_size", 4)) == bool(content.get("boft_block_num", 0)):
         problems.add(f"{where}: exactly one of boft_block_size and boft_block_num must be other than 0", "Correct it")

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from adapterswap.errors import Problems, UnsupportedError
 from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile
@@ -68,18 +68,8 @@ _RANKS = {"r": "rank_pattern", "alpha": "alpha_pattern"}
 _LYCORIS = frozenset({"rank_dropout", "module_dropout", "rank_dropout_scale"})
 
 
-def _kind(
-    title: str,
-    *parts: str,
-    patterns: Mapping[str, str] | None = None,
-    shared: tuple[str, ...] = (),
-    inert: frozenset[str] = frozenset(),
-    forms: frozenset[str] = frozenset(),
-    on_biases: bool = False,
-    ignored: frozenset[str] = frozenset(),
-    only_lists: bool = False,
-) -> PeftKind:
-    return PeftKind(title, frozenset(parts), patterns or {}, shared, inert, forms, on_biases, ignored, only_lists)
+def _kind(title: str, *parts: str, **facts: Any) -> PeftKind:
+    return PeftKind(title, frozenset(parts), **facts)
 
 
 KINDS: dict[str, PeftKind] = {
@@ -137,7 +127,7 @@ REFUSED_KINDS: dict[str, str] = {
 
 _ROOT = "base_model."
 _PREFIX = f"{_ROOT}model."
-_BASE_COPY = ".base_layer.weight"
+_COPY = "base_layer.weight"
 _WRAPPED_BIAS = ".base_layer.bias"
 
 TOKENS = "token_adapter.trainable_tokens_delta"  # the trained rows of an embedding or head, by their name within it
@@ -159,9 +149,10 @@ _REFUSED_KEYS = {
 # their own names. PEFT leaves the adapter's name before inner modules: `classifier.modules_to_save.default.dense.bias`.
 _DOUBLE = re.compile(r"(?P<module>.+?)\.(?:original_module|modules_to_save)\.(?P<end>.+)")
 
+_FACTOR_NAMES = ("A", "B", "embedding_A", "embedding_B")
 _FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
 
-_OF_TOKENS = f".token_adapter{_BASE_COPY}"  # the embedding or head whose rows were trained
+_OF_TOKENS = f".token_adapter.{_COPY}"  # the embedding or head whose rows were trained
 
 _WITHOUT = "save_pretrained(PATH, save_embedding_layers=False)"
 
@@ -177,22 +168,23 @@ class FactorTensors(NamedTuple):
     extras: Mapping[str, Tensor]
 
 
+PartTensors = FactorTensors | Mapping[str, Tensor]
+
+
 class SortedKeys(NamedTuple):
     """The tensors of an adapter, by the names of their modules.
 
     Attributes:
-        factors: the factors of LoRA.
+        parts: the factors of LoRA; for another kind, tensors by the end of their keys.
         saved: modules in `modules_to_save`, and embeddings and heads that `save_embedding_layers` stores in full: their
             parameters by the name within the module. A trained bias of the base is listed under its full name, with the
             parameter `bias`; trained rows of an embedding or head have the parameter `TOKENS`.
-        parts: for another kind than LoRA, tensors by the end of their keys.
         shared: for another kind than LoRA, tensors that all modules use, by their name.
         renamed: whether a key is not as PEFT writes it for the bare model.
     """
 
-    factors: dict[str, FactorTensors]
+    parts: dict[str, PartTensors]
     saved: dict[str, dict[str, Tensor]]
-    parts: dict[str, dict[str, Tensor]]
     shared: dict[str, Tensor]
     renamed: bool
 
@@ -215,7 +207,7 @@ def factor_key(module: str, factor: Literal["A", "B"], *, embedding: bool) -> st
 
 def base_copy_key(module: str) -> str:
     """The key under which PEFT stores the base's own weight of an embedding or head beside its LoRA."""
-    return f"{_PREFIX}{module}{_BASE_COPY}"
+    return f"{_PREFIX}{module}.{_COPY}"
 
 
 def parameter_name(module: str, parameter: str) -> str:
@@ -255,14 +247,10 @@ def shared_key(name: str) -> str:
 def copies_in(file: TensorFile) -> dict[str, Tensor]:
     """The copies of the base's weights in a PEFT adapter's file, by the names of their modules in the base."""
     return {
-        key.removeprefix(_PREFIX).removesuffix(_BASE_COPY): tensor
+        key.removeprefix(_PREFIX).removesuffix(f".{_COPY}"): tensor
         for stored, tensor in file.tensors.items()
-        if ".base_layer" in stored and _is_copy(key := canonical_key(stored))
+        if (key := canonical_key(stored)).startswith(_PREFIX) and key.endswith(f".{_COPY}")
     }
-
-
-def _is_copy(key: str) -> bool:
-    return key.startswith(_PREFIX) and key.endswith(_BASE_COPY)
 
 
 def sort_keys(
@@ -286,55 +274,79 @@ def sort_keys(
         biases: whether biases of the base were trained.
         tokens: whether rows of embeddings or heads were trained (`trainable_token_indices`).
     """
-    factors: dict[str, dict[str, Tensor]] = {}
-    extras: dict[str, dict[str, Tensor]] = {}
-    saved: dict[str, dict[str, Tensor]] = {}
-    parts: dict[str, dict[str, Tensor]] = {}
-    shared: dict[str, Tensor] = {}
-    copies = copies_in(file)
-    whole: list[str] = []
     canonical = {stored: canonical_key(stored) for stored in file.tensors}
-    if twice := [key for key, count in Counter(canonical.values()).items() if count > 1]:
+    keys = Counter(canonical.values())
+    if twice := [key for key, count in keys.items() if count > 1]:
         problems.add(
             f"{folder}: {twice[0]} is stored twice, under two names of the same module", "Save the adapter again"
         )
-    saved_ends = tuple(modules_to_save)
-    keys = set(canonical.values())
-    part_names = LORA_PARTS if kind is None else kind.parts
+    rules = _Rules(keys, tuple(modules_to_save), kind, biases, tokens)
+    tensors: dict[str, dict[str, dict[str, Tensor]]] = {"part": {}, "saved": {}, "shared": {}, "double": {}}
+    unknown = []
     for stored, tensor in file.tensors.items():
-        key = canonical[stored]
-        match = _FACTOR.fullmatch(key) if kind is None else None
-        if match and key.startswith(_PREFIX) and bool(match["embedding"]) != bool(match["weight"]):
-            factor = (match["embedding"] or "") + match["factor"]
-            factors.setdefault(match["name"].removeprefix(_PREFIX), {})[factor] = tensor
-            continue
-        if _is_copy(key):
-            continue
-        if tokens and key.startswith(_PREFIX) and key.endswith(f".{TOKENS}"):
-            saved.setdefault(key.removeprefix(_PREFIX).removesuffix(f".{TOKENS}"), {})[TOKENS] = tensor
-            continue
-        part = next((part for part in part_names if key.endswith(f".{part}")), None)
-        if part and key.startswith(_PREFIX):
-            module = key.removeprefix(_PREFIX).removesuffix(f".{part}")
-            (extras if kind is None else parts).setdefault(module, {})[part] = tensor
-            continue
-        name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
-        double = _DOUBLE.fullmatch(key)
-        if double and not keys.isdisjoint(
-            f"{double['module']}.{end}" for end in (double["end"], double["end"].partition(".")[2])
-        ):
-            continue  # PEFT loads the tensor under the module's own name; this is a copy of it, or of the base's
-        if key.startswith(_PREFIX) and not double and (holder := _saved_module(name, saved_ends)):
-            saved.setdefault(holder, {})[key.removeprefix(f"{_PREFIX}{holder}.")] = tensor
-            continue
-        if kind is not None and key.removeprefix(_ROOT) in kind.shared:
-            shared[key.removeprefix(_ROOT)] = tensor
-            continue
-        if biases and key.startswith(_PREFIX) and parameter == "bias" and ".lora_" not in key and not double:
-            saved[f"{name.removesuffix('.base_layer')}.bias"] = {"bias": tensor}
-            continue
+        place = rules.place(canonical[stored])
+        if place is None:
+            unknown.append(canonical[stored])
+        else:
+            use, module, name = place
+            tensors[use].setdefault(module, {})[name] = tensor
+    _refuse_unknown(unknown, keys, kind, folder, problems)
+    parts: dict[str, PartTensors] = {}
+    for name, found in tensors["part"].items():
+        if _COPY in found and not any(match in found for match in _FACTOR_NAMES):
+            _refuse_copy(f"{name}.{_COPY}", folder, problems)
+        elif kind is not None:
+            parts[name] = found
+        elif pair := _pair_factors(name, found, folder, problems):
+            parts[name] = pair
+    renamed = any(stored != key for stored, key in canonical.items())
+    return SortedKeys(parts, tensors["saved"], tensors["shared"].get("", {}), renamed)
+
+
+class _Rules(NamedTuple):
+    """What the keys of an adapter's tensors mean; the attributes are those of `sort_keys`, and `keys` all keys."""
+
+    keys: Collection[str]
+    saved: tuple[str, ...]
+    kind: PeftKind | None
+    biases: bool
+    tokens: bool
+
+    def place(self, key: str) -> tuple[Literal["part", "saved", "shared", "double"], str, str] | None:
+        """What a tensor is, its module, and its name within the module; None if it is unknown or refused."""
+        kind, name = self.kind, key.removeprefix(_PREFIX)
+        if name == key:
+            shared = key.removeprefix(_ROOT)
+            return ("shared", "", shared) if kind is not None and shared in kind.shared else None
+        match = _FACTOR.fullmatch(name) if kind is None else None
+        if match and bool(match["embedding"]) != bool(match["weight"]):
+            return "part", match["name"], (match["embedding"] or "") + match["factor"]
+        if self.tokens and name.endswith(f".{TOKENS}"):
+            return "saved", name.removesuffix(f".{TOKENS}"), TOKENS
+        for part in (*(LORA_PARTS if kind is None else kind.parts), _COPY):
+            if name.endswith(f".{part}"):
+                return "part", name.removesuffix(f".{part}"), part
+        if double := _DOUBLE.fullmatch(key):
+            ends = (double["end"], double["end"].partition(".")[2])
+            copied = any(f"{double['module']}.{end}" in self.keys for end in ends)
+            return ("double", "", key) if copied else None  # PEFT loads the tensor under the module's own name
+        module, _, parameter = name.rpartition(".")
+        if holder := _saved_module(module, self.saved):
+            return "saved", holder, name.removeprefix(f"{holder}.")
+        if self.biases and parameter == "bias" and ".lora_" not in name:
+            return "saved", f"{module.removesuffix('.base_layer')}.bias", "bias"
+        if parameter == "weight" and module.rpartition(".")[2] in EMBEDDINGS | HEADS:
+            return "saved", module, parameter  # save_embedding_layers: PEFT replaces the base's weight with it
+        return None
+
+
+def _refuse_unknown(
+    unknown: Iterable[str], keys: Collection[str], kind: PeftKind | None, folder: Path, problems: Problems
+) -> None:
+    whole = []
+    for key in unknown:
         refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
-        if key.endswith(_WRAPPED_BIAS) and f"{key.removesuffix(_WRAPPED_BIAS)}{_BASE_COPY}" in keys:
+        if key.endswith(_WRAPPED_BIAS) and f"{key.removesuffix(_WRAPPED_BIAS)}.{_COPY}" in keys:
             problems.add(
                 f"{folder}: {key} is a copy of the base's bias, which PEFT saves beside LoRA on a head and loads into "
                 "the base",
@@ -347,11 +359,9 @@ def sort_keys(
                 "Train it as a plain or rsLoRA",
                 kind=UnsupportedError,
             )
-        elif key.startswith(_PREFIX) and double:
+        elif key.startswith(_PREFIX) and _DOUBLE.fullmatch(key):
             _refuse_copy(key.removeprefix(_PREFIX), folder, problems)
-        elif key.startswith(_PREFIX) and parameter == "weight" and name.rpartition(".")[2] in EMBEDDINGS | HEADS:
-            saved[name] = {parameter: tensor}  # save_embedding_layers: PEFT replaces the base's weight with it
-        elif key.startswith(_PREFIX) and parameter == "weight" and ".lora_" not in key:
+        elif key.startswith(_PREFIX) and key.endswith(".weight") and ".lora_" not in key:
             whole.append(key.removeprefix(_PREFIX))
         else:
             expected = (
@@ -362,14 +372,8 @@ def sort_keys(
             problems.add(
                 f"{folder}: {key} is neither {expected} nor in modules_to_save", "Save the adapter again with PEFT"
             )
-    for name in sorted(copies.keys() - factors.keys()):
-        _refuse_copy(f"{name}{_BASE_COPY}", folder, problems)
     if whole:
         _refuse_whole(whole, folder, problems)
-    for name in sorted(extras.keys() - factors.keys()):
-        problems.add(f"{folder}: {name} has {min(extras[name])}, but no LoRA factors", "Save the adapter again")
-    renamed = any(stored != key for stored, key in canonical.items())
-    return SortedKeys(_pair_factors(factors, copies, extras, folder, problems), saved, parts, shared, renamed)
 
 
 def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
@@ -426,23 +430,13 @@ def check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
             problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", remedy, kind=UnsupportedError)
 
 
-def _pair_factors(
-    factors: Mapping[str, Mapping[str, Tensor]],
-    copies: Mapping[str, Tensor],
-    extras: Mapping[str, Mapping[str, Tensor]],
-    folder: Path,
-    problems: Problems,
-) -> dict[str, FactorTensors]:
-    pairs = {}
-    for name, stored in factors.items():
-        embedding = "embedding_A" in stored or "embedding_B" in stored
-        prefix = "embedding_" if embedding else ""
-        missing = [factor for factor in (f"{prefix}A", f"{prefix}B") if factor not in stored]
-        if missing or len(stored) != 2:
-            lacks = " and ".join(f"lora_{factor}" for factor in missing) or "one pair of factors"
-            problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
-        else:
-            pairs[name] = FactorTensors(
-                stored[f"{prefix}A"], stored[f"{prefix}B"], embedding, copies.get(name), extras.get(name, {})
-            )
-    return pairs
+def _pair_factors(name: str, found: Mapping[str, Tensor], folder: Path, problems: Problems) -> FactorTensors | None:
+    """A module's factors, from the tensors of LoRA that were found for it; None if some are missing."""
+    factors = [part for part in _FACTOR_NAMES if part in found]
+    a, b = _FACTOR_NAMES[2:] if factors and factors[-1] in _FACTOR_NAMES[2:] else _FACTOR_NAMES[:2]
+    if factors == [a, b]:
+        extras = {part: tensor for part, tensor in found.items() if part in LORA_PARTS}
+        return FactorTensors(found[a], found[b], a != "A", found.get(_COPY), extras)
+    lacks = " and ".join(f"lora_{factor}" for factor in (a, b) if factor not in found) or "one pair of factors"
+    problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
+    return None
