@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,7 +233,8 @@ def settle_vocabulary(
             slot_changes = {name: change for name, change in slot_changes.items() if not change.rows}
             size = None
         if slot_changes and not slot.of_tokens:
-            slot, size = _settled(slot, slot_changes, own_table, composition, problems)
+            with problems.collect():
+                slot, size = _settled(_Rows.of(slot, slot_changes, own_table), composition)
         if size is not None:
             sizes[slot.name] = size - extra
         for span in slot.spans:
@@ -342,160 +344,174 @@ def _token_table(
     return _TokenTable(config, size, base, tokens)
 
 
-def _settled(
-    slot: Slot,
-    changes: Mapping[str, Change],
-    table: _TokenTable,
-    composition: Composition,
-    problems: Problems,
-) -> tuple[Slot, int | None]:
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one embedding or head: for each expert how many, and which of them are of new tokens."""
+
+    slot: Slot
+    changes: Mapping[str, Change]  # of the whole weight
+    table: _TokenTable  # its size is the base's number of these rows
+    sizes: Mapping[str, int]
+    new: Mapping[str, Mapping[int, str | None]]
+
+    @classmethod
+    def of(cls, slot: Slot, changes: Mapping[str, Change], table: _TokenTable) -> _Rows:
+        sizes = {name: _rows_of(part, table.size) for name, part in changes.items()}
+        return cls(slot, changes, table, sizes, {name: table.new(name, sizes[name]) for name in changes})
+
+    @cached_property
+    def new_ids(self) -> set[int]:
+        return {i for tokens in self.new.values() for i in tokens}
+
+    @cached_property
+    def entering(self) -> set[str]:
+        """The experts whose rows enter: those of the terms, and owners of new tokens that these lack."""
+        named = {term.expert for term in self.slot.terms}
+        known = {i for name in named for i in self.new[name]}
+        return named | {name for name, tokens in self.new.items() if not tokens.keys() <= known}
+
+    @property
+    def have_one_rule(self) -> bool:
+        """Whether all rows of a module with LoRA are computed alike, so that an adapter can hold the result.
+
+        They are if there are no new tokens, or one expert has all of them and owns the module, or all experts that
+        the rule names have the same ones. Otherwise the rule would also scale the ΔW of new tokens.
+        """
+        slot = self.slot
+        if len({self.sizes[term.expert] for term in slot.terms}) > 1:
+            return False
+        if not self.new_ids or (slot.owner is not None and self.new_ids <= self.new.get(slot.owner, {}).keys()):
+            return True
+        new_tokens = [self.new.get(name, {}) for name in slot.requested]
+        same = all(
+            tokens.keys() == self.new_ids and tokens == new_tokens[0] and None not in tokens.values()
+            for tokens in new_tokens
+        )
+        return same and len(slot.low_rank) == len(slot.terms)
+
+    def spans(self, total: int) -> tuple[Span, ...]:
+        """The first `total` rows in order; none if all are computed as the rule says."""
+        slot, size = self.slot, self.table.size
+        edges = {0, total, *self.sizes.values(), *self.new_ids, *(i + 1 for i in self.new_ids)}
+        edges |= set() if size is None else {size}
+        spans: list[Span] = []
+        for start, stop in pairwise(sorted(edge for edge in edges if edge <= total)):
+            span = self._span(start, stop)
+            last = spans[-1] if spans else None
+            if last is not None and last.is_like(span) and last.is_new == span.is_new:
+                spans[-1] = replace(last, stop=stop)
+            else:
+                spans.append(span)
+        ordinary = all(span.is_like(slot.ordinary) for span in spans)
+        ordinary = ordinary and all(self.sizes[term.expert] == total for term in slot.terms)
+        # Even if all rows have the same terms, merging has to know where the base's rows end.
+        return () if ordinary and size in (None, total) else tuple(spans)
+
+    def _span(self, start: int, stop: int) -> Span:
+        slot, size = self.slot, self.table.size
+        owners = [name for name, tokens in self.new.items() if start in tokens]
+        if owners:
+            entering = [term for term in slot.terms if term.expert in owners]
+            if not entering and len(owners) > 1:
+                raise CompositionError(
+                    f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
+                    f"`{slot.rule}` gives it to neither",
+                    f"Give it to one of them in its own rule: {{modules: [{slot.module}], expert: {owners[0]}}}",
+                )
+        else:
+            entering = [term for term in slot.terms if self.sizes[term.expert] >= stop]
+            has_base = not slot.ordinary.rest or size is None or stop <= size
+            if len(entering) == len(slot.terms) and has_base:
+                return replace(slot.ordinary, start=start, stop=stop)
+            owners = [name for name, count in self.sizes.items() if count >= stop]
+        if not entering:
+            entering = [Term(owners[0], owners[0], 1.0, self.changes[owners[0]])]
+        terms = shared_out(entering)
+        # The coefficients add up to 1, so the base's is the sum of those that are added to it.
+        added = [term.coefficient for term in terms if not isinstance(term.change, Whole)]
+        rest = 1.0 if len(added) == len(terms) else sum(added)
+        return Span(start, stop, terms, (own_weight(rest, slot.base),) if rest else (), is_new=True)
+
+
+def _settled(rows: _Rows, composition: Composition) -> tuple[Slot, int | None]:
     """The slot with its rows, and their number; None if it stays the base's."""
-    sizes = {name: _rows_of(part, table.size) for name, part in changes.items()}
-    new = {name: table.new(name, sizes[name]) for name in changes}
-    new_ids = {i for tokens in new.values() for i in tokens}
-    unnamed = next((name for name in changes if name not in table.tokens), None)
-    differ = len(set(sizes.values())) > 1 or bool(new_ids)
-    if table.size is None and slot.is_stored and differ and unnamed is not None:
-        listed = ", ".join(f"{size} rows in {name}" for name, size in sizes.items())
-        problems.add(
-            f"the rows of {slot.name} are those of different tokens ({listed}), but {unnamed} has no "
-            "tokenizer.json that says which",
-            f"Pass `base_model`, whose tokens are known by their place. {_SAVE}",
-            parameter="base_model",
-            kind=ExpertError,
-        )
-        return slot, None
-    if new_ids and not slot.terms:
-        problems.add(
-            f"the rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
-            f"{_owners(new)} ({_tokens(new)})",
-            "Average it (`outside=average`), or give it to that expert in its own rule: "
-            f"{{modules: [{slot.module}], expert: {_owners(new)}}}",
-            kind=CompositionError,
-        )
-        return slot, None
+    slot = rows.slot
+    _check_named(rows)
     if not slot.terms:
         return slot, None
-    entering = {term.expert for term in slot.terms}
-    known_ids = {i for name in entering for i in new[name]}
-    entering |= {name for name, tokens in new.items() if not tokens.keys() <= known_ids}
-    if not all(isinstance(changes[name], Whole) for name in entering):
-        if _has_one_rule(slot, sizes, new):
-            return slot, max(sizes[term.expert] for term in slot.terms)
-        if not _is_sum(slot, changes, composition):
-            owner = max(sorted(entering), key=lambda name: (len(new[name]), sizes[name]))
-            excess = f"new tokens ({_tokens(new)})" if new_ids else f"{sizes[owner]} rows"
-            odd = next((name for name, change in changes.items() if isinstance(change, Opaque)), owner)
-            problems.add(
-                f"{owner} has {excess} and {changes[owner].method} on {slot.name}, whose rows the rule "
-                f"`{slot.rule}` does not combine with fixed weights"
-                if odd == owner
-                else f"{owner} has {excess}, but {odd} has {changes[odd].method} on {slot.name}, whose rows cannot "
-                "be computed one by one",
-                f"Give it to {owner} in its own rule: {{modules: [{slot.module}], expert: {owner}}}",
-                kind=UnsupportedError,
-            )
-            return slot, None
-    if len(unknown := [name for name, tokens in new.items() if None in tokens.values()]) and len(new) > 1:
-        shared = {i for i in new[unknown[0]] if any(i in tokens for name, tokens in new.items() if name != unknown[0])}
-        if shared:
-            problems.add(
-                f"{' and '.join(new)} hold rows for new tokens ({_ids(shared)}) in {slot.name}, but {unknown[0]} has "
-                "no tokenizer.json that says which tokens they are",
-                _SAVE,
-                kind=ExpertError,
-            )
-            return slot, None
-    total = max(sizes[name] for name in entering)
-    edges = {0, total, *sizes.values(), *new_ids, *(i + 1 for i in new_ids)}
-    edges |= set() if table.size is None else {table.size}
-    spans: list[Span] = []
-    ordered = sorted(edge for edge in edges if edge <= total)
-    for start, stop in pairwise(ordered):
-        owners = [name for name, tokens in new.items() if start in tokens]
-        span = _span_of(slot, start, stop, owners, sizes, table, changes)
-        if span is None:
-            problems.add(
-                f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
-                f"`{slot.rule}` gives it to neither",
-                f"Give it to one of them in its own rule: {{modules: [{slot.module}], expert: {owners[0]}}}",
-                kind=CompositionError,
-            )
-            return slot, None
-        last = spans[-1] if spans else None
-        if last is not None and last.is_like(span) and last.is_new == span.is_new:
-            spans[-1] = replace(last, stop=stop)
-        else:
-            spans.append(span)
-    ordinary = all(span.is_like(slot.ordinary) for span in spans)
-    ordinary = ordinary and all(sizes[term.expert] == total for term in slot.terms)
-    if ordinary and (table.size in (None, total) or not slot.ordinary.rest):
-        # All rows have the same terms, but merging has to know where the base's rows end.
-        spans = spans if table.size is not None and table.size != total else []
+    if not all(isinstance(rows.changes[name], Whole) for name in rows.entering):
+        if rows.have_one_rule:
+            return slot, max(rows.sizes[term.expert] for term in slot.terms)
+        _check_sum(rows, composition)
+    _check_texts(rows)
+    total = max(rows.sizes[name] for name in rows.entering)
+    spans = rows.spans(total)
     if spans and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
         weighting = "magnitude weights" if slot.method == "linear" else slot.method
-        problems.add(
+        raise UnsupportedError(
             f"{slot.name} has rows for tokens that the base or an expert lacks, so it cannot be combined by "
             f"{weighting}",
             f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.module}], expert: NAME}}",
             parameter="weights" if slot.method == "linear" else "method",
-            kind=UnsupportedError,
         )
-        return slot, None
-    return replace(slot, spans=tuple(spans)), total
+    return replace(slot, spans=spans), total
 
 
-def _span_of(
-    slot: Slot,
-    start: int,
-    stop: int,
-    owners: Sequence[str],
-    sizes: Mapping[str, int],
-    table: _TokenTable,
-    changes: Mapping[str, Change],
-) -> Span | None:
-    """A range of rows with its terms; None if several experts own the rows and the rule names none of them."""
-    if owners:
-        entering = [term for term in slot.terms if term.expert in owners]
-        if not entering and len(owners) > 1:
-            return None
-    else:
-        entering = [term for term in slot.terms if sizes[term.expert] >= stop]
-        has_base = not slot.ordinary.rest or table.size is None or stop <= table.size
-        if len(entering) == len(slot.terms) and has_base:
-            return replace(slot.ordinary, start=start, stop=stop)
-        owners = [name for name, size in sizes.items() if size >= stop]
-    if not entering:
-        entering = [Term(owners[0], owners[0], 1.0, changes[owners[0]])]
-    terms = shared_out(entering)
-    # The coefficients add up to 1, so the base's is the sum of those that are added to it.
-    added = [term.coefficient for term in terms if not isinstance(term.change, Whole)]
-    rest = 1.0 if len(added) == len(terms) else sum(added)
-    return Span(start, stop, terms, (own_weight(rest, slot.base),) if rest else (), is_new=True)
+def _check_named(rows: _Rows) -> None:
+    """Raise if it is not known which tokens the rows are for, or if new tokens would get no row."""
+    slot, sizes = rows.slot, rows.sizes
+    unnamed = next((name for name in rows.changes if name not in rows.table.tokens), None)
+    differ = len(set(sizes.values())) > 1 or bool(rows.new_ids)
+    if rows.table.size is None and slot.is_stored and differ and unnamed is not None:
+        listed = ", ".join(f"{size} rows in {name}" for name, size in sizes.items())
+        raise ExpertError(
+            f"the rows of {slot.name} are those of different tokens ({listed}), but {unnamed} has no "
+            "tokenizer.json that says which",
+            f"Pass `base_model`, whose tokens are known by their place. {_SAVE}",
+            parameter="base_model",
+        )
+    if rows.new_ids and not slot.terms:
+        owners = _owners(rows.new)
+        raise CompositionError(
+            f"the rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
+            f"{owners} ({_tokens(rows.new)})",
+            "Average it (`outside=average`), or give it to that expert in its own rule: "
+            f"{{modules: [{slot.module}], expert: {owners}}}",
+        )
 
 
-def _has_one_rule(slot: Slot, sizes: Mapping[str, int], new: Mapping[str, Mapping[int, str | None]]) -> bool:
-    """Whether all rows of a module with LoRA are computed alike, so that an adapter can hold the result.
-
-    They are if there are no new tokens, or if one expert has all of them and owns the module, or if all experts that
-    the rule names have the same ones. Otherwise the rule would also scale the ΔW of new tokens.
-    """
-    if len({sizes[term.expert] for term in slot.terms}) > 1:
-        return False
-    new_ids = {i for tokens in new.values() for i in tokens}
-    if not new_ids or (slot.owner is not None and new_ids <= new.get(slot.owner, {}).keys()):
-        return True
-    new_tokens = [new.get(name, {}) for name in slot.requested]
-    same = all(
-        tokens.keys() == new_ids and tokens == new_tokens[0] and None not in tokens.values() for tokens in new_tokens
-    )
-    return same and len(slot.low_rank) == len(slot.terms)
-
-
-def _is_sum(slot: Slot, changes: Mapping[str, Change], composition: Composition) -> bool:
-    """Whether the rows can be computed one by one: a sum with coefficients that no tensor decides."""
+def _check_sum(rows: _Rows, composition: Composition) -> None:
+    """Raise unless the rows can be computed one by one: as a sum with coefficients that no tensor decides."""
+    slot, changes = rows.slot, rows.changes
+    opaque = next((name for name, change in changes.items() if isinstance(change, Opaque)), None)
     fixed = slot.rule is not None and not slot.rule.weights and composition.row_threshold is None
-    return fixed and slot.method == "linear" and not any(isinstance(change, Opaque) for change in changes.values())
+    if fixed and slot.method == "linear" and opaque is None:
+        return
+    owner = max(sorted(rows.entering), key=lambda name: (len(rows.new[name]), rows.sizes[name]))
+    excess = f"new tokens ({_tokens(rows.new)})" if rows.new_ids else f"{rows.sizes[owner]} rows"
+    odd = opaque or owner
+    raise UnsupportedError(
+        f"{owner} has {excess} and {changes[owner].method} on {slot.name}, whose rows the rule "
+        f"`{slot.rule}` does not combine with fixed weights"
+        if odd == owner
+        else f"{owner} has {excess}, but {odd} has {changes[odd].method} on {slot.name}, whose rows cannot "
+        "be computed one by one",
+        f"Give it to {owner} in its own rule: {{modules: [{slot.module}], expert: {owner}}}",
+    )
+
+
+def _check_texts(rows: _Rows) -> None:
+    """Raise if two experts hold a row of one id, and one of them has no tokenizer that says for which token."""
+    unknown = next((name for name, tokens in rows.new.items() if None in tokens.values()), None)
+    if unknown is None:
+        return
+    others = [tokens for name, tokens in rows.new.items() if name != unknown]
+    if shared := {i for i in rows.new[unknown] if any(i in tokens for tokens in others)}:
+        raise ExpertError(
+            f"{' and '.join(rows.new)} hold rows for new tokens ({_ids(shared)}) in {rows.slot.name}, but {unknown} "
+            "has no tokenizer.json that says which tokens they are",
+            _SAVE,
+        )
 
 
 def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:
