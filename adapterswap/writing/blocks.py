@@ -33,7 +33,6 @@ from adapterswap.files.numbers import (
     check_finite,
     decode,
     encode,
-    finite_bytes,
     not_finite,
     read_bytes,
     row_ranges,
@@ -301,20 +300,17 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
             yield Chunk(result.place.start + block.start, block.whole[0].raw)
             continue
         columns = result.matrix[1]
-        if block.span.opaque:
-            data = _with_opaque(block, kept_rows, seed)
-        elif result.slot.is_linear:
-            if not needs_torch(result.slot, block.span, device):
-                data = _averaged(block)
-            else:
-                if block.start == block.span.start:
-                    product = _product(block, device, kept_rows)
-                data = _linear(block, product, device)
-        else:
+        if not result.slot.is_linear:
             try:
                 data = _nonlinear(block, kept_rows, seed)
             except np.linalg.LinAlgError:  # an SVD of infinite numbers
-                raise _overflow(result.slot.name, result.place.dtype) from None
+                raise _overflow(block) from None
+        elif block.span.opaque or not needs_torch(result.slot, block.span, device):
+            data = _summed(block, kept_rows)
+        else:
+            if block.start == block.span.start:
+                product = _product(block, device, kept_rows)
+            data = _linear(block, product, device)
         size = DTYPE_BYTES[result.place.dtype] * columns
         yield Chunk(result.place.start + block.start * size, data)
 
@@ -372,22 +368,45 @@ def _weighted(block: Block) -> Iterator[tuple[float, SourcePart]]:
     return zip((term.coefficient for term in terms), (*block.whole, *block.base), strict=True)
 
 
-def _averaged(block: Block) -> Bytes:
+def _summed(block: Block, kept_rows: Rows) -> Bytes:
+    """b·W + Σ c_i·X_i, added up by numpy: what PEFT computes from the base, stored weights, products of factors."""
     total: Delta | None = None
-    with np.errstate(all="ignore"):  # what overflows is found by `finite_bytes`
-        for coefficient, part in _weighted(block):
-            numbers = decode(part.raw, part.tensor.dtype, (-1,))
-            numbers *= np.float32(coefficient)
+    with np.errstate(all="ignore"):  # what overflows is found by `_finite`
+        for coefficient, numbers in _addends(block, kept_rows):
+            if coefficient != 1:
+                numbers *= np.float32(coefficient)  # in place: nothing else uses them
             total = numbers if total is None else np.add(total, numbers, out=total)
-        assert total is not None
+    assert total is not None
+    return _finite(encode(total, block.result.place.dtype), block)
+
+
+def _addends(block: Block, kept_rows: Rows) -> Iterator[tuple[float, Delta]]:
+    """The terms of a sum as the model stores them, each with its coefficient; the base comes last."""
+    slot, span, place = block.result.slot, block.span, block.result.place
+    if not span.opaque:
+        yield from ((coefficient, decode(part.raw, part.tensor.dtype, (-1,))) for coefficient, part in _weighted(block))
+        return
+    (own,) = block.base
+    base = decode(own.raw, own.tensor.dtype, place.shape)
+    for term, tensors in zip(span.opaque, block.opaque, strict=True):
+        yield term.coefficient, _merged(term, tensors, base, slot)
+    for full, part in zip(span.whole, block.whole, strict=True):
+        yield full.coefficient, decode(part.raw, part.tensor.dtype, place.shape)
+    for low_rank, parts in zip(span.low_rank, block.factors, strict=True):
+        delta = _factors(low_rank, parts, kept_rows).rows()
+        yield low_rank.coefficient, delta.T if low_rank.change.transposed else delta
+    if span.rest:
+        yield span.rest, base
+
+
+def _finite(raw: Bytes, block: Block) -> Bytes:
+    if check_finite(raw, block.result.place.dtype):
+        return raw
+    raise _overflow(block)
+
+
+def _overflow(block: Block) -> UnsupportedError:
     name, dtype = block.result.slot.name, block.result.place.dtype
-    raw = encode(total, dtype)
-    if not check_finite(raw, dtype):
-        raise _overflow(name, dtype)
-    return raw
-
-
-def _overflow(name: str, dtype: str) -> UnsupportedError:
     if dtype != "F16":  # bfloat16 and float32 have one range
         return too_large(name, dtype)
     return UnsupportedError(
@@ -398,7 +417,6 @@ def _overflow(name: str, dtype: str) -> UnsupportedError:
 def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     import torch
 
-    slot, place = block.result.slot, block.result.place
     total: Any = None
     for coefficient, part in _weighted(block):
         numbers = _tensor(part, device)
@@ -410,35 +428,8 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     if product is not None:
         left = product.left[block.start - block.origin : block.stop - block.origin]
         total = left @ product.right if total is None else total.view(-1, columns).addmm_(left, product.right)
-    raw = total.reshape(-1).to(_torch_dtype(place.dtype)).view(torch.uint8).cpu().numpy()
-    if not check_finite(raw, place.dtype):
-        raise _overflow(slot.name, place.dtype)
-    return np.asarray(raw)
-
-
-def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
-    """Σ c_i·W_i + (1 - Σ c_i)·W_base + Σ c_i·s_i·B_i·A_i, where PEFT computes some W_i from the base's weight."""
-    slot, span, place = block.result.slot, block.span, block.result.place
-    if not slot.is_linear:
-        return _nonlinear(block, kept_rows, seed)
-    (own,) = block.base
-    base = decode(own.raw, own.tensor.dtype, place.shape)
-    total: Delta | None = None
-    with np.errstate(all="ignore"):  # what overflows is reported by `finite_bytes`
-        weights = [
-            (term.coefficient, _merged(term, tensors, base, slot))
-            for term, tensors in zip(span.opaque, block.opaque, strict=True)
-        ]
-        for full, part in zip(span.whole, block.whole, strict=True):
-            weights.append((full.coefficient, decode(part.raw, part.tensor.dtype, place.shape)))
-        for low_rank, parts in zip(span.low_rank, block.factors, strict=True):
-            delta = _factors(low_rank, parts, kept_rows).rows()
-            weights.append((low_rank.coefficient, np.asarray(delta.T if low_rank.change.transposed else delta)))
-        for coefficient, weight in weights:
-            weighted = weight if coefficient == 1 else np.float32(coefficient) * weight
-            total = weighted if total is None else total + weighted
-        assert total is not None
-        return finite_bytes(total + np.float32(span.rest) * base if span.rest else total, place.dtype, slot.name)
+    raw = total.reshape(-1).to(_torch_dtype(block.result.place.dtype)).view(torch.uint8).cpu().numpy()
+    return _finite(np.asarray(raw), block)
 
 
 def _factors(term: Term[LowRank], parts: tuple[SourcePart, SourcePart], kept_rows: Rows) -> Factors:
@@ -484,7 +475,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
         delta = delta if share == 1 else np.float32(share) * delta
         by_side[term.side] = by_side[term.side] + delta if term.side in by_side else delta
 
-    with np.errstate(all="ignore"):  # what overflows is found by `finite_bytes`
+    with np.errstate(all="ignore"):  # what overflows is found by `_finite`
         for whole, part in zip(slot.whole, block.whole, strict=True):
             delta = decode(part.raw, part.tensor.dtype, place.shape)
             delta = delta if on_weights else delta - base
@@ -503,9 +494,9 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             pairs = {side: (factors.b, factors.a) for side, factors in joined.items()}
             left, right = rule.combine_factors(pairs, seed=seed, module=name)
             product = np.asarray(left @ right, np.float32)
-            return finite_bytes(base + (product.T if across else product), place.dtype, slot.name)
+            return _finite(encode(base + (product.T if across else product), place.dtype), block)
         # In the rule's order, on which some methods depend.
         deltas = {side: by_side[side] for side in slot.weights if side in by_side}
         merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
         merged = merged.T if across else merged
-        return finite_bytes(merged if on_weights else base + merged, place.dtype, slot.name)
+        return _finite(encode(merged if on_weights else base + merged, place.dtype), block)
