@@ -29,8 +29,8 @@ from adapterswap.drawing import (
     wrapped,
 )
 from adapterswap.reporting.charts import heatmaps, lead_indicators, number_text, ticks
-from adapterswap.reporting.choosing import unit_text
-from adapterswap.reporting.headline import Target, resampled
+from adapterswap.reporting.choosing import Unit, unit_text
+from adapterswap.reporting.headline import MethodRow, Target, resampled
 from adapterswap.reporting.report import Report
 from adapterswap.reporting.statistics import MIN_UNITS, cliques
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _LINE = 0.125  # height of a line of text in inches
 _EQUAL = 1e-9  # scores that differ by less differ by rounding only
+_PARTS = {"selection documents": ":", "other documents": "-"}  # and their lines
 _CHARACTER = 0.0585  # average width of a 7-point character in inches
 
 
@@ -103,16 +104,10 @@ def draw(planned: PlannedFigure, width: float) -> Figure:
 
 def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
     rows = [
-        {
-            "label": row.label, "lead": row.family == report.lead, "mean": row.spread.mean,
-            "interval": row.interval,
-            "units": [
-                {"unit": unit_text(chosen.unit), "value": chosen.score}
-                for chosen in row.chosen if chosen.score is not None
-            ],
-        }
-        for row in target.rows if row.spread is not None
-    ]  # fmt: skip
+        _row(report, row, row.spread.mean, row.interval, [(chosen.unit, chosen.score) for chosen in row.chosen])
+        for row in target.rows
+        if row.spread is not None
+    ]
     if not rows:
         return None
     drawn = f"{_interval_kind(report, target)}, not corrected for the number of methods"
@@ -131,13 +126,10 @@ def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None
 
 def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
     rows = [
-        {
-            "label": row.label, "lead": row.family == report.lead, "mean": row.difference.mean,
-            "interval": None if row.difference.low is None else (row.difference.low, row.difference.high),
-            "units": [{"unit": unit_text(unit), "value": value} for unit, value in row.difference.by_unit],
-        }
-        for row in target.rows if row.difference is not None
-    ]  # fmt: skip
+        _row(report, row, row.difference.mean, row.difference.interval, row.difference.by_unit)
+        for row in target.rows
+        if row.difference is not None
+    ]
     if not rows:
         return None
     intervals = (
@@ -152,6 +144,17 @@ def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] |
         f"{intervals}"
     )
     return caption, {"axis": f"{_axis(target)}\nminus {report.reference}", "rows": rows}
+
+
+def _row(
+    report: Report,
+    row: MethodRow,
+    mean: float,
+    interval: tuple[float, float] | None,
+    units: Sequence[tuple[Unit, float | None]],
+) -> dict[str, Any]:
+    shown = [{"unit": unit_text(unit), "value": value} for unit, value in units if value is not None]
+    return {"label": row.label, "lead": row.family == report.lead, "mean": mean, "interval": interval, "units": shown}
 
 
 def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tuple[str, dict[str, Any]]:
@@ -545,10 +548,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
 
 def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
     curves = data["curves"]
-    names = [curve["family"] for curve in curves]
-    columns, lines = _legend_shape([*names, "selection documents", "other documents"], width)
-    figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
-    axes = figure.add_subplot()
+    figure, axes, columns = _panel([*(curve["family"] for curve in curves), *_PARTS], width)
     handles = []
     for curve, look in zip(curves, looks(len(curves)), strict=True):
         steps = [point[0] for point in curve["points"]]
@@ -558,26 +558,17 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
             steps, [point[2] for point in curve["points"]], color=look.colour, marker=look.marker, markevery=marker_step
         )
         handles.append(_handle(curve["family"], color=look.colour, marker=look.marker))
-    for name, line in (("selection documents", ":"), ("other documents", "-")):
+    for name, line in _PARTS.items():
         handles.append(_handle(name, color=INK, linestyle=line))
     last = max(len(curve["points"]) for curve in curves)
     integers = {round(value) for value in ticks(1, last, 5) if 1 <= value <= last and math.isclose(value, round(value))}
     axes.set_xticks(sorted(integers | {1}))
-    axes.set_xlabel("configurations evaluated")
-    axes.set_title(_wrapped_lines(data["axis"], width * 0.85), loc="left", fontsize=SMALL)
-    low, high = axes.get_ylim()
-    _few_ticks(axes.yaxis, low, high, 4)
-    tidy(axes, grid="both")
-    _legend(figure, handles, columns)
-    return figure
+    return _finished(figure, axes, handles, columns, "configurations evaluated", data["axis"], width)
 
 
 def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
     families = data["families"]
-    names = [family["family"] for family in families]
-    columns, lines = _legend_shape(names, width)
-    figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
-    axes = figure.add_subplot()
+    figure, axes, columns = _panel([family["family"] for family in families], width)
     handles = []
     for family, look in zip(families, looks(len(families)), strict=True):
         xs, ys = ([point[key] for point in family["points"]] for key in ("error", "score"))
@@ -591,10 +582,23 @@ def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
         low, high = _limits(errors, zero=False)
         axes.set_xlim(low, high if max(errors) <= 1 else max(errors) * 1.05)
         _few_ticks(axes.xaxis, *axes.get_xlim(), 5)
-    axes.set_xlabel(_wrapped_lines("largest relative error of a module's ΔW", width * 0.8))
-    axes.set_title(_wrapped_lines(data["axis"], width * 0.85), loc="left", fontsize=SMALL)
-    low, high = axes.get_ylim()
-    _few_ticks(axes.yaxis, low, high, 4)
+    return _finished(figure, axes, handles, columns, "largest relative error of a module's ΔW", data["axis"], width)
+
+
+def _panel(names: Sequence[str], width: float) -> tuple[Figure, Any, int]:
+    """A figure with one panel, its axes, and the columns of the legend below it, with an entry for each name."""
+    columns, lines = _legend_shape(names, width)
+    figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
+    return figure, figure.add_subplot(), columns
+
+
+def _finished(
+    figure: Figure, axes: Any, handles: list[Any], columns: int, across: str, title: str, width: float
+) -> Figure:
+    """Label the panel of `_panel`, set the ticks of its scores, and draw its legend."""
+    axes.set_xlabel(_wrapped_lines(across, width * 0.8))
+    axes.set_title(_wrapped_lines(title, width * 0.85), loc="left", fontsize=SMALL)
+    _few_ticks(axes.yaxis, *axes.get_ylim(), 4)
     tidy(axes, grid="both")
     _legend(figure, handles, columns)
     return figure

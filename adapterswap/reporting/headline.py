@@ -64,6 +64,10 @@ class ScoreDifference:
     over: tuple[str, ...] = ()
     by_unit: tuple[tuple[Unit, float], ...] = ()
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
 
 @dataclass(frozen=True)
 class Chosen:

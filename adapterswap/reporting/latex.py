@@ -112,13 +112,6 @@ class Column:
     is_share: bool = False
 
 
-def _interval(row: MethodRow) -> tuple[float, float] | None:
-    difference = row.difference
-    if difference is None or difference.low is None or difference.high is None:
-        return None
-    return difference.low, difference.high
-
-
 def _effect(report: Report, row: MethodRow) -> str | None:
     comparison = _comparison(report, row)
     return None if comparison is None else _number(comparison.effect)
@@ -148,7 +141,9 @@ COLUMNS: Mapping[str, Column] = {
     "max": Column("max", "units", lambda _, row: row.spread.max if row.spread else None),
     "ci": Column(r"95\,\%", "units", lambda _, row: row.interval, False),
     "difference": Column(r"$\Delta$", "reference", lambda _, row: row.difference.mean if row.difference else None),
-    "interval": Column(r"95\,\%", "reference", lambda _, row: _interval(row), False),
+    "interval": Column(
+        r"95\,\%", "reference", lambda _, row: row.difference.interval if row.difference else None, False
+    ),
     "effect": Column("$r$", "reference", _effect, False),
     "p": Column("$p$", "reference", _p, False),
     "english": Column("English", "languages", lambda _, row: row.english),

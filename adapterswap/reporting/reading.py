@@ -173,7 +173,6 @@ def lab_source(
                 task_expert=(),
                 language_expert=(),
                 composition={"chosen": configuration},
-                output={},
                 short=f"seed {seed}@{configuration}",
                 default=False,
                 tasks=tuple(task.name for task in tasks.values()),

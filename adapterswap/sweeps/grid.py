@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 
 from adapterswap.errors import CompositionError, FieldError, Problems
 from adapterswap.files.yaml import validate
@@ -21,8 +24,43 @@ from adapterswap.sweeps.families import BASELINES, LANGUAGE, TASK, Family, bound
 from adapterswap.sweeps.recipe import SweepRecipe, SweepTasks, extra_experts, pairs_of
 
 
+class Carrier:
+    """A frozen dataclass that sweeps write as JSON, field by field."""
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(_adapter(type(self)).dump_python(self, mode="json"))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Raises ValueError, which names the field, for a field that is missing or has another type."""
+        try:
+            carrier: Self = _adapter(cls).validate_python(content)
+            return carrier
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+@cache
+def _adapter(carrier: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(carrier)
+
+
+def _names(side: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (side,) if isinstance(side, str) else tuple(side or ())
+
+
+def _side(names: tuple[str, ...]) -> str | list[str] | None:
+    return list(names) if len(names) > 1 else names[0] if names else None
+
+
+Side = Annotated[tuple[str, ...], BeforeValidator(_names), PlainSerializer(_side)]
+"""The experts of a side: in JSON a name, a list of names that are averaged, or null."""
+_UNLESS_EMPTY = Field(exclude_if=lambda value: not value)
+
+
 @dataclass(frozen=True)
-class Cell:
+class Cell(Carrier):
     """The base, an expert alone, or a composition of a pair.
 
     Attributes:
@@ -30,25 +68,25 @@ class Cell:
         family: the name of its row in tables: base, task expert, language expert, layer_swap, soup, partition A, ….
         task_expert: the names of the experts on the task side. Several are averaged; empty if there is none.
         language_expert: the same for the language side; also empty for a reset to the base.
-        other_experts: the experts of all other roles.
         composition: the fields of a `Composition` that are not its defaults; empty for the base.
-        output: `max_rank` or `max_error` if the composition is first reduced to an adapter; `full_rank` if it is
-            merged into full weights.
         short: the short name: `math1+sw1@bottom=3,top=1`; an expert's name; or `base`.
         default: whether it is the papers' default configuration of its family; see `defaults.default_of`.
         tasks: the tasks that it is evaluated on: target tasks, then retention.
+        output: `max_rank` or `max_error` if the composition is first reduced to an adapter; `full_rank` if it is
+            merged into full weights.
+        other_experts: the experts of all other roles.
     """
 
     cell: str
     family: str
-    task_expert: tuple[str, ...]
-    language_expert: tuple[str, ...]
+    task_expert: Side
+    language_expert: Side
     composition: Mapping[str, Any]
-    output: Mapping[str, Any]
     short: str
     default: bool
     tasks: tuple[str, ...]
-    other_experts: tuple[str, ...] = ()
+    output: Annotated[Mapping[str, Any], _UNLESS_EMPTY] = field(default_factory=dict)
+    other_experts: Annotated[tuple[str, ...], _UNLESS_EMPTY] = ()
 
     @property
     def configuration(self) -> str:
@@ -64,36 +102,6 @@ class Cell:
     def is_reduced(self) -> bool:
         """Whether the rank is bounded, so that the evaluated adapter is an approximation."""
         return bool(self.output.keys() - {"full_rank"})
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data, in which a side is a name, a list of names that are averaged, or null."""
-        return {
-            "cell": self.cell,
-            "family": self.family,
-            "task_expert": _side_as_json(self.task_expert),
-            "language_expert": _side_as_json(self.language_expert),
-            **({"other_experts": list(self.other_experts)} if self.other_experts else {}),
-            "composition": dict(self.composition),
-            **({"output": dict(self.output)} if self.output else {}),
-            "short": self.short,
-            "default": self.default,
-            "tasks": list(self.tasks),
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Cell:
-        return cls(
-            cell=content["cell"],
-            family=content["family"],
-            task_expert=_side(content["task_expert"]),
-            language_expert=_side(content["language_expert"]),
-            composition=content["composition"],
-            output=content.get("output", {}),
-            short=content["short"],
-            default=content["default"],
-            tasks=tuple(content["tasks"]),
-            other_experts=tuple(content.get("other_experts", ())),
-        )
 
 
 @dataclass(frozen=True)
@@ -112,14 +120,6 @@ class Assignment:
     def rung(self) -> int | None:
         """The number of documents of each task; None for all."""
         return None if self.documents is None else len(next(iter(self.documents.values())))
-
-
-def _side_as_json(names: tuple[str, ...]) -> str | list[str] | None:
-    return list(names) if len(names) > 1 else names[0] if names else None
-
-
-def _side(value: str | list[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def default_of(configurations: Sequence[Composition], num_layers: int) -> int | None:
@@ -455,7 +455,7 @@ def _make_cell(
     default: bool,
     others: tuple[str, ...] = (),
 ) -> Cell:
-    cell = Cell("", family, task, language, composition, output, short, default, tasks, others)
+    cell = Cell("", family, task, language, composition, short, default, tasks, output, others)
     content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
     return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
 

@@ -2,8 +2,7 @@
 
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell with a complete line is
 finished. An incomplete last line is removed, also in rungs.jsonl. Every step is synced to disk before the next, so this
-also holds after a power loss. Each line contains the conditions under which its cell was evaluated. A lock keeps a
-second sweep out of the folder.
+also holds after a power loss. A lock keeps a second sweep out of the folder.
 
 `freeze` writes preregistration.json into the folder that the sweep will fill: everything that `prepare` knows (experts
 with hashes, tasks, cells, documents to choose on), and the methods that a report will compare. Its hash can be
@@ -18,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ from adapterswap.errors import AdapterswapError, ArgumentError, DataError, Outpu
 from adapterswap.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import exists, expand, read_json
-from adapterswap.sweeps.grid import Cell, composition_of
 from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.results import (
     CELLS,
@@ -41,7 +39,6 @@ from adapterswap.sweeps.results import (
     CellResult,
     Findings,
     RungResult,
-    conditions_of,
     prompts_file,
     read_questions,
     read_run,
@@ -140,11 +137,9 @@ class Recording:
         self.findings = findings
         self._folder = folder
         self._checked: set[str] = set()
-        self._described: Mapping[str, Any] = {}
 
     def begin(self, described: Mapping[str, Any]) -> None:
         """Write sweep.json, or compare `described` with it if it exists."""
-        self._described = described
         if exists(self._folder / SWEEP):
             _compare(read_json(self._folder / SWEEP), described, self._folder)
             return
@@ -161,9 +156,9 @@ class Recording:
         self._place(self._samples(result), self._samples(like).read_text(encoding="utf-8"))
         self._finish(result)
 
-    def add_rung(self, cell: Cell, result: RungResult) -> None:
-        """Record the scores of `cell` on a rung."""
-        self._append(RUNGS, {**result.as_json(), "conditions": self._conditions(cell, tuple(result.results))})
+    def add_rung(self, result: RungResult) -> None:
+        """Record the scores of a cell on a rung."""
+        self._append(RUNGS, result.as_json())
         self.findings.rungs[result.cell, result.documents] = result
 
     def keep_questions(self, task: str, questions: Sequence[Mapping[str, Any]]) -> None:
@@ -194,12 +189,8 @@ class Recording:
         return samples_file(self._folder, result.cell)
 
     def _finish(self, result: CellResult) -> None:
-        self._append(CELLS, {**result.as_json(), "conditions": self._conditions(result.cell, result.cell.tasks)})
+        self._append(CELLS, result.as_json())
         self.findings.results[result.cell.cell] = result
-
-    def _conditions(self, cell: Cell, tasks: Collection[str]) -> dict[str, Any]:
-        composition = composition_of(cell)
-        return conditions_of(self._described, () if composition is None else composition.expert_names, tasks)
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
         path, line = self._folder / name, _line(content).encode("utf-8", "backslashreplace")

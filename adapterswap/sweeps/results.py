@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import quote
+
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from adapterswap.errors import DataError, NotFoundError, Problems
 from adapterswap.files.text import exists, expand, open_regular, read_json
-from adapterswap.sweeps.grid import Assignment, Cell
+from adapterswap.sweeps.grid import Assignment, Carrier, Cell
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_IF_KNOWN = Field(exclude_if=lambda value: value is None)
 
 
 @dataclass(frozen=True)
-class TaskInfo:
+class TaskInfo(Carrier):
     """A task of a sweep.
 
     Attributes:
@@ -49,37 +53,11 @@ class TaskInfo:
     select: tuple[int, ...]
     report: tuple[int, ...]
     sha256: str | None = None
-    averaged: bool = field(default=True, compare=False)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "role": self.role,
-            "language": self.language,
-            "primary": list(self.primary),
-            "higher_is_better": self.higher_is_better,
-            "num_docs": self.num_docs,
-            "split": {"select": list(self.select), "report": list(self.report)},
-            "sha256": self.sha256,
-        }
-
-    @classmethod
-    def from_json(cls, name: str, content: Mapping[str, Any]) -> TaskInfo:
-        metric, filter_name = content["primary"]
-        return cls(
-            name=name,
-            role=content["role"],
-            language=content["language"],
-            primary=(metric, filter_name),
-            higher_is_better=content["higher_is_better"],
-            num_docs=content["num_docs"],
-            select=tuple(content["split"]["select"]),
-            report=tuple(content["split"]["report"]),
-            sha256=content["sha256"],
-        )
+    averaged: Annotated[bool, Field(exclude=True)] = field(default=True, compare=False)
 
 
 @dataclass(frozen=True)
-class TaskValue:
+class TaskValue(Carrier):
     """The scores of one cell on one task.
 
     Attributes:
@@ -91,11 +69,11 @@ class TaskValue:
         cut: how many outputs ended at the token limit; None for tasks that compare likelihoods.
     """
 
-    value: float | None
-    stderr: float | None
-    scores: Mapping[str, float | None]
-    docs: Mapping[int, float]
-    cut: int | None = None
+    value: Number | None
+    stderr: Number | None
+    scores: Mapping[str, Number | None]
+    docs: Annotated[Mapping[int, Number], BeforeValidator(dict), PlainSerializer(lambda docs: [*docs.items()])]
+    cut: Annotated[int | None, _IF_KNOWN] = None
 
     def mean_over(self, doc_ids: tuple[int, ...]) -> float | None:
         """The mean primary score of these documents; None if documents have no scores of their own."""
@@ -106,18 +84,9 @@ class TaskValue:
         """The scores of these documents alone, without those of the whole task."""
         return TaskValue(None, None, {}, {doc_id: self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs})
 
-    def as_json(self) -> dict[str, Any]:
-        docs = [[doc_id, score] for doc_id, score in self.docs.items()]
-        cut = {} if self.cut is None else {"cut": self.cut}
-        return {"value": self.value, "stderr": self.stderr, "scores": dict(self.scores), **cut, "docs": docs}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> TaskValue:
-        return cls(content["value"], content["stderr"], content["scores"], dict(content["docs"]), content.get("cut"))
-
 
 @dataclass(frozen=True)
-class CellResult:
+class CellResult(Carrier):
     """A finished cell.
 
     Attributes:
@@ -132,21 +101,20 @@ class CellResult:
     cell: Cell
     results: Mapping[str, TaskValue]
     seconds: Mapping[str, float] = field(compare=False)
-    relative_error: float | None = None
+    relative_error: Annotated[Number | None, _IF_KNOWN] = None
 
     def as_json(self) -> dict[str, Any]:
-        results = {task: value.as_json() for task, value in self.results.items()}
-        error = {} if self.relative_error is None else {"relative_error": self.relative_error}
-        return {**self.cell.as_json(), **error, "results": results, "seconds": dict(self.seconds)}
+        """The fields of the cell, and those of its results."""
+        content = super().as_json()
+        return {**content.pop("cell"), **content}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> CellResult:
-        results = {task: TaskValue.from_json(value) for task, value in content["results"].items()}
-        return cls(Cell.from_json(content), results, content["seconds"], content.get("relative_error"))
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        return super().from_json({**content, "cell": content})
 
 
 @dataclass(frozen=True)
-class RungResult:
+class RungResult(Carrier):
     """The scores of a cell on a rung of successive halving, before it was evaluated on all documents or given up.
 
     Attributes:
@@ -160,15 +128,6 @@ class RungResult:
     documents: int
     results: Mapping[str, TaskValue]
     seconds: Mapping[str, float] = field(compare=False)
-
-    def as_json(self) -> dict[str, Any]:
-        results = {task: value.as_json() for task, value in self.results.items()}
-        return {"cell": self.cell, "documents": self.documents, "results": results, "seconds": dict(self.seconds)}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> RungResult:
-        results = {task: TaskValue.from_json(value) for task, value in content["results"].items()}
-        return cls(content["cell"], content["documents"], results, content["seconds"])
 
 
 @dataclass(frozen=True)
@@ -220,24 +179,15 @@ _DIGITS = 12
 _LONGEST = 60
 
 
-def conditions_of(
-    described: Mapping[str, Any], experts: Collection[str] | None = None, tasks: Collection[str] | None = None
-) -> dict[str, Any]:
-    """The conditions by name: `settings.num_fewshot`, `base_model.revision`, `experts.math1.sha256`, ….
-
-    Args:
-        described: the content of sweep.json.
-        experts, tasks: the experts and tasks to include; None for all.
-    """
+def conditions_of(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The conditions by name, from sweep.json: `settings.num_fewshot`, `experts.math1.sha256`, …."""
     conditions = {name: described[name] for name in ("adapterswap_version", "num_layers") if name in described}
     for part in ("base_model", "settings", "versions"):
         conditions |= _named(part, described.get(part, {}))
     for name, expert in described.get("experts", {}).items():
-        if experts is None or name in experts:
-            conditions |= _named(f"experts.{name}", expert)
+        conditions |= _named(f"experts.{name}", expert)
     for name, task in described.get("tasks", {}).items():
-        if tasks is None or name in tasks:
-            conditions |= _named(f"tasks.{name}", {key: task[key] for key in _OF_TASKS if key in task})
+        conditions |= _named(f"tasks.{name}", {key: task[key] for key in _OF_TASKS if key in task})
     if described.get("task_files"):
         conditions["task_files"] = _digest(described["task_files"])
     return conditions
@@ -284,7 +234,6 @@ SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.json
 PREREGISTRATION = "preregistration.json"
 FORMAT = 1
 _REMEDY = "Pass the folder that `adapterswap sweep` wrote"
-_MEANS = ("exact_match", "acc", "acc_norm")  # metrics that are the mean over documents
 _Line = TypeVar("_Line")
 
 
@@ -338,8 +287,7 @@ def read_run(folder: str | Path) -> Run:
     Raises:
         NotFoundError: it is not the folder of a sweep.
         DataError: its format is unknown, or a file or line in it is damaged: a cell, task or document is missing,
-            repeated or does not belong to the sweep; a score is not a finite number or not the mean of its documents;
-            samples are missing; or a line was evaluated under other conditions than the sweep's.
+            repeated or does not belong to the sweep; a score is not a finite number; or samples are missing.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
@@ -351,7 +299,7 @@ def read_run(folder: str | Path) -> Run:
             "Read it with the version of adapterswap that wrote it",
         )
     try:
-        tasks = {name: TaskInfo.from_json(name, content) for name, content in described["tasks"].items()}
+        tasks = {name: TaskInfo.from_json(content) for name, content in described["tasks"].items()}
         cells = tuple(Cell.from_json(content) for content in described["cells"])
         _check_mappings(described)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -359,8 +307,8 @@ def read_run(folder: str | Path) -> Run:
             f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
         ) from None
     results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
-    run = Run(folder, described, tasks, cells, tuple(result for _, result in results), tuple(rung for _, rung in rungs))
-    _check(run, [content for content, _ in results], [content for content, _ in rungs])
+    run = Run(folder, described, tasks, cells, results, rungs)
+    _check(run)
     return run
 
 
@@ -378,21 +326,22 @@ def _check_mappings(described: Mapping[str, Any]) -> None:
             raise ValueError(f"recipe.{key} is not an object")
 
 
-def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str, Any]]) -> None:
-    """Refuse lines that contradict the sweep or themselves, or whose samples are missing."""
+def _check(run: Run) -> None:
+    """Refuse lines that are not of this sweep, and cells whose samples are missing."""
     problems = Problems(DataError)
     cells_by_id = {cell.cell: cell for cell in run.cells}
     seen: set[str] = set()
-    by_document = {
-        task
-        for result in run.results
-        for task, value in result.results.items()
-        if value.value is not None and value.docs
-    }
-    conditions = conditions_of(run.described)
-    for number, (content, result) in enumerate(zip(cell_lines, run.results, strict=True), 1):
+
+    def add(name: str, number: int, reason: str | None) -> None:
+        if reason is not None:
+            problems.add(
+                f"{run.folder / name}: line {number} is not as the sweep wrote it: {reason}",
+                "Delete that line, and run the same sweep again",
+            )
+
+    for number, result in enumerate(run.results, 1):
         name = result.cell.cell
-        reason = None
+        reason: str | None
         if cells_by_id.get(name) != result.cell:
             reason = f"{name} is not a cell of this sweep"
         elif name in seen:
@@ -400,87 +349,25 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
         elif set(result.results) != set(result.cell.tasks):
             reason = f"it has results on {', '.join(sorted(result.results))}, not on {', '.join(result.cell.tasks)}"
         else:
-            reasons = (
-                _why_unsound(run.tasks[task], value, by_document=task in by_document)
-                for task, value in result.results.items()
-            )
-            reason = next(filter(None, reasons), None) or _why_no_error(result) or _why_not_sampled(run, result)
-            reason = reason or _why_of_another_sweep(content, conditions)
+            reason = _why_other_documents(run, result) or _why_not_sampled(run, result)
         seen.add(name)
-        if reason is not None:
-            problems.add(
-                f"{run.folder / CELLS}: line {number} is not as the sweep wrote it: {reason}",
-                "Delete that line, and run the same sweep again",
-            )
-    for number, (content, rung) in enumerate(zip(rung_lines, run.rungs, strict=True), 1):
-        unsound = (
-            _why_unsound(run.tasks[task], value, documents=rung.documents)
-            if task in run.tasks
-            else f"{task} is not a task of this sweep"
-            for task, value in rung.results.items()
-        )
-        reason = f"{rung.cell} is not a cell of this sweep" if rung.cell not in cells_by_id else next(
-            filter(None, unsound), None
-        )  # fmt: skip
-        reason = reason or _why_of_another_sweep(content, conditions)
-        if reason is not None:
-            problems.add(
-                f"{run.folder / RUNGS}: line {number} is not as the sweep wrote it: {reason}",
-                "Delete that line, and run the same sweep again",
-            )
+        add(CELLS, number, reason)
+    for number, rung in enumerate(run.rungs, 1):
+        unknown = None if rung.cell in cells_by_id else f"{rung.cell} is not a cell of this sweep"
+        add(RUNGS, number, unknown or _why_other_documents(run, rung))
     problems.raise_if_any()
 
 
-def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """Which conditions of a line differ from those of the sweep; None if none do."""
-    conditions = content.get("conditions")
-    if not isinstance(conditions, dict):
-        return "its conditions are not an object"
-    changed = differing(conditions, expected)
-    listed = "; ".join(f"{name} is {shown_value(own)} there, and {shown_value(its)} here" for name, own, its in changed)
-    return f"it was evaluated in another sweep: {listed}" if changed else None
-
-
-def _why_unsound(
-    task: TaskInfo, value: TaskValue, *, documents: int | None = None, by_document: bool = False
-) -> str | None:
-    """What is wrong with a cell's scores on a task; None if nothing is."""
-    numbers = [value.value, value.stderr, *value.scores.values(), *value.docs.values()]
-    if odd := [number for number in numbers if number is not None and not _is_finite(number)]:
-        return f"{odd[0]!r} on {task.name} is not a finite number"
-    expected = {*task.select, *task.report}
-    if value.docs and documents is None and value.docs.keys() != expected:
-        return f"{len(value.docs)} documents of {task.name} have a score, not the {len(expected)} that were asked"
-    if by_document and not value.docs and value.value is not None:
-        return f"it has no scores of the documents of {task.name}, and other cells have"
-    if value.docs.keys() - expected or (documents is not None and len(value.docs) > documents):
-        return f"it has a score on documents of {task.name} that were not asked"
-    if value.cut is not None and (type(value.cut) is not int or not 0 <= value.cut <= (documents or task.num_docs)):
-        return f"{value.cut!r} outputs on {task.name} were cut, of {documents or task.num_docs}"
-    metric, _ = task.primary
-    primary = value.scores.get(",".join(task.primary))
-    if value.value != primary and documents is None:
-        return f"the score on {task.name} is {value.value}, and {primary} among all scores"
-    if metric in _MEANS and value.value is not None and value.docs:
-        mean = math.fsum(value.docs.values()) / len(value.docs)
-        if not math.isclose(mean, value.value, rel_tol=1e-9, abs_tol=1e-9):
-            return f"the score on {task.name} is {value.value:g}, and its documents have a mean of {mean:g}"
+def _why_other_documents(run: Run, result: CellResult | RungResult) -> str | None:
+    """Whether a result has scores of other documents than were asked; None if not."""
+    for name, value in result.results.items():
+        if name not in run.tasks:
+            return f"{name} is not a task of this sweep"
+        asked = {*run.tasks[name].select, *run.tasks[name].report}
+        expected = len(asked) if isinstance(result, CellResult) else result.documents
+        if value.docs.keys() - asked or len(value.docs) not in (0, expected):
+            return f"its {len(value.docs)} documents of {name} are not the {expected} that were asked"
     return None
-
-
-def _why_no_error(result: CellResult) -> str | None:
-    """What is wrong with a cell's relative error; None if nothing is."""
-    error = result.relative_error
-    if (_is_finite(error) and error >= 0) if result.cell.is_reduced else error is None:  # type: ignore[operator]
-        return None
-    rule = (
-        "a finite number of 0 or more" if result.cell.is_reduced else "known for cells with a bound on their rank only"
-    )
-    return f"the relative error is {error!r}, and it is {rule}"
-
-
-def _is_finite(number: object) -> bool:
-    return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
 
 
 def _why_not_sampled(run: Run, result: CellResult) -> str | None:
@@ -496,22 +383,21 @@ def _why_not_sampled(run: Run, result: CellResult) -> str | None:
     return None if lines == expected else f"{SAMPLES}/{path.name} holds {lines} documents, not {expected}"
 
 
-def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> list[tuple[dict[str, Any], _Line]]:
+def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> tuple[_Line, ...]:
     """Parse the complete lines of a file. Text after the last newline is ignored, and a missing file has no lines."""
     if not exists(path):
-        return []
+        return ()
     with open_regular(path, _REMEDY) as file:
         raw = file.read()
     lines = []
     for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            content = json.loads(line)
-            lines.append((content, from_json(content)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            lines.append(from_json(json.loads(line)))
+        except (ValueError, TypeError) as error:
             raise DataError(
-                f"{path}: line {number} is damaged: {error!r}", "Delete that line, and run the same sweep again"
+                f"{path}: line {number} is damaged: {error}", "Delete that line, and run the same sweep again"
             ) from None
-    return lines
+    return tuple(lines)
 
 
 def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:

@@ -308,7 +308,7 @@ class _Completion:
             self._begin(f"{assignment.cell.short} on {assignment.rung} documents", pending)
             outcome = next(outcomes).result
             result = RungResult(assignment.cell.cell, assignment.rung, outcome.results, outcome.seconds)
-            self._record.add_rung(assignment.cell, result)
+            self._record.add_rung(result)
 
     def _begin(self, cell: str, pending: Sequence[Assignment]) -> None:
         """Report which cell is evaluated now. Cells that were given up count as finished."""

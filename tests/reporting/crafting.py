@@ -13,7 +13,7 @@ import numpy as np
 
 from adapterswap.sweeps.grid import Cell, make_cells
 from adapterswap.sweeps.recipe import DocumentSplit, SweepRecipe, SweepTasks, target_groups
-from adapterswap.sweeps.results import CellResult, TaskInfo, TaskValue, conditions_of
+from adapterswap.sweeps.results import CellResult, TaskInfo, TaskValue
 
 HOSTILE = (
     '</pre></script><script>document.title="owned"</script><img src=x onerror=alert(1)> & "quoted" \u202e{{ 7*7 }}'
@@ -131,8 +131,7 @@ def craft(
             ]  # fmt: skip
         error = errors(cell) if cell.is_reduced else None
         line = CellResult(cell, results, {"switch": 0.1, "evaluate": 1.0}, error).as_json()
-        conditions = conditions_of(described, (*cell.task_expert, *cell.language_expert), cell.tasks)
-        lines.append(json.dumps({**line, "conditions": conditions}))
+        lines.append(json.dumps(line))
         (folder / "samples" / f"{cell.cell}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     (folder / "cells.jsonl").write_text("".join(line + "\n" for line in lines))
     for name, info in tasks.items():

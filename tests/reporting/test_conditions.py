@@ -39,41 +39,6 @@ OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_lines_of_another_sweep_are_refused(tmp_path: Path, name: str) -> None:
-    """Half of the cells were judged elsewhere, and the files were joined by hand."""
-    changed, there, here = OTHERS[name]
-    folder = craft(tmp_path / "run", recipe(**SMALL), documents=6)
-    other = craft(tmp_path / "other", recipe(**SMALL), documents=6, changed=changed)
-    own, others = ((each / "cells.jsonl").read_text().splitlines() for each in (folder, other))
-    # The base has no expert, so its line is the same whatever the experts are.
-    (folder / "cells.jsonl").write_text("\n".join([*own[:-1], others[-1]]) + "\n")
-    with refused(DataError) as error:
-        open_source(folder)
-    (problem,) = error.value.problems
-    assert f"line {len(own)} " in problem.message
-    assert f"{name} is {there}" in problem.message
-    assert f"{here}" in problem.message
-
-
-def test_lines_judged_elsewhere_under_the_same_conditions_are_read(tmp_path: Path) -> None:
-    folder = craft(tmp_path / "run", recipe(**SMALL), documents=6)
-    other = craft(tmp_path / "other", recipe(**SMALL), documents=6)
-    own, others = ((each / "cells.jsonl").read_text().splitlines() for each in (folder, other))
-    (folder / "cells.jsonl").write_text("\n".join([*own[:2], *others[2:]]) + "\n")
-    assert len(open_source(folder).run.results) == len(own)
-
-
-def test_lines_without_conditions_are_refused(tmp_path: Path) -> None:
-    folder = craft(tmp_path / "run", recipe(**SMALL), documents=6)
-    lines = [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
-    for line in lines:
-        del line["conditions"]
-    (folder / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with refused(DataError):
-        open_source(folder)
-
-
 def test_one_run_judged_in_two_folders_gives_the_report_of_the_whole(tmp_path: Path) -> None:
     """Each folder holds half of the cells, and some of them hold both."""
     requested = recipe(retention=[])
@@ -204,7 +169,3 @@ def test_a_cell_whose_score_is_not_a_number_is_left_out_with_a_remark(tmp_path: 
     swap = row(report, "layer_swap, selected")
     assert [chosen.configuration for chosen in swap.chosen] == ["bottom=4"]
     strict(report)
-    value |= {"value": 0.5, "scores": dict.fromkeys(value["scores"], 0.5)}  # of the whole corpus, among means
-    (folder / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with refused(DataError, match=f"line {place + 1} "):
-        open_source(folder)

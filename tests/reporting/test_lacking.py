@@ -21,7 +21,7 @@ from adapterswap.reporting.latex import csv_table, latex_table
 from adapterswap.reporting.page import render_page
 from adapterswap.sweeps import summarize
 from adapterswap.sweeps.grid import Cell
-from adapterswap.sweeps.results import RungResult, conditions_of, read_run
+from adapterswap.sweeps.results import RungResult, read_run
 
 from .conftest import Written
 from .crafting import craft, recipe
@@ -58,8 +58,7 @@ def test_what_a_search_left_out_is_reported(tmp_path: Path) -> None:
 
     folder = craft(tmp_path / "run", recipe(search={"trials": 5}), documents=8, finished=finished)
     begun = [cell for cell in read_run(folder).cells if cell.configuration in ("bottom=3,top=0", "bottom=4,top=0")]
-    conditions = conditions_of(read_run(folder).described, (), ())
-    lines = [json.dumps({**RungResult(cell.cell, 2, {}, {}).as_json(), "conditions": conditions}) for cell in begun]
+    lines = [json.dumps(RungResult(cell.cell, 2, {}, {}).as_json()) for cell in begun]
     (folder / "rungs.jsonl").write_text("\n".join(lines) + "\n")
     report = reported(folder)
     (message,) = report.remarks

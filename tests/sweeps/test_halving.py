@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -10,10 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from refusals import refused
 
-from adapterswap.errors import DataError
-from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, read_run, sweep
+from adapterswap.sweeps import Run, SweepProgress, SweepRecipe, prepare, sweep
 from adapterswap.sweeps.grid import Assignment, Cell, Trial
 from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.recipe import Halving, Search
@@ -86,7 +85,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_rung_on_other_documents_is_not_known() -> None:
     """A search that is resumed with another seed has rungs of the same size, with other documents."""
-    cell = Cell("0123456789ab", "swap", ("math",), ("sw",), {}, {}, "math+sw", False, ("syllables",))
+    cell = Cell("0123456789ab", "swap", ("math",), ("sw",), {}, "math+sw", False, ("syllables",))
     result = Findings()
     value = TaskValue(None, None, {}, {1: 1.0, 2: 0.0})
     result.rungs[cell.cell, 2] = RungResult(cell.cell, 2, {"syllables": value}, {})
@@ -94,21 +93,23 @@ def test_a_rung_on_other_documents_is_not_known() -> None:
     assert result.get(Assignment(cell, {"syllables": (1, 3)})) is None
 
 
-@pytest.fixture
-def halving(content: Content, world: Path, tasks: Path) -> Content:
+@pytest.fixture(scope="module")
+def halving(world: Path, tasks: Path) -> Content:
     """Two pairs, 13 configurations that fit 6 layers, 24 documents, of which 18 are there to choose on."""
 
     def make(**changes: Any) -> dict[str, Any]:
-        zones = {"bottom": [0, 1, 2, 3], "top": [0, 1, 2, 4]}
-        return content(
-            task_experts={name: str(world / name) for name in ("math1", "math2")},
-            compositions={"swap": zones},
-            tasks=["syllables"],
-            retention=["others"],
-            settings={"batch_size": 48, "include_path": str(tasks)},
-            selection={"fraction": 0.75},
-            **{"search": SEARCH, **changes},
-        )
+        return {
+            "base_model": str(world / "base"),
+            "task_experts": {name: str(world / name) for name in ("math1", "math2")},
+            "language_experts": {"sw1": str(world / "sw1")},
+            "compositions": {"swap": {"bottom": [0, 1, 2, 3], "top": [0, 1, 2, 4]}},
+            "tasks": ["syllables"],
+            "retention": ["others"],
+            "settings": {"batch_size": 48, "include_path": str(tasks)},
+            "selection": {"fraction": 0.75},
+            "search": SEARCH,
+            **changes,
+        }
 
     return make
 
@@ -117,11 +118,26 @@ def prepared_from(content: dict[str, Any]) -> PreparedSweep:
     return prepare(SweepRecipe.model_validate(content))
 
 
-def test_continued_trials_are_judged_as_in_the_grid(halving: Content, tmp_path: Path) -> None:
-    prepared = prepared_from(halving())
-    assert rungs(prepared) == (3, 6, 12)
+@pytest.fixture(scope="module")
+def peace(halving: Content, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[SweepProgress]]:
+    """An undisturbed search, and what it reported."""
     reports: list[SweepProgress] = []
-    run = sweep(prepared, tmp_path / "run", device="cpu", tell=reports.append)
+    folder = tmp_path_factory.mktemp("halving") / "peace"
+    return sweep(prepared_from(halving()), folder, device="cpu", tell=reports.append), reports
+
+
+@pytest.fixture(scope="module")
+def whole(halving: Content, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The grid without a search."""
+    folder = tmp_path_factory.mktemp("halving") / "whole"
+    return sweep(prepared_from(halving(search=None)), folder, device="cpu")
+
+
+def test_continued_trials_are_judged_as_in_the_grid(
+    halving: Content, peace: tuple[Run, list[SweepProgress]], whole: Run
+) -> None:
+    assert rungs(prepared_from(halving())) == (3, 6, 12)
+    run, reports = peace
     assert (reports[-1].done, reports[-1].total) == (4 + 2 * 8, 4 + 2 * 8)
     assert [progress.done for progress in reports] == sorted(progress.done for progress in reports)
     swaps = [result.cell for result in run.results if result.cell.family == "swap"]
@@ -130,10 +146,9 @@ def test_continued_trials_are_judged_as_in_the_grid(halving: Content, tmp_path: 
     assert len(given_up) >= 2
     assert swaps[0].default  # the papers' default comes first, and has no rival yet
 
-    whole = sweep(prepared_from(halving(search=None)), tmp_path / "whole", device="cpu")
     judged = {result.cell.cell: result for result in whole.results}
     assert all(judged[result.cell.cell] == result for result in run.results)
-    task = prepared.tasks["syllables"]
+    task = run.tasks["syllables"]
     nested: dict[int, set[int]] = {}
     for rung in run.rungs:
         assert list(rung.results) == ["syllables"]  # retention can wait
@@ -145,20 +160,21 @@ def test_continued_trials_are_judged_as_in_the_grid(halving: Content, tmp_path: 
     assert nested[3] < nested[6] < nested[12]
 
 
-def test_a_finished_grid_answers_all_questions(halving: Content, tmp_path: Path) -> None:
-    sweep(prepared_from(halving(search=None)), tmp_path / "run", device="cpu")
+def test_a_finished_grid_answers_all_questions(halving: Content, whole: Run, tmp_path: Path) -> None:
+    shutil.copytree(whole.folder, tmp_path / "run")
     before = plain(tmp_path / "run")
     sweep(prepared_from(halving()), tmp_path / "run", device="cpu")
     assert plain(tmp_path / "run") == before
 
 
-def test_an_interrupted_search_asks_the_same_questions(halving: Content, tmp_path: Path) -> None:
-    prepared = prepared_from(halving())
-    sweep(prepared, tmp_path / "peace", device="cpu")
-    sweep(prepared, tmp_path / "cut", device="cpu")
-    cells, seen = (tmp_path / "peace" / name for name in ("cells.jsonl", "rungs.jsonl"))
+def test_an_interrupted_search_asks_the_same_questions(
+    halving: Content, peace: tuple[Run, list[SweepProgress]], tmp_path: Path
+) -> None:
+    prepared, undisturbed = prepared_from(halving()), peace[0].folder
+    shutil.copytree(undisturbed, tmp_path / "cut")
+    cells, seen = (undisturbed / name for name in ("cells.jsonl", "rungs.jsonl"))
     assert len(seen.read_bytes().splitlines()) > 16
-    for kept_cells, kept_rungs in ((6, 9), (4, 1), (4, 0)):
+    for kept_cells, kept_rungs in ((6, 9), (4, 0)):
         for path, kept in ((cells, kept_cells), (seen, kept_rungs)):
             lines = path.read_bytes().splitlines(keepends=True)
             torn = lines[kept][:20]
@@ -166,47 +182,15 @@ def test_an_interrupted_search_asks_the_same_questions(halving: Content, tmp_pat
         result = estimate(prepared, check_out_path(tmp_path / "cut", prepared.described, overwrite=False))
         assert (result.cells, result.finished) == (4 + 2 * 8, kept_cells)
         sweep(prepared, tmp_path / "cut", device="cpu")
-        assert plain(tmp_path / "cut") == plain(tmp_path / "peace")
+        assert plain(tmp_path / "cut") == plain(undisturbed)
 
 
-def test_rungs_of_another_sweep_are_refused(halving: Content, tmp_path: Path) -> None:
-    """Both sweeps have the same cells and documents, but not the same dtype, and their files were joined by hand."""
-    few = {"search": SEARCH | {"trials": 2}}
-    prepared = prepared_from(halving(**few))
-    run = sweep(prepared, tmp_path / "run", device="cpu")
-    path = tmp_path / "run" / "rungs.jsonl"
-    own = path.read_text().splitlines()
-    assert len(own) == len(run.rungs) >= 2
-    for line, rung in zip(own, run.rungs, strict=True):
-        conditions = json.loads(line)["conditions"]
-        assert conditions["settings.dtype"] == "float32"
-        assert {name for name in conditions if name.startswith("tasks.")} == {
-            f"tasks.syllables.{key}" for key in ("sha256", "primary", "num_docs")
-        }
-        (cell,) = (cell for cell in run.cells if cell.cell == rung.cell)
-        experts = {name.split(".")[1] for name in conditions if name.startswith("experts.")}
-        assert experts == {*cell.task_expert, *cell.language_expert}
-
-    unbound = json.loads(own[-1])
-    del unbound["conditions"]
-    sweep(prepared, tmp_path / "bfloat16", device="cpu", dtype="bfloat16")
-    other = (tmp_path / "bfloat16" / "rungs.jsonl").read_text().splitlines()
-    for line, said in (
-        (other[len(own) - 1], 'settings.dtype is "bfloat16" there, and "float32" here'),
-        (json.dumps(unbound), "its conditions are not an object"),
-    ):
-        path.write_text("\n".join([*own[:-1], line]) + "\n")
-        with refused(DataError, match=f"line {len(own)} .*{said}"):
-            read_run(tmp_path / "run")
-    with refused(DataError):
-        sweep(prepared, tmp_path / "run", device="cpu")
-
-
-def test_a_killed_search_ends_the_same(halving: Content, tmp_path: Path) -> None:
-    found = {}
-    for name, kills in (("peace", 0), ("killed", 4)):
-        found[name] = dying("kill", recipe=halving(), folder=str(tmp_path / name), kills=kills, seed=1)
-    assert [code for code, _ in found["killed"]["killed_at"]].count(-9) >= 2
-    assert (found["peace"]["last"], found["killed"]["last"]) == (0, 0)
-    assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
-    assert json.loads((tmp_path / "peace" / "rungs.jsonl").read_text().splitlines()[0])["documents"] == 3
+@pytest.mark.full
+def test_a_killed_search_ends_the_same(
+    halving: Content, peace: tuple[Run, list[SweepProgress]], tmp_path: Path
+) -> None:
+    found = dying("kill", recipe=halving(), folder=str(tmp_path / "killed"), kills=4, seed=1)
+    assert [code for code, _ in found["killed_at"]].count(-9) >= 2
+    assert found["last"] == 0
+    assert plain(tmp_path / "killed") == plain(peace[0].folder)
+    assert json.loads((tmp_path / "killed" / "rungs.jsonl").read_text().splitlines()[0])["documents"] == 3
