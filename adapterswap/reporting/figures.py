@@ -35,6 +35,7 @@ from adapterswap.reporting.report import Report
 from adapterswap.reporting.statistics import MIN_UNITS, cliques
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -585,7 +586,7 @@ def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
     return _finished(figure, axes, handles, columns, "largest relative error of a module's ΔW", data["axis"], width)
 
 
-def _panel(names: Sequence[str], width: float) -> tuple[Figure, Any, int]:
+def _panel(names: Sequence[str], width: float) -> tuple[Figure, Axes, int]:
     """A figure with one panel, its axes, and the columns of the legend below it, with an entry for each name."""
     columns, lines = _legend_shape(names, width)
     figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
@@ -593,7 +594,7 @@ def _panel(names: Sequence[str], width: float) -> tuple[Figure, Any, int]:
 
 
 def _finished(
-    figure: Figure, axes: Any, handles: list[Any], columns: int, across: str, title: str, width: float
+    figure: Figure, axes: Axes, handles: list[Any], columns: int, across: str, title: str, width: float
 ) -> Figure:
     """Label the panel of `_panel`, set the ticks of its scores, and draw its legend."""
     axes.set_xlabel(_wrapped_lines(across, width * 0.8))

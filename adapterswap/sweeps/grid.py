@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -41,9 +41,7 @@ class Carrier:
             raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-@cache
-def _adapter(carrier: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(carrier)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _names(side: str | Sequence[str] | None) -> tuple[str, ...]:
