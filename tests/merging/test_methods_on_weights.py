@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from methods import dense_methods
-from methods.test_merge_methods import CASES, SEED, own_choice
+from methods.test_merge_methods import CASES, own_choice, seed_of
 from tolerances import close
 
 import adapterswap
@@ -24,7 +24,7 @@ NAMES = ("task", "language")
 
 def composition_of(case: str, **options: Any) -> Composition:
     method, values = CASES[case]
-    return Composition(task="task", language="language", method=method, seed=SEED, **values, **options)
+    return Composition(task="task", language="language", method=method, **seed_of(method), **values, **options)
 
 
 def expected_of(case: str, base: dict[str, Any], experts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_full_weights_equal_the_merged_adapter(
 ) -> None:
     """The composition written as an adapter and merged by PEFT, and written as full weights at once."""
     values = {"density": 0.5} if find_method(method).has(DENSITY) else {}
-    composition = Composition(task="task", language="language", method=method, seed=SEED, **values)
+    composition = Composition(task="task", language="language", method=method, **seed_of(method), **values)
     plan = adapterswap.compose(
         composition, {"task": lora(architecture, seed=1), "language": lora(architecture, seed=2)}
     )

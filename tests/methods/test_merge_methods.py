@@ -21,6 +21,7 @@ from adapterswap import Composition, Rule
 from adapterswap.errors import ExpertError, FieldError, UnsupportedError
 from adapterswap.methods.dense import drop_mask
 from adapterswap.methods.method import DENSITY
+from adapterswap.methods.method import SEED as SEED_PARAMETER
 from adapterswap.methods.registry import BUILT_IN, find_method, names_of
 from methods import dense_methods
 
@@ -67,7 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ramplus_tl without a limit": ("ramplus_tl", {"threshold": 0.3, "boost": 0.1, "boost_limit": 100.0}),
 }
 NAMES = ("a", "b", "c")
-SEED, MODULE = 0, "m"
+SEED, MODULE = 3, "m"
 
 
 def own_choice(names: tuple[str, ...], module: str = MODULE) -> dense_methods.Chooser:
@@ -77,6 +78,11 @@ def own_choice(names: tuple[str, ...], module: str = MODULE) -> dense_methods.Ch
         return drop_mask(chances.shape, np.float32(chances), seed=SEED, expert=names[expert], module=module)
 
     return chosen
+
+
+def seed_of(method: str) -> dict[str, int]:
+    """The seed as an option of the methods that have one."""
+    return {"seed": SEED} if find_method(method).has(SEED_PARAMETER) else {}
 
 
 def rule_of(method: str, values: dict[str, Any], weights: dict[str, float]) -> Rule:
@@ -179,7 +185,7 @@ def pair(tmp_path: Path) -> list[Path]:
 
 def planned(pair: list[Path], method: str, values: dict[str, Any], **options: Any) -> adapterswap.Plan:
     composition = Composition(
-        task="math", language="swahili", num_layers=3, method=method, seed=SEED, **values, **options
+        task="math", language="swahili", num_layers=3, method=method, **seed_of(method), **values, **options
     )
     return adapterswap.compose(composition, dict(zip(("math", "swahili"), pair, strict=True)))
 
@@ -294,7 +300,7 @@ def test_core_space_is_built_from_the_factors(method: str, tmp_path: Path) -> No
         density=0.6,
         scale=0.9,
         language_weight=0.6,
-        seed=SEED,
+        **seed_of(method),
     )
     plan = adapterswap.compose(composition, dict(zip(names, folders, strict=True)))
     out = adapterswap.write_adapter(plan, tmp_path / "out")
