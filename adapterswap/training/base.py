@@ -53,6 +53,12 @@ def check_libraries(recipe: TrainRecipe) -> None:
                 "Run `pip install bitsandbytes`, or choose adamw_torch_fused",
                 parameter="training.optimizer",
             )
+    if options.kernels and not _has_kernels():
+        problems.add(
+            "training.kernels needs kernels, in a version that transformers supports",
+            "Run `pip install 'transformers[kernels]'`, or remove training.kernels",
+            parameter="training.kernels",
+        )
     package = _ATTENTION.get(options.attn_implementation)
     if package and find_spec(package) is None:
         problems.add(
@@ -86,6 +92,13 @@ def open_trainable(reference: str) -> OpenedBase:
     return base
 
 
+def _has_kernels() -> bool:
+    """Whether transformers can use the package `kernels`; it refuses versions that it does not know."""
+    from transformers.utils import is_kernels_available
+
+    return bool(is_kernels_available())
+
+
 def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() == "true"
 
@@ -107,6 +120,8 @@ def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype:
     options, choices = recipe.training, {}
     if attention := _attention(options, device, dtype):
         choices["attn_implementation"] = attention
+    if options.kernels:
+        choices["use_kernels"] = True
     if recipe.adapter.method == "none":
         return load_weights(base, dtype=options.weight_dtype, **choices)
     if recipe.quantization is None:

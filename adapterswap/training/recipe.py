@@ -218,6 +218,9 @@ class TrainingOptions(FiniteModel):
         "choice (sdpa if the model supports it).",
     )
     torch_compile: bool = Field(default=False, description="Compile the model: a slow start, then faster steps.")
+    kernels: bool = Field(
+        default=False, description="Use the faster kernels that transformers finds on the Hub for the model's layers."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if available, else the CPU.")
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the adapters' first values and of dropout.")
     data_seed: int = Field(

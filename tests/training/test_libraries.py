@@ -29,6 +29,7 @@ MakeRecipe = Callable[..., TrainRecipe]
         ({"quantization": {"bits": 4}}, "quantization", "bitsandbytes"),
         ({"training": {"optimizer": "paged_adamw_8bit"}}, "training.optimizer", "paged_adamw_8bit .*bitsandbytes"),
         ({"training": {"attn_implementation": "flash_attention_2"}}, "training.attn_implementation", "flash_attn,"),
+        ({"training": {"kernels": True}}, "training.kernels", "kernels"),
         ({"training": {"report_to": ["nobody"]}}, "training.report_to", "'nobody'"),
     ],
 )
@@ -42,6 +43,7 @@ def test_missing_libraries_are_reported(
 ) -> None:
     find, absent = importlib.util.find_spec, ("bitsandbytes", "flash_attn")
     monkeypatch.setattr("adapterswap.training.base.find_spec", lambda name: None if name in absent else find(name))
+    monkeypatch.setattr("transformers.utils.is_kernels_available", lambda: False)
     recipe = make_recipe(**changes)
     for attempt in (lambda: estimate(recipe), lambda: train(recipe, out_path=tmp_path / "expert")):
         with refused(DependencyError, parameter, match=named):
