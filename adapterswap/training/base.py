@@ -117,7 +117,8 @@ def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype:
     With an adapter, the base has the dtype of the computation. Without one, the trained weights have
     training.weight_dtype and are rounded to that dtype during the computation.
     """
-    options, choices = recipe.training, {}
+    options = recipe.training
+    choices: dict[str, Any] = {}
     if attention := _attention(options, device, dtype):
         choices["attn_implementation"] = attention
     if options.kernels:
