@@ -2,8 +2,8 @@
 
 Each worker prepares the same sweep itself and loads the base and the experts once. It is refused if its files or
 versions differ from this process's. Workers get one cell at a time, and results are returned in the order of the cells.
-If a worker dies, another is started in its place, and the next free worker evaluates its cell. Only this process
-writes.
+If a worker dies, another is started in its place, and the next free worker evaluates its cell. If the last node that
+can hold a worker dies, the sweep waits ten minutes for another one. Only this process writes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from socket import create_connection
+from time import monotonic
 from typing import Any
 
 from adapterswap.dependencies import require
@@ -28,6 +29,7 @@ from adapterswap.sweeps.recipe import SweepRecipe, with_places
 
 LOCAL = "local"
 _DEATHS = 3  # of workers, on one cell or while loading, before the sweep ends
+_PATIENCE, _LOOK = 600.0, 10.0  # seconds without any node for a worker, and between two looks
 _AHEAD = 4  # finished cells per worker that wait for an earlier one; killing this process loses them
 
 
@@ -67,7 +69,8 @@ def over_ray(
         remote = ray.remote(num_gpus=1 if gpus else 0, num_cpus=0 if gpus else 1, max_restarts=0)(_Worker)
         consent = {name: getattr(prepared.settings, name) for name in ("confirm_run_unsafe_code", "trust_task_code")}
         arguments = (_anywhere(prepared.recipe), consent)
-        yield _Cluster(prepared, remote, (*arguments, device if gpus else "cpu", dtype), workers or gpus)
+        resource = "GPU" if gpus else "CPU"
+        yield _Cluster(prepared, remote, (*arguments, device if gpus else "cpu", dtype), workers or gpus, resource)
     finally:
         if started_here:
             ray.shutdown()
@@ -128,7 +131,10 @@ class _Worker:
 class _Cluster:
     """The workers of a sweep; see `Judge`. Waits until one of them has loaded."""
 
-    def __init__(self, prepared: PreparedSweep, remote: Any, arguments: tuple[Any, ...], workers: int) -> None:
+    def __init__(
+        self, prepared: PreparedSweep, remote: Any, arguments: tuple[Any, ...], workers: int, resource: str
+    ) -> None:
+        self._resource = resource
         self._agreed: Mapping[str, Any] = prepared.described
         self._remote, self._arguments = remote, arguments
         self._idle: deque[Any] = deque()
@@ -166,8 +172,7 @@ class _Cluster:
     def _await(self) -> tuple[int | None, Judged | None]:
         """Wait for a worker: the number of its cell, None if it was loading; and the result, None if it died."""
         ray = _ray()
-        (reference,), _ = ray.wait(list(self._busy), num_returns=1)
-        worker, number = self._busy.pop(reference)
+        worker, number = self._busy.pop(reference := self._ready())
         try:
             answer = ray.get(reference)
         except ray.exceptions.RayActorError:
@@ -186,3 +191,17 @@ class _Cluster:
         if number is None:
             self._agreed = agreed(self._agreed, answer)
         return number, answer if number is not None else None
+
+    def _ready(self) -> Any:
+        """The reference of the first worker that is ready. Ray itself waits for ever for a node that is gone."""
+        ray, lost = _ray(), None
+        while not (ready := ray.wait(list(self._busy), num_returns=1, timeout=_LOOK)[0]):
+            if ray.cluster_resources().get(self._resource, 0) >= 1:
+                lost = None
+            elif monotonic() - (lost := lost or monotonic()) >= _PATIENCE:
+                raise RunError(
+                    f"for {_PATIENCE / 60:.2g} minutes no node of the cluster has had a {self._resource} for a worker",
+                    "Start a node with `ray start`, and run the same command again to resume",
+                    parameter="ray",
+                )
+        return ready[0]

@@ -124,6 +124,40 @@ def test_errors_of_workers_are_reported_unchanged(
         ray.shutdown()
 
 
+@needs_ray
+@pytest.mark.full
+def test_a_node_that_dies_is_replaced_or_missed(
+    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers only fit on a second node, which is killed during a cell: first another one comes, then none."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setattr("adapterswap.sweeps.cluster._PATIENCE", 3.0)
+    monkeypatch.setattr("adapterswap.sweeps.cluster._LOOK", 1.0)
+    recipe = SweepRecipe.model_validate(content(compositions=FAMILIES))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        nodes = [cluster.add_node(num_cpus=1)]
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+
+        def lose(progress: SweepProgress) -> None:
+            if progress.done in {1, 3} and len(nodes) == (progress.done + 1) // 2:
+                if progress.done == 1:
+                    nodes.append(cluster.add_node(num_cpus=1))
+                cluster.remove_node(nodes[progress.done // 2], allow_graceful=False)
+
+        with refused(RunError, "ray", match="no node"):
+            sweep(recipe, tmp_path / "two", device="cpu", ray=cluster.address, workers=1, tell=lose)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert 3 <= len((tmp_path / "two" / "cells.jsonl").read_text().splitlines()) < 7
+    sweep(recipe, tmp_path / "two", device="cpu")
+    sweep(recipe, tmp_path / "one", device="cpu")
+    assert plain(tmp_path / "two") == plain(tmp_path / "one")
+
+
 def test_workers_go_with_an_address(run: Callable[..., Result], content: Content, tmp_path: Path) -> None:
     result = run("sweep", "recipe.yaml", "-o", tmp_path / "run", "--workers", 2)
     assert result.exit_code == 2
