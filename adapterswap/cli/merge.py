@@ -98,7 +98,7 @@ def command(
     Args:
         device: auto, cpu, cuda, cuda:N, mps; cuda is all GPUs.
         dtype: Dtype of the result.  [default: each tensor's dtype in the base]
-        dequantize: Merge into the dequantised weights of a quantised base.
+        dequantize: Merge into the dequantized weights of a quantized base.
         max_shard_size: Largest file, such as 2GB.  [default: the base's shards]
     """
     from adapterswap.writing.streaming import ModelForm

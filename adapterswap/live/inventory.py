@@ -105,7 +105,7 @@ def _fill(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
                 parts.append((base_coefficient, base[key]))
             if odd := [part for _, part in parts if part.is_meta or not part.is_floating_point()]:
                 raise UnsupportedError(
-                    f"{name} is trained in full and {'offloaded' if odd[0].is_meta else 'quantised'}, so it cannot be "
+                    f"{name} is trained in full and {'offloaded' if odd[0].is_meta else 'quantized'}, so it cannot be "
                     "averaged",
                     f"Give it to one expert in its own rule: {{modules: [{name}], expert: NAME}}",
                     parameter="composition",

@@ -84,7 +84,7 @@ def check_copies(
                 )
             elif model_weight is None:
                 problems.add(
-                    f"{conflict}. The two cannot be compared, because the model's is quantised, sharded or offloaded",
+                    f"{conflict}. The two cannot be compared, because the model's is quantized, sharded or offloaded",
                     "Load the model with that weight whole, in float32, bfloat16 or float16",
                     parameter="model",
                     kind=UnsupportedError,

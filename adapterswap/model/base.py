@@ -194,7 +194,7 @@ class Weight:
 def shape_of(module: Any) -> Shape | None:
     """(out, in) of the ΔW of a linear layer, an embedding, or a LoRA layer around either; None for anything else.
 
-    Layers of other libraries, such as quantised ones, have the same attributes as torch's.
+    Layers of other libraries, such as quantized ones, have the same attributes as torch's.
     """
     attributes = (("out_features", "in_features"), ("embedding_dim", "num_embeddings"), ("nf", "nx"))
     for out, into in attributes:

@@ -356,8 +356,8 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
     for who, checkpoint in ((first_name, first), (name, other)):
         if checkpoint.config.get("quantization_config"):
             problems.add(
-                f"{who} is quantised (quantization_config), so its weights cannot be averaged",
-                "Pass an unquantised checkpoint. If it is the base of adapters, `dequantize=True` merges into the "
+                f"{who} is quantized (quantization_config), so its weights cannot be averaged",
+                "Pass an unquantized checkpoint. If it is the base of adapters, `dequantize=True` merges into the "
                 "weights that it computes with",
                 kind=UnsupportedError,
             )

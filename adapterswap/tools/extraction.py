@@ -308,7 +308,7 @@ def extract(
         NotFoundError: a checkpoint does not exist, or could not be downloaded.
         ExpertError: a checkpoint is damaged or holds NaN or infinity; there is no difference to extract.
         BaseModelError: the two are of different architectures, depths or shapes, or transformers cannot build one.
-        UnsupportedError: a checkpoint is quantised, or has dtypes without arithmetic; the base has an encoder and a
+        UnsupportedError: a checkpoint is quantized, or has dtypes without arithmetic; the base has an encoder and a
             decoder; PEFT cannot adapt the selected modules.
     """
     if dtype is not None and dtype not in FLOAT_NAMES:

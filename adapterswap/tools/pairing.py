@@ -282,7 +282,7 @@ def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
     for checkpoint, parameter in ((full, "full"), (base, "base_model")):
         if checkpoint.config.get("quantization_config"):
             problems.add(
-                f"{checkpoint.name} is quantised",
+                f"{checkpoint.name} is quantized",
                 "Pass a version with floating point weights",
                 parameter=parameter,
                 kind=UnsupportedError,

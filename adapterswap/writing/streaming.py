@@ -74,7 +74,7 @@ class ModelForm:
     Attributes:
         max_shard_size: such as `2GB`; None keeps the skeleton's shards.
         dtype: float32, float16 or bfloat16 for all floating point tensors; None keeps each tensor's dtype.
-        dequantize: dequantise a quantised base first; None means False.
+        dequantize: dequantize a quantized base first; None means False.
     """
 
     max_shard_size: str | None = None

@@ -1,7 +1,7 @@
-"""Write full weights from a plan: weights, config, tokenizer, record, card; a quantised base is dequantised first.
+"""Write full weights from a plan: weights, config, tokenizer, record, card; a quantized base is dequantized first.
 
 config.json is copied from the skeleton, and rewritten if the result has another dtype or vocabulary size, or an untied
-head. The tokenizer is the experts' if they have tokens or a chat template of their own. A dequantised base is an
+head. The tokenizer is the experts' if they have tokens or a chat template of their own. A dequantized base is an
 ordinary checkpoint in a temporary folder, from which merging can stream.
 
 Memory is bounded by a few blocks of rows, not by the model; only nonlinear methods need whole tensors. The folder
@@ -152,15 +152,15 @@ def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str,
 
 
 def dequantized(base: Checkpoint) -> Checkpoint:
-    """The base with dequantised weights, in a temporary folder that is deleted once the checkpoint is no longer used.
+    """The base with dequantized weights, in a temporary folder that is deleted once the checkpoint is no longer used.
 
-    These are the weights that its layers multiply by: the original ones, rounded by the quantisation, in the model's
+    These are the weights that its layers multiply by: the original ones, rounded by the quantization, in the model's
     dtype. The whole model is in memory in the meantime.
     """
     settings = base.config.get("quantization_config")
     if not isinstance(settings, dict):
         raise ArgumentError(
-            f"`dequantize` is set, but the base {base.name} is not quantised", "Leave it out", parameter="dequantize"
+            f"`dequantize` is set, but the base {base.name} is not quantized", "Leave it out", parameter="dequantize"
         )
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("dequantized"))
@@ -168,7 +168,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
         copy_small_files(base, folder)
         checkpoint = read_checkpoint(replace(base.source, folder=folder))
         if checkpoint.config.get("quantization_config"):
-            raise _cannot(base, settings, "the weights stay quantised")
+            raise _cannot(base, settings, "the weights stay quantized")
         weakref.finalize(checkpoint, stack.pop_all().close)
     return checkpoint
 
@@ -176,21 +176,21 @@ def dequantized(base: Checkpoint) -> Checkpoint:
 def _load(base: Checkpoint, settings: dict[str, Any]) -> Any:
     """The model, on the CPU, with ordinary layers."""
     config = read_config(base.source.folder, f"The base model {base.name}")
-    later = settings.get("quant_method") == "bitsandbytes"  # it dequantises a model after loading
+    later = settings.get("quant_method") == "bitsandbytes"  # it dequantizes a model after loading
     if not later:
         config.quantization_config = {**settings, "dequantize": True}
     opened = OpenedBase(str(base.source.folder), base.source, config, None)
     try:
         model = load_weights(opened, config=config, device_map="cpu")
         model = model.dequantize() if later else model
-        # Saving reverses these conversions to restore the original names; quantisation cannot be reversed this way.
+        # Saving reverses these conversions to restore the original names; quantization cannot be reversed this way.
         conversions = getattr(model, "_weight_conversions", None)
         if conversions:
             model._weight_conversions = [conversion for conversion in conversions if _can_be_reversed(conversion)]
         return model
     except AdapterswapError as error:
         raise _cannot(base, settings, error.problems[0].message) from None
-    except Exception as error:  # each quantisation library has its own errors
+    except Exception as error:  # each quantization library has its own errors
         raise _cannot(base, settings, str(error) or type(error).__name__) from None
 
 
@@ -204,8 +204,8 @@ def _can_be_reversed(conversion: Any) -> bool:
 
 def _cannot(base: Checkpoint, settings: dict[str, Any], reason: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The base {base.name} ({settings.get('quant_method')}) cannot be dequantised here: {reason}",
-        "Install the library that quantised it, or use the base with floating point weights",
+        f"The base {base.name} ({settings.get('quant_method')}) cannot be dequantized here: {reason}",
+        "Install the library that quantized it, or use the base with floating point weights",
         parameter="base_model",
     )
 
@@ -220,7 +220,7 @@ class Merged:
         magnitudes: each expert's mean absolute ΔW, if weights depend on it.
         kept_rows: by (expert, module): which rows of an adapter's ΔW are kept.
         kept_share: the share of each adapter's rows that is kept, if the composition has a row threshold.
-        quantised: the base that was dequantised, if any.
+        quantized: the base that was dequantized, if any.
     """
 
     plan: Plan
@@ -229,7 +229,7 @@ class Merged:
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     kept_rows: Rows = field(default_factory=dict)
     kept_share: Mapping[str, float] = field(default_factory=dict)
-    quantised: Checkpoint | None = None
+    quantized: Checkpoint | None = None
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def merge(
         out_path: the folder, which appears whole or not at all.
         max_shard_size: such as `2GB`; by default the base's shards are kept.
         dtype: the dtype of the result; by default each tensor keeps the base's dtype.
-        dequantize: merge into the weights that a quantised base computes with, in the model's dtype. The result is not
-            quantised. This needs memory for the whole base, and the library that quantised it.
+        dequantize: merge into the weights that a quantized base computes with, in the model's dtype. The result is not
+            quantized. This needs memory for the whole base, and the library that quantized it.
         device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
         overwrite: replace the folder if adapterswap wrote it.
 
@@ -298,19 +298,19 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
 
     For `recorded` see `make_plan`.
     """
-    quantised = None
+    quantized = None
     if not plan.is_model:
         base = base_of(plan, base_model)
         if not recorded:
             check_base_weights(plan.recorded_bases, base.source)
         if form.dequantize:
-            quantised, base = base, dequantized(base)
+            quantized, base = base, dequantized(base)
         resolved = resolve(plan)
         full = merge_plan(resolved.plan, base)
     else:
         if form.dequantize:
             raise UnsupportedError(
-                f"{next(iter(plan.checkpoints))} is a full checkpoint; only the base of adapters can be dequantised",
+                f"{next(iter(plan.checkpoints))} is a full checkpoint; only the base of adapters can be dequantized",
                 "Use checkpoints with floating point weights",
                 parameter="dequantize",
             )
@@ -323,11 +323,11 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
         remedy = "Pass the base that it was trained on as `base_model`"
         check_base(_copies(full), full.base, effect="which PEFT would put in its place", remedy=remedy)
     check_tokens(full)
-    if quantised is not None:
-        note = f"the base {quantised.name} is quantised: ΔW is added to the weights that it computes with"
+    if quantized is not None:
+        note = f"the base {quantized.name} is quantized: ΔW is added to the weights that it computes with"
         full = replace(full, notes=(*full.notes, note))
     return Merged(
-        full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantised
+        full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized
     )
 
 
@@ -361,7 +361,7 @@ def write_model(
         record = composition_record(
             plan,
             {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
-            _base(merged.quantised or plan.base, entered) if plan.base else None,
+            _base(merged.quantized or plan.base, entered) if plan.base else None,
             output=asdict(form),
             measured=merged.measured,
         )

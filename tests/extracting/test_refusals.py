@@ -74,7 +74,7 @@ MISFITS: dict[str, tuple[Callable[[Path], None], type[AdapterswapError], str | N
         "model.layers.0.extra.weight",
     ),
     "other type": (lambda f: edit_config(f, model_type="qwen2"), BaseModelError, "base_model", "qwen2.* llama"),
-    "quantised": (
+    "quantized": (
         lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}),
         UnsupportedError,
         "full",

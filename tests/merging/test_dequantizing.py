@@ -1,4 +1,4 @@
-"""Quantised bases: merged into their dequantised weights on request, else refused."""
+"""Quantized bases: merged into their dequantized weights on request, else refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Base = Callable[[str], Path]
 
 
 @pytest.fixture
-def quantised(base: Base, tmp_path: Path) -> Path:
-    """A base in 8-bit floating point, as DeepSeek stores it: transformers can dequantise it on any machine."""
+def quantized(base: Base, tmp_path: Path) -> Path:
+    """A base in 8-bit floating point, as DeepSeek stores it: transformers can dequantize it on any machine."""
     folder = Path(shutil.copytree(base("llama"), tmp_path / "fp8"))
     tensors = {}
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -48,7 +48,7 @@ def write(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def by_hand(folder: Path, base: Path, target: Path) -> Path:
-    """The same base in float32, dequantised by a formula."""
+    """The same base in float32, dequantized by a formula."""
     shutil.copytree(base, target)
     stored = load_file(folder / "model.safetensors")
     scales = {name: stored.pop(name) for name in list(stored) if name.endswith("_scale_inv")}
@@ -60,45 +60,45 @@ def by_hand(folder: Path, base: Path, target: Path) -> Path:
     return target
 
 
-def test_merging_into_dequantised_weights(
-    quantised: Path, base: Base, math: Path, swahili: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_merging_into_dequantized_weights(
+    quantized: Path, base: Base, math: Path, swahili: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    own = by_hand(quantised, base("llama"), tmp_path / "by-hand")
-    out = adapterswap.merge(math, quantised, out_path=tmp_path / "out", dequantize=True)
+    own = by_hand(quantized, base("llama"), tmp_path / "by-hand")
+    out = adapterswap.merge(math, quantized, out_path=tmp_path / "out", dequantize=True)
     expected = load_base(own)
     expected.load_state_dict(merged_weights(own, math))
     close(logits(load_base(out)), logits(expected), depth=LAYERS)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert adapterswap.verify(out, {math.name: math}, base_model=quantised).equal
+    assert adapterswap.verify(out, {math.name: math}, base_model=quantized).equal
     gc.collect()
-    assert not list(scratch.iterdir())  # the dequantised weights are gone
+    assert not list(scratch.iterdir())  # the dequantized weights are gone
     plan = adapterswap.layer_swap(math, swahili, bottom=1, top=1)
-    swapped = plan.merge(tmp_path / "swapped", base_model=quantised, dequantize=True)
+    swapped = plan.merge(tmp_path / "swapped", base_model=quantized, dequantize=True)
     likewise = plan.merge(tmp_path / "likewise", base_model=own)
     close(logits(load_base(swapped)), logits(load_base(likewise)), depth=LAYERS)
 
 
-def test_without_it_a_quantised_base_is_refused(
-    quantised: Path, math: Path, tmp_path: Path, run: Callable[..., Any]
+def test_without_it_a_quantized_base_is_refused(
+    quantized: Path, math: Path, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
-    result = run("merge", math, "--base-model", quantised, "-o", tmp_path / "out")
+    result = run("merge", math, "--base-model", quantized, "-o", tmp_path / "out")
     assert result.exit_code == 3
     assert "--dequantize" in result.stderr
     assert not (tmp_path / "out").exists()
-    result = run("merge", math, "--base-model", quantised, "-o", tmp_path / "out", "--dequantize")
+    result = run("merge", math, "--base-model", quantized, "-o", tmp_path / "out", "--dequantize")
     assert result.exit_code == 0, result.stderr
-    assert "is quantised" in result.stderr
+    assert "is quantized" in result.stderr
 
 
-def test_a_base_in_floating_point_numbers_is_not_dequantised(base: Base, math: Path, tmp_path: Path) -> None:
+def test_a_base_in_floating_point_numbers_is_not_dequantized(base: Base, math: Path, tmp_path: Path) -> None:
     with refused(ArgumentError, parameter="dequantize"):
         adapterswap.merge(math, base("llama"), out_path=tmp_path / "out", dequantize=True)
 
 
-def test_what_transformers_cannot_dequantise_is_refused(base: Base, math: Path, tmp_path: Path) -> None:
+def test_what_transformers_cannot_dequantize_is_refused(base: Base, math: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(base("llama"), tmp_path / "unknown"))
     write(folder, {"quant_method": "nobody-knows"})
     with refused(UnsupportedError, parameter="base_model"):

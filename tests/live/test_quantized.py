@@ -1,4 +1,4 @@
-"""Compositions over a base that bitsandbytes has quantised, where it is installed."""
+"""Compositions over a base that bitsandbytes has quantized, where it is installed."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("bits", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}])
-def test_quantised_bases(bits: dict[str, Any], folders: dict[str, Path]) -> None:
-    """The layers add the experts to the quantised base: together, alone, and restored."""
-    quantised = BitsAndBytesConfig(**bits)
-    model = AutoModelForCausalLM.from_pretrained(folders["base"], quantization_config=quantised).eval()
+def test_quantized_bases(bits: dict[str, Any], folders: dict[str, Path]) -> None:
+    """The layers add the experts to the quantized base: together, alone, and restored."""
+    quantized = BitsAndBytesConfig(**bits)
+    model = AutoModelForCausalLM.from_pretrained(folders["base"], quantization_config=quantized).eval()
     composing = LiveComposer.from_experts(model, {name: folders[name] for name in EXPERTS})
     with composing.model.disable_adapter():
         original = logits(composing.model)
