@@ -94,6 +94,8 @@ def test_the_folder(run: Run) -> None:
     content = json.loads(text)
     listed = content.pop("files")
     assert listed == sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
+    weights = {name for name in listed if name.endswith(".safetensors")}
+    assert content.pop("fingerprints").keys() == weights
     assert content == json.loads(json.dumps(results(run.study)))
     assert content["caveat"] == CAVEAT
     assert content["seeds"][0]["test"]["layer swap"]["xx"] == run.study.score("layer swap", "xx").mean

@@ -38,6 +38,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
         "needs vLLM: tests/sweeps/test_engines.py",
     ),
     ("docs/recipes.md", r"lightonai/", "needs the Hub: tests/recipes/test_sweeps.py finds the layers of a stand-in"),
+    ("docs/sweep.md", r"^task_experts: \{math: \{ladder", "lines of a recipe: tests/sweeps/test_grid.py reads them"),
     ("*", r"--ray", "needs a Ray cluster: tests/sweeps/test_cluster.py"),
     ("*", r"^curl |\n *curl ", "needs a server: tests/serving asks running ones"),
     (

@@ -175,8 +175,8 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "float8": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "F8_E4M3"), {}, "is F8_E4M3. Save it as one of F32"),
     "integers": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "I8"), {}, "is I8. Save it as one of"),
     "float64": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "F64"), {}, "is F64. Save it as one of"),
-    "DoRA": (with_tensor(f"{Q0}.lora_magnitude_vector"), {}, "does not say that it is DoRA"),
-    "a bias of lora_B": (with_tensor(f"{Q0}.lora_B.bias"), {}, "does not say that it is LoRA with lora_bias"),
+    "DoRA": (with_tensor(f"{Q0}.lora_magnitude_vector"), {}, "has lora_magnitude_vector"),
+    "a bias of lora_B": (with_tensor(f"{Q0}.lora_B.bias"), {}, "has lora_B.bias"),
     "a bias of the base": (with_tensor(f"{Q0}.base_layer.bias"), {}, "a trained bias of the base"),
     "trainable tokens": (
         with_tensor(f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"), {}, "trainable tokens"
