@@ -34,7 +34,7 @@ SPLITS = {"mnli": "validation_matched"}
 BATCH = 32
 MAX_LENGTH = 10  # of an answer in tokens, with the one that starts it
 
-# As rules: λ = 0.3 where a method sums, as there; 1 where it averages. Densities are the papers' or mergekit's.
+# As rules: λ = 0.3 where a method sums, as there; else 1. Densities are the papers' or mergekit's.
 TRIMMED = {"density": 0.2}
 METHODS: dict[str, dict[str, Any]] = {
     "average": {"method": "linear"},
@@ -53,6 +53,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sce": {"method": "sce", "select_topk": 0.1},
     "ram": {"method": "ram"},
     "ramplus_tl": {"method": "ramplus_tl"},
+    "magmax": {"method": "magmax"},
     "multislerp": {"method": "multislerp"},
     "model_stock": {"method": "model_stock"},
     "karcher": {"method": "karcher"},
@@ -63,6 +64,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "knots_dare_ties": {"method": "knots_dare_ties", **TRIMMED},
     "core_ties": {"method": "core_ties", **TRIMMED},
     "core_dare_ties": {"method": "core_dare_ties", **TRIMMED},
+    "cart": {"method": "cart"},
+    "wudi": {"method": "wudi"},
 }
 
 

@@ -88,6 +88,9 @@ CHOICES: dict[str, list[Fields]] = {
     "core_dare_ties": ELECTED,
     "ram": grid(threshold=(1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)),
     "ramplus_tl": grid(threshold=(1e-5, 1e-3), boost=(0.1, 0.5), boost_limit=(0.2, 1.0)),
+    "magmax": SCALES,
+    "cart": [{}],  # of two experts the soup, whatever its parameters
+    "wudi": grid(learning_rate=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)),
     # Rules of `suggest_owners`, with its arguments: AraSwap's margin and arXiv:2601.22620's τ first.
     "dominance": [
         *grid(margin=(0.15, 0.5), per=("layer", "module")),
