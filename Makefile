@@ -6,6 +6,9 @@ STAMP := .venv/.installed
 VLLM := .venv-vllm/.installed
 REV ?= HEAD
 
+# Hundreds of processes in tests import the package: they start in half the time if Python keeps what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
 
 demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
