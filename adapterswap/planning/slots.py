@@ -195,10 +195,23 @@ class Slot(_Terms):
     @cached_property
     def ordinary(self) -> Span:
         """All rows, as the rule computes them."""
+        if self.terms and self.rule is not None and self.rule.acts_on_weights:
+            return Span(0, self._rows, self.terms, self._base_by_side(self.rule.sides))
         rest = 1 - math.fsum(term.coefficient for term in self.terms if term.change.replaces)
         rest = rest if abs(rest) > _NOTHING else 0.0
-        base = (own_weight(rest, self.base),) if rest or self._computes_with_base else ()
-        return Span(0, self._rows, self.terms, () if self._holds_no_base else base)
+        return Span(
+            0, self._rows, self.terms, (own_weight(rest, self.base),) if rest or self._computes_with_base else ()
+        )
+
+    def _base_by_side(self, sides: Mapping[str, Mapping[str, float]]) -> tuple[Term[Whole], ...]:
+        """The base's share of each side, for a method on whole weights; 0 if only other terms are computed from it."""
+        replaced = dict.fromkeys(sides, 0.0)
+        for term in (term for term in self.terms if term.change.replaces):
+            replaced[term.side] += sides[term.side][term.expert]
+        shares = {side: 1 - share for side, share in replaced.items() if share < 1 and not math.isclose(share, 1)}
+        if self.opaque and not shares:
+            shares = {self.opaque[0].side: 0.0}
+        return tuple(Term(BASE, side, share, self.base or _NOT_OPEN) for side, share in shares.items())
 
     @cached_property
     def ranges(self) -> tuple[Span, ...]:
@@ -219,10 +232,9 @@ class Slot(_Terms):
 
     def with_spans(self, spans: Sequence[Span]) -> Slot:
         """The stored tensor with these spans, and as many rows; the base's weight in them is its own."""
+        own = self.base or _NOT_OPEN
         bound = tuple(
-            replace(
-                span, base=tuple(own_weight(t.coefficient, self.base) if t.expert == BASE else t for t in span.base)
-            )
+            replace(span, base=tuple(replace(t, change=own) if t.expert == BASE else t for t in span.base))
             for span in spans
         )
         return replace(self, spans=bound, shape=(bound[-1].stop, *self.shape[1:]))
@@ -237,13 +249,6 @@ class Slot(_Terms):
         """Whether other terms, or coefficients, are computed from the base's weight."""
         waits = self.rule is not None and self.rule.weights is not None and bool(self.terms)
         return not self.is_linear or waits or bool(self.opaque)
-
-    @property
-    def _holds_no_base(self) -> bool:
-        """Whether a method on whole weights combines only experts' weights."""
-        if self.rule is None or not self.rule.acts_on_weights or not self.terms:
-            return False
-        return not (self.low_rank or self.opaque or any(share < 1 for share in self.whole_shares.values()))
 
     @property
     def matrices(self) -> int:
@@ -302,15 +307,6 @@ class Slot(_Terms):
     def coefficients(self) -> str | dict[str, float]:
         """The owner's name, `base`, or each expert's coefficient, as plain data."""
         return self.summed if self.owner is None else self.owner
-
-    @property
-    def whole_shares(self) -> dict[str, float]:
-        """The share of each side that is experts' whole weights; the rest, up to 1, is the base's."""
-        sides = self.rule.sides if self.rule is not None else {}
-        shares = dict.fromkeys(sides, 0.0)
-        for term in (term for term in self.terms if term.change.replaces):
-            shares[term.side] += sides[term.side][term.expert]
-        return {side: 1.0 if math.isclose(share, 1) else share for side, share in shares.items()}
 
     @property
     def copied(self) -> Whole | None:

@@ -454,9 +454,8 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     slot, place = block.result.slot, block.result.place
     rule = slot.rule
     assert rule is not None
-    base = np.zeros(place.shape, np.float32)
-    for own in block.base:
-        base = decode(own.raw, own.tensor.dtype, place.shape)
+    own = block.base[0] if block.base else None  # all are parts of the base's weight
+    base = np.zeros(place.shape, np.float32) if own is None else decode(own.raw, own.tensor.dtype, place.shape)
     on_weights = rule.acts_on_weights
     # If any term is stored in×out, all ΔW are transposed to out×in.
     across = any(term.change.transposed for term in slot.terms)
@@ -466,9 +465,8 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     name = slot.module if slot.name.endswith(".weight") else slot.name
     if on_weights:  # the share of a side that is not whole weights is the base's
         turned = base.T if across else base
-        for side, share in slot.whole_shares.items():
-            if share < 1:
-                by_side[side] = turned if share == 0 else np.float32(1 - share) * turned
+        for term in (term for term in block.span.base if term.coefficient):
+            by_side[term.side] = turned if term.coefficient == 1 else np.float32(term.coefficient) * turned
 
     def enter(term: Term[Change], delta: Delta) -> None:
         share = rule.sides[term.side][term.expert]
