@@ -91,7 +91,7 @@ def style() -> Iterator[None]:
             "ytick.major.size": 2.5, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
             "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
             "svg.fonttype": "path",  # outlines, since a reader may lack the font
-            "svg.hashsalt": "adapterswap", "axes.unicode_minus": True,
+            "svg.hashsalt": "adapterswap", "axes.unicode_minus": True, "axes.formatter.useoffset": False,
         })  # fmt: skip
         yield
 

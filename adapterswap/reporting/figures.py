@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.dependencies import require
@@ -28,9 +27,9 @@ from adapterswap.drawing import (
     tidy,
     wrapped,
 )
-from adapterswap.reporting.charts import heatmaps, lead_indicators, number_text, ticks
 from adapterswap.reporting.choosing import Unit, unit_text
 from adapterswap.reporting.headline import MethodRow, Target, resampled
+from adapterswap.reporting.relations import Indicator, ZoneGrid
 from adapterswap.reporting.report import Report
 from adapterswap.reporting.statistics import MIN_UNITS, cliques
 
@@ -81,7 +80,7 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
     add("differences", [_differences(report, target) for target in report.targets], "no method shares a unit with the "
         "reference")  # fmt: skip
     better = {target.task: target.higher_is_better for target in report.targets}
-    maps = [_landscape(report, heatmap, better) for heatmap in heatmaps(report.grids, better)]
+    maps = [_landscape(report, grid, better[grid.task]) for grid in report.grids]
     add("landscape", maps, "no method has several values of b and u")
     add("critical-difference", [_ranks(report)], _why_no_ranks(report))
     add("indicators", [_indicators(report, target) for target in report.targets], "fewer than three single "
@@ -158,35 +157,37 @@ def _row(
     return {"label": row.label, "lead": row.family == report.lead, "mean": mean, "interval": interval, "units": shown}
 
 
-def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tuple[str, dict[str, Any]]:
-    grid = heatmap.grid
+def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[str, dict[str, Any]]:
+    """All landscapes of a task and a method have one scale; a shade is 0 for its worst score and 1 for its best."""
+    alike = [other for other in report.grids if (other.task, other.family) == (grid.task, grid.family)]
+    means = [cell.mean for other in alike for cell in other.cells]
+    low, high = min(means), max(means)
+    worst, best = (low, high) if higher_is_better else (high, low)
+    bottoms, tops = {cell.bottom for cell in grid.cells}, {cell.top for cell in grid.cells}
+    most = max(cell.units for cell in grid.cells)
     cells = [
         {
             "bottom": cell.bottom, "top": cell.top, "mean": cell.mean, "units": cell.units, "chosen": cell.selected,
-            "shade": shade,
+            "shade": 0.5 if worst == best else round((cell.mean - worst) / (best - worst), 3),
         }
-        for _, row in heatmap.rows for shaded in row if shaded is not None for cell, shade in [shaded]
+        for cell in sorted(grid.cells, key=lambda cell: (-cell.top, cell.bottom))
     ]  # fmt: skip
-    tops = [top for top, _ in heatmap.rows]
-    alike = [other for other in report.grids if (other.task, other.family) == (grid.task, grid.family)]
-    means = [cell.mean for other in alike for cell in other.cells]
-    complete = len(cells) == len(tops) * len(heatmap.bottoms)
+    complete = len(cells) == len(tops) * len(bottoms)
     where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
-    fewer = any(cell["units"] < heatmap.most for cell in cells)
+    fewer = any(cell.units < most for cell in grid.cells)
     method = f"{grid.family}{f' ({grid.settings})' if grid.settings else ''}"
     caption = (
         f"{grid.task}: {method} by the number of bottom layers b and "
-        f"top layers u from the language expert. Means over {heatmap.most} "
-        f"{_counted(report.units, heatmap.most)}, on {where}. "
-        f"{'Darker is better' if better[grid.task] else 'Darker is better (lower)'}."
-        + f" ×n: selected for n of the {report.units}." * any(cell["chosen"] for cell in cells)
+        f"top layers u from the language expert. Means over {most} "
+        f"{_counted(report.units, most)}, on {where}. "
+        f"{'Darker is better' if higher_is_better else 'Darker is better (lower)'}."
+        + f" ×n: selected for n of the {report.units}." * any(cell.selected for cell in grid.cells)
         + f" *: a mean over fewer {report.units} than in the other cells." * fewer
         + " Hatched: not evaluated." * (not complete)
     )
     return caption, {
-        "bottoms": list(heatmap.bottoms), "tops": sorted(tops), "cells": cells, "most": heatmap.most,
-        "higher_is_better": better[grid.task], "axis": f"{grid.task}: {method}",
-        "scale": [min(means), max(means)],
+        "bottoms": sorted(bottoms), "tops": sorted(tops), "cells": cells, "most": most,
+        "higher_is_better": higher_is_better, "axis": f"{grid.task}: {method}", "scale": [low, high],
     }  # fmt: skip
 
 
@@ -277,6 +278,24 @@ def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
     return caption, {"families": families, "axis": _axis(target)}
 
 
+def lead_indicators(report: Report) -> list[Indicator]:
+    """The lead's indicators with three points or more; if it has none, those of all compositions."""
+    shown = [indicator for indicator in report.indicators if indicator.correlation.points > 2]
+    return [indicator for indicator in shown if indicator.merged in labels_of(report, report.lead)] or shown
+
+
+def labels_of(report: Report, family: str) -> list[str]:
+    """The labels of a family's rows."""
+    return [row.label for target in report.targets for row in target.rows if row.family == family]
+
+
+def number_text(value: float, *, signed: bool = False) -> str:
+    """Shares with three decimals, scores on other scales with one; zero after rounding has no sign."""
+    form = ".3f" if abs(value) <= 1 else ".1f"
+    text = format(value, f"+{form}" if signed else form)
+    return (text.lstrip("+-") if float(text) == 0 else text).replace("-", "−")
+
+
 def _axis(target: Target) -> str:
     return f"{target.task}: {target.metric}{'' if target.higher_is_better else ' (lower is better)'}"
 
@@ -357,7 +376,7 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
         text.set(color=LEAD if row["lead"] else INK, fontweight="bold" if row["lead"] else "normal")
     axes.set_ylim(top, 0)
     axes.set_xlim(low, high)
-    _few_ticks(axes.xaxis, low, high, int(width * 0.45 / 0.42))
+    _few_ticks(axes.xaxis, int(width * 0.45 / 0.42))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(axis)
@@ -378,23 +397,11 @@ def _limits(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
     return first, last
 
 
-def _few_ticks(axis: Any, low: float, high: float, number: int) -> None:
-    """Set about `number` ticks at round values between `low` and `high`."""
-    marks: list[float] = []
-    for steps in range(max(2, min(5, number)), 12):  # an axis needs two ticks to show its scale
-        marks = [value for value in ticks(low, high, steps) if low - 1e-12 <= value <= high + 1e-12]
-        if len(marks) > 1:
-            break
-    axis.set_ticks(marks, [_tick(value, marks) for value in marks])
+def _few_ticks(axis: Any, number: int, *, whole: bool = False) -> None:
+    """About `number` ticks at round values, and two at least, as an axis needs to show its scale."""
+    from matplotlib.ticker import MaxNLocator
 
-
-def _tick(value: float, marks: Sequence[float]) -> str:
-    step = min((b - a for a, b in pairwise(marks)), default=1.0)
-    places = max(0, -math.floor(math.log10(step) + 1e-9)) if step < 1 else 0
-    while places < 6 and any(abs(round(mark, places) - mark) > 1e-9 for mark in marks):
-        places += 1
-    text = f"{value:.{places}f}"
-    return "0" if float(text) == 0 else text.replace("-", "−")
+    axis.set_major_locator(MaxNLocator(max(2, min(5, number)), steps=[1, 2, 2.5, 5, 10], integer=whole))
 
 
 def _wrapped_lines(text: str, inches: float) -> str:
@@ -449,7 +456,7 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
         scale = ScalarMappable(Normalize(low, high), ordered)
         bar = figure.colorbar(scale, ax=axes, pad=0.02, aspect=14, fraction=0.08)
         bar.outline.set_visible(False)
-        _few_ticks(bar.ax.yaxis, low, high, 3)
+        _few_ticks(bar.ax.yaxis, 3)
         bar.ax.tick_params(labelsize=NOTE + 0.5, length=1.5)
     axes.set_title(axis, loc="left", fontsize=SMALL)
     return figure
@@ -535,7 +542,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
             low, high = min(values), max(values)
             space = 0.12 * (high - low) if high - low > _EQUAL else 0.01
             limit(low - space, high + space)
-            _few_ticks(axis_of, low - space, high + space, 3)
+            _few_ticks(axis_of, 3)
         axes.set_title(title, loc="left", fontsize=NOTE + 0.5, linespacing=1.05)
         axes.tick_params(labelsize=NOTE)
         tidy(axes, grid="both")
@@ -562,8 +569,8 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
     for name, line in _PARTS.items():
         handles.append(_handle(name, color=INK, linestyle=line))
     last = max(len(curve["points"]) for curve in curves)
-    integers = {round(value) for value in ticks(1, last, 5) if 1 <= value <= last and math.isclose(value, round(value))}
-    axes.set_xticks(sorted(integers | {1}))
+    _few_ticks(axes.xaxis, 5, whole=True)
+    axes.set_xticks([1, *(place for place in axes.get_xticks() if 1 < place <= last)])
     return _finished(figure, axes, handles, columns, "configurations evaluated", data["axis"], width)
 
 
@@ -582,7 +589,7 @@ def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
     else:
         low, high = _limits(errors, zero=False)
         axes.set_xlim(low, high if max(errors) <= 1 else max(errors) * 1.05)
-        _few_ticks(axes.xaxis, *axes.get_xlim(), 5)
+        _few_ticks(axes.xaxis, 5)
     return _finished(figure, axes, handles, columns, "largest relative error of a module's ΔW", data["axis"], width)
 
 
@@ -599,7 +606,7 @@ def _finished(
     """Label the panel of `_panel`, set the ticks of its scores, and draw its legend."""
     axes.set_xlabel(_wrapped_lines(across, width * 0.8))
     axes.set_title(_wrapped_lines(title, width * 0.85), loc="left", fontsize=SMALL)
-    _few_ticks(axes.yaxis, *axes.get_ylim(), 4)
+    _few_ticks(axes.yaxis, 4)
     tidy(axes, grid="both")
     _legend(figure, handles, columns)
     return figure

@@ -9,7 +9,7 @@ from typing import Any
 from adapterswap.reporting import Report, make_report, open_source
 from adapterswap.reporting.headline import MethodRow
 from adapterswap.reporting.latex import csv_table, latex_table
-from adapterswap.reporting.page import render_page
+from adapterswap.reporting.writing import render_page
 
 SW, EN, TE = "mgsm_native_cot_sw", "mgsm_native_cot_en", "mgsm_native_cot_te"
 

@@ -17,8 +17,9 @@ from refusals import refused
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.reporting import open_source
+from adapterswap.reporting.figures import plan_figures
 from adapterswap.reporting.latex import csv_table, latex_table
-from adapterswap.reporting.page import render_page
+from adapterswap.reporting.writing import render_page
 from adapterswap.sweeps import summarize
 from adapterswap.sweeps.grid import Cell
 from adapterswap.sweeps.results import RungResult, read_run
@@ -342,8 +343,9 @@ def test_configurations_over_other_pairs_are_not_compared(tmp_path: Path) -> Non
     result = next(each for each in summarize(read_run(folder)) if each.family == "layer_swap")
     assert (result.n, result.best) == (10, "bottom=5,top=2")
     assert result.mean == pytest.approx((0.5 + 0.5) / 10)
-    landscape = render_page(reported(folder)).split('id="landscape"')[1].split("</section>")[0]
-    assert landscape.count("1 of 9 pairs") == 1
+    (landscape,) = (figure for figure in plan_figures(reported(folder))[0] if figure.kind == "landscape")
+    assert {cell["bottom"]: cell["units"] for cell in landscape.data["cells"]} == {4: 1, 5: 9}
+    assert "*: a mean over fewer pairs" in landscape.caption
 
 
 def test_a_difference_of_ranks_states_its_reversed_sign(tmp_path: Path) -> None:

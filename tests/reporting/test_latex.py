@@ -14,7 +14,7 @@ from adapterswap.errors import ArgumentError
 from adapterswap.planning.describe import error_text
 from adapterswap.reporting import Report
 from adapterswap.reporting.latex import COLUMNS, TableStyle, latex_table
-from adapterswap.reporting.page import render_page
+from adapterswap.reporting.writing import render_page
 
 from .conftest import Written
 from .reading import row

@@ -262,13 +262,3 @@ def test_each_language_has_its_own_experts(tmp_path: Path) -> None:
         (TE, EN),
     }
     strict(report)
-
-
-def test_experts_at_one_point_share_its_label() -> None:
-    from adapterswap.reporting.charts import scatter
-    from adapterswap.reporting.relations import Indicator
-    from adapterswap.reporting.statistics import correlate
-
-    points = (("math1", 0.2, 0.3), ("math2", 0.2, 0.3), ("math3", 0.4, 0.5))
-    result = scatter(Indicator("task expert", SW, SW, "soup", points, correlate([0.2, 0.2, 0.4], [0.3, 0.3, 0.5])))
-    assert [name for _, _, name in result["points"]] == ["math1, math2", "math3"]

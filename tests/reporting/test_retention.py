@@ -12,7 +12,7 @@ from tolerances import near
 
 from adapterswap.reporting import Report
 from adapterswap.reporting.latex import TableStyle, csv_table, latex_table
-from adapterswap.reporting.page import render_page
+from adapterswap.reporting.writing import render_page
 from adapterswap.sweeps.grid import Cell
 
 from .crafting import craft, recipe

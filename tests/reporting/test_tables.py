@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
 import re
 import shutil
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from adapterswap.drawing import COLUMN, as_bytes
 from adapterswap.reporting import make_report, open_source, write_report
+from adapterswap.reporting.figures import draw, plan_figures
 from adapterswap.reporting.latex import csv_table, latex_table
-from adapterswap.reporting.page import render_page
+from adapterswap.reporting.writing import render_page
 
 from .conftest import Written
 from .crafting import HOSTILE
@@ -65,9 +69,10 @@ def test_hostile_names_stay_text(written: Written) -> None:
     target = written.report.targets[0]
     rows = tuple(replace(each, family=f"=1+{HOSTILE}", label=f"={HOSTILE}\\input{{x}}") for each in target.rows)
     report = replace(written.report, name=HOSTILE, targets=(replace(target, task=HOSTILE, rows=rows),), grids=())
-    page = render_page(report)
+    figures = plan_figures(report)[0]
+    page = render_page(report, [(figure, {"svg": b"", "pdf": b""}) for figure in figures])
     assert page.count("<script") == 1
-    assert "<img" not in page
+    assert page.count("<img") == len(figures) > 0
     assert "&lt;script&gt;" in page
     assert "{{ 7*7 }}" in page
     assert "\\input" not in latex_table(report)
@@ -121,7 +126,7 @@ def test_summary_is_json_without_outputs(written: Written) -> None:
     assert "owned" not in text
 
 
-def test_the_page_ranks_and_shades_the_right_way_round(written: Written) -> None:
+def test_the_page_ranks_the_right_way_round(written: Written) -> None:
     ranks = written.page.split('id="ranks"')[1].split("</section>")[0]
     for method in ("base", "partition B"):  # one listed before the reference, one after it
         spread, soup = row(written.report, method).spread, row(written.report, "soup").spread
@@ -130,6 +135,27 @@ def test_the_page_ranks_and_shades_the_right_way_round(written: Written) -> None
         result = re.search(rf'data-value="{method}">.*?</td>\s*<td data-value="([^"]+)"', ranks, flags=re.DOTALL)
         assert result is not None
         assert float(result[1]) == pytest.approx(spread.mean - soup.mean)
-    best = max(cell.mean for grid in written.report.grids for cell in grid.cells)
-    shaded = re.findall(r'<td style="--v:([\d.]+)">([\d.]+)', written.page)
-    assert {text for shade, text in shaded if float(shade) == 1} == {f"{best:.3f}"}
+
+
+def test_the_page_shows_every_figure_and_every_task(written: Written) -> None:
+    figures = plan_figures(written.report)[0]
+    assert written.page.count("<img") == len(figures)
+    for figure in figures:
+        assert f"<figcaption>{figure.caption} <a" in unescape(written.page)
+        image = base64.b64encode(as_bytes(draw(figure, COLUMN), "svg")).decode("ascii")
+        assert f'<img src="data:image/svg+xml;base64,{image}"' in written.page
+    table = written.page.split("<h3>On every task</h3>")[1].split("</table>")[0]
+    for method in written.report.targets[0].rows:
+        cells = table.split(f'data-value="{method.label}">')[1].split("</tr>")[0]
+        for task, spread in method.tasks.items():
+            assert f'<td data-value="{spread.mean}">{spread.mean:.3f}' in cells, task
+
+
+def test_the_page_has_every_indicator_of_the_lead(written: Written) -> None:
+    section = written.page.split('id="indicators"')[1].split("</section>")[0]
+    shown = [each for each in written.report.indicators if each.merged == "layer_swap, selected"]
+    assert section.count('<th scope="row"') == len(shown)
+    for each in shown:
+        for value in (each.correlation.pearson, each.correlation.spearman):
+            assert value is not None
+            assert f'<td data-value="{value}">{f"{value:.2f}".replace("-", "−")}</td>' in section

@@ -20,13 +20,3 @@ for (const button of document.querySelectorAll("th button")) {
     body.append(...keyed.map(([row]) => row));
   });
 }
-// Shows one landscape at a time; without this script all are shown.
-for (const picker of document.querySelectorAll(".picker")) {
-  const select = picker.querySelector("select");
-  const show = () => {
-    for (const option of select.options) document.getElementById(option.value).hidden = !option.selected;
-  };
-  select.addEventListener("change", show);
-  picker.hidden = false;
-  show();
-}
