@@ -6,8 +6,8 @@ are imported when something is evaluated.
 
 from __future__ import annotations
 
+from adapterswap.evaluation.downloaded import score_labels
 from adapterswap.evaluation.evaluating import evaluate
-from adapterswap.evaluation.multijail import score_labels
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult, write_result
 from adapterswap.evaluation.settings import Settings
 

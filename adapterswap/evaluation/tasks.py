@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, Problems
+from adapterswap.evaluation.downloaded import LOCAL_NAMES, build_local_task, local_folders, local_names
 from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_names, normalized_language, variant_of
-from adapterswap.evaluation.multijail import LOCAL_NAMES, local_folders, local_names
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
 from adapterswap.files.hashes import fingerprint
@@ -226,7 +226,6 @@ def _load(
     trust_task_code: bool,
 ) -> dict[str, Any]:
     from adapterswap.evaluation.harness import add_normalized, build_mgsm_task
-    from adapterswap.evaluation.local_tasks import build_local_task
 
     tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in resolved.mgsm}
     tasks |= {name: build_local_task(name, folder, num_fewshot or 0) for name, folder in local}

@@ -19,6 +19,7 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError, FieldError, NotFoundError
 from adapterswap.evaluation import Settings, evaluate, write_result
+from adapterswap.evaluation.downloaded import LABELS, MULTIJAIL_PATH, multijail_task_names, score_labels
 from adapterswap.evaluation.languages import language_of
 from adapterswap.evaluation.mgsm import (
     LANGUAGES,
@@ -28,7 +29,6 @@ from adapterswap.evaluation.mgsm import (
     read_mgsm,
     variant_task_names,
 )
-from adapterswap.evaluation.multijail import LABELS, MULTIJAIL_PATH, multijail_task_names, score_labels
 from adapterswap.evaluation.tasks import check_task_names, load_tasks, task_names
 from adapterswap.sweeps.preparing import _primary
 

@@ -15,7 +15,7 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.evaluation import Settings, evaluate
-from adapterswap.evaluation.flores import FLORES_PATH, flores_metrics, is_flores
+from adapterswap.evaluation.downloaded import FLORES_PATH, flores_metrics, is_flores
 from adapterswap.evaluation.tasks import load_tasks
 
 from .conftest import byte_tokenizer, pico_model

@@ -15,8 +15,8 @@ from tolerances import near
 
 from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import EvaluationResult, Settings, evaluate
+from adapterswap.evaluation.downloaded import is_flores
 from adapterswap.evaluation.evaluating import preview
-from adapterswap.evaluation.flores import is_flores
 from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.tasks import load_tasks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.evaluation.flores import is_flores
+from adapterswap.evaluation.downloaded import is_flores
 from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.evaluation.tasks import split_shots
 from adapterswap.files.yaml import find_recipe, shipped_recipes
