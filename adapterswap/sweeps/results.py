@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from adapterswap.errors import DataError, NotFoundError, Problems
+from adapterswap.errors import DataError, NotFoundError
 from adapterswap.files.text import exists, expand, open_regular, read_json
 from adapterswap.sweeps.grid import Assignment, Carrier, Cell
 
@@ -286,8 +286,8 @@ def read_run(folder: str | Path) -> Run:
 
     Raises:
         NotFoundError: it is not the folder of a sweep.
-        DataError: its format is unknown, or a file or line in it is damaged: a cell, task or document is missing,
-            repeated or does not belong to the sweep; a score is not a finite number; or samples are missing.
+        DataError: its format is unknown, or a file or line in it is damaged: a field is missing or has another type, a
+            score is not a finite number, or a line is of another sweep.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
@@ -301,86 +301,19 @@ def read_run(folder: str | Path) -> Run:
     try:
         tasks = {name: TaskInfo.from_json(content) for name, content in described["tasks"].items()}
         cells = tuple(Cell.from_json(content) for content in described["cells"])
-        _check_mappings(described)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
         ) from None
     results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
-    run = Run(folder, described, tasks, cells, results, rungs)
-    _check(run)
-    return run
-
-
-def _check_mappings(described: Mapping[str, Any]) -> None:
-    """Raise ValueError if a value in sweep.json that is read later is not an object."""
-    sources = described.get("experts", {})
-    for key in ("base_model", "experts", "recipe", "settings", "versions"):
-        if not isinstance(described.get(key, {}), dict):
-            raise ValueError(f"{key} is not an object")
-    for name, source in [*sources.items(), ("base_model", described.get("base_model", {"source": ""}))]:
-        if not isinstance(source, dict) or "source" not in source:
-            raise ValueError(f"{name} does not say its source")
-    for key in ("settings", "search"):
-        if not isinstance(described.get("recipe", {}).get(key) or {}, dict):
-            raise ValueError(f"recipe.{key} is not an object")
-
-
-def _check(run: Run) -> None:
-    """Refuse lines that are not of this sweep, and cells whose samples are missing."""
-    problems = Problems(DataError)
-    cells_by_id = {cell.cell: cell for cell in run.cells}
-    seen: set[str] = set()
-
-    def add(name: str, number: int, reason: str | None) -> None:
-        if reason is not None:
-            problems.add(
-                f"{run.folder / name}: line {number} is not as the sweep wrote it: {reason}",
+    by_id = {cell.cell: cell for cell in cells}
+    for number, result in enumerate(results, 1):
+        if by_id.get(result.cell.cell) != result.cell or set(result.results) != set(result.cell.tasks):
+            raise DataError(
+                f"{folder / CELLS}: line {number} has another cell or other tasks than this sweep",
                 "Delete that line, and run the same sweep again",
             )
-
-    for number, result in enumerate(run.results, 1):
-        name = result.cell.cell
-        reason: str | None
-        if cells_by_id.get(name) != result.cell:
-            reason = f"{name} is not a cell of this sweep"
-        elif name in seen:
-            reason = f"{name} is in an earlier line, too"
-        elif set(result.results) != set(result.cell.tasks):
-            reason = f"it has results on {', '.join(sorted(result.results))}, not on {', '.join(result.cell.tasks)}"
-        else:
-            reason = _why_other_documents(run, result) or _why_not_sampled(run, result)
-        seen.add(name)
-        add(CELLS, number, reason)
-    for number, rung in enumerate(run.rungs, 1):
-        unknown = None if rung.cell in cells_by_id else f"{rung.cell} is not a cell of this sweep"
-        add(RUNGS, number, unknown or _why_other_documents(run, rung))
-    problems.raise_if_any()
-
-
-def _why_other_documents(run: Run, result: CellResult | RungResult) -> str | None:
-    """Whether a result has scores of other documents than were asked; None if not."""
-    for name, value in result.results.items():
-        if name not in run.tasks:
-            return f"{name} is not a task of this sweep"
-        asked = {*run.tasks[name].select, *run.tasks[name].report}
-        expected = len(asked) if isinstance(result, CellResult) else result.documents
-        if value.docs.keys() - asked or len(value.docs) not in (0, expected):
-            return f"its {len(value.docs)} documents of {name} are not the {expected} that were asked"
-    return None
-
-
-def _why_not_sampled(run: Run, result: CellResult) -> str | None:
-    """What is wrong with a cell's file of samples; None if it has a line for every document."""
-    path = samples_file(run.folder, result.cell)
-    expected = sum(len({*run.tasks[task].select, *run.tasks[task].report}) for task in result.cell.tasks)
-    if not exists(run.folder / SAMPLES):  # a run that was shared without them
-        return None
-    if not exists(path):
-        return f"{path.name} is missing in {SAMPLES}/"
-    with open_regular(path, _REMEDY) as file:
-        lines = sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
-    return None if lines == expected else f"{SAMPLES}/{path.name} holds {lines} documents, not {expected}"
+    return Run(folder, described, tasks, cells, results, rungs)
 
 
 def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> tuple[_Line, ...]:
