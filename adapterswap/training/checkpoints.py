@@ -1,8 +1,8 @@
 """Checkpoints of an unfinished run, so that it can be resumed; and devices or disks that are full.
 
-Each contains what the transformers Trainer saves (adapter, optimizer, schedule, generators), with a hash of each file
-and of the run. `run.json` has fingerprints of recipe, rows, tasks and base. So you can only resume the same run, from
-an unchanged checkpoint. The folder is removed when training ends, unless you keep the checkpoints.
+Each contains what the transformers Trainer saves (adapter, optimizer, schedule, generators), and a mark once it is
+complete. `run.json` has fingerprints of recipe, rows, tasks and base, so you can only resume the same run. The folder
+is removed when training ends, unless you keep the checkpoints.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import ExpertError, OutputError, RunError
+from adapterswap.errors import OutputError, RunError
 from adapterswap.files.folders import check_place, refuse_strangers, replacing, strangers, sync_folder, sync_one
-from adapterswap.files.hashes import fingerprints
 from adapterswap.files.text import read_json, write_json
 from adapterswap.model.checkpoints import model_fingerprints
 
@@ -60,12 +59,11 @@ def _unwritten(output: str, folder: Path, reason: str) -> OutputError:
     )
 
 
-_SEAL = "fingerprints.json"  # in each checkpoint: written last, so one without it was not completed
+_COMPLETE = "complete"  # an empty file in each checkpoint, written last
 
 _RUN = "run.json"
 _BUILDING = "run.tmp"
 LADDER = "ladder"  # the folder of the adapters that `selection.ladder` keeps
-_BESIDE = f"../{_RUN}"  # in a seal: the run that the checkpoint belongs to
 _CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
 _WITHOUT_EFFECT = ("keep_checkpoints", "report_to")  # options of training that do not change its result
 
@@ -95,7 +93,7 @@ class Checkpoints:
     def prepare(
         self, recipe: dict[str, Any], inputs: Mapping[str, Any], base: Path, *, resume: bool, processes: int = 1
     ) -> Path | None:
-        """Prepare the folder, and return the last undamaged checkpoint to resume from, if there is one.
+        """Prepare the folder, and return the last complete checkpoint to resume from, if there is one.
 
         Args:
             recipe: the recipe with all values.
@@ -106,7 +104,7 @@ class Checkpoints:
 
         Raises:
             RunError: the unfinished run has another recipe, other rows or tasks, another base or another number of
-                processes; its run.json is missing; or all its checkpoints are damaged.
+                processes; or its run.json is missing.
         """
         run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, inputs)
         note = self.folder / _RUN
@@ -131,20 +129,7 @@ class Checkpoints:
                     "Undo the change, or pass `overwrite=True` without `resume` to start again",
                     parameter="resume",
                 )
-        complete = sorted(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-        damaged = {}
-        for checkpoint in complete:
-            if (file := _changed(checkpoint)) is None:
-                return checkpoint
-            damaged[checkpoint] = file
-        if damaged:
-            names = ", ".join(f"{path.name} ({name})" for path, name in damaged.items())
-            raise RunError(
-                f"every checkpoint in {self.folder} is damaged: {names}",
-                "Pass `overwrite=True` without `resume` to start again",
-                parameter="resume",
-            )
-        return None
+        return max(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
     @contextmanager
     def tidied(self, *, keep: bool = False) -> Iterator[None]:
@@ -160,7 +145,7 @@ class Checkpoints:
                 self.remove()
 
     def _complete(self) -> list[Path]:
-        return [path.parent for path in self.folder.glob(f"checkpoint-*/{_SEAL}")]
+        return [path.parent for path in self.folder.glob(f"checkpoint-*/{_COMPLETE}")]
 
     def remove(self) -> None:
         """Remove the checkpoints. If the folder contains other files, they stay."""
@@ -192,14 +177,10 @@ class Checkpoints:
         ]
 
 
-def seal(checkpoint: Path) -> None:
-    """Once all files of a checkpoint are written, record their hashes and sync everything to disk.
-
-    After a power loss this may be the only checkpoint, because the one before it is removed when the next one is saved.
-    """
+def complete(checkpoint: Path) -> None:
+    """Mark a checkpoint whose files are all written, and sync it, as the one before it is removed next."""
     sync_folder(checkpoint)
-    write_json(checkpoint / _SEAL, _contents(checkpoint))
-    sync_one(checkpoint / _SEAL)
+    (checkpoint / _COMPLETE).touch()
     for folder in (checkpoint, checkpoint.parent):
         sync_one(folder)
 
@@ -214,24 +195,6 @@ def link_weights(checkpoint: Path, folder: Path) -> None:
                 os.link(file, folder / file.name)
             except OSError:  # a file system without hard links
                 shutil.copy2(file, folder / file.name)
-
-
-def _changed(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that has changed since it was written; None if there is none."""
-    try:
-        recorded = read_json(checkpoint / _SEAL)
-    except ExpertError:
-        return _SEAL
-    current = _contents(checkpoint)
-    return next(
-        (name for name in sorted(recorded.keys() | current.keys()) if recorded.get(name) != current.get(name)), None
-    )
-
-
-def _contents(checkpoint: Path) -> dict[str, str]:
-    """The fingerprints of a checkpoint's files, and of the run that it belongs to."""
-    hashes = {name: value for name, value in fingerprints(checkpoint).items() if name != _SEAL}
-    return {**hashes, _BESIDE: _hash(read_json(checkpoint.parent / _RUN))}
 
 
 def _hash(value: Any) -> str:

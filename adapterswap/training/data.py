@@ -1,13 +1,17 @@
 """Turn a recipe's sources into training rows and validation rows, and count the rest.
 
-Joins the sources, shuffles with the data seed and splits off the validation rows.
+Tables are loaded with `datasets.load_dataset`, whole or as a stream. Local files are read into memory and leave nothing
+in your cache; Hub datasets use it, or are streamed. For a stream, `datasets` shuffles the order of the shards with the
+seed, and the rows within a moving buffer. So the rows come from the beginning of some shards; they are not a sample of
+the whole. All sources are joined, shuffled with the data seed, and the validation rows split off.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,13 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.errors import BaseModelError, DataError
-from adapterswap.files.text import shown
+from adapterswap.errors import BaseModelError, DataError, NotFoundError, Problems, reason_of
+from adapterswap.files.folders import scratch_folder
+from adapterswap.files.hashes import sha256_of
+from adapterswap.files.text import expand, shown
 from adapterswap.model.loading import OpenedBase
+from adapterswap.model.sources import hub_reason, hub_remedy
 from adapterswap.planning.composition import SIDES
 from adapterswap.training.hygiene import MATH, Screen
-from adapterswap.training.loading import SourceCounts, load_table
-from adapterswap.training.recipe import DatasetSource, TrainingOptions, TrainRecipe
+from adapterswap.training.recipe import DatasetSource, Template, TrainingOptions, TrainRecipe
 from adapterswap.training.report import RowCounts
 from adapterswap.training.tokens import (
     ChatTemplate,
@@ -33,6 +39,289 @@ from adapterswap.training.tokens import (
     choose_renderer,
     tokenize,
 )
+
+_BUFFER = 10_000  # rows
+
+
+def draw_rows(
+    stream: Any, columns: Sequence[str], allowed: Mapping[str, set[Any]], *, samples: int, seed: int
+) -> tuple[Any, int]:
+    """The first matching rows of the shuffled stream, and how many rows were read.
+
+    Args:
+        stream: a datasets.IterableDataset.
+        columns: the columns to keep.
+        allowed: column → the values that a row may have in it.
+        samples: how many rows to draw; fewer if the stream ends before.
+        seed: for shuffling.
+
+    Returns:
+        A datasets.Dataset in memory, and the number of rows that were read.
+    """
+    import datasets
+
+    rows_read = 0
+    drawn: dict[str, list[Any]] = {column: [] for column in columns}
+
+    def rows() -> Iterator[Mapping[str, Any]]:
+        nonlocal rows_read
+        for row in stream.shuffle(seed=seed, buffer_size=_BUFFER):
+            rows_read += 1
+            if all(row[column] in values for column, values in allowed.items()):
+                yield row
+
+    for _, row in zip(range(samples), rows(), strict=False):
+        for column, values in drawn.items():
+            values.append(row[column])
+    return datasets.Dataset.from_dict(drawn), rows_read
+
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+@dataclass
+class SourceCounts:
+    """Counts of the rows of one source.
+
+    Attributes:
+        source: its path in the recipe.
+        read: rows in the split; of a stream, rows read.
+        kept: rows left after filter and samples.
+        empty: of `kept`, rows dropped because a value is missing or there is nothing to train on.
+        math: of `kept`, rows dropped by hygiene as math.
+        overlap: of `kept`, rows dropped because they share text with an evaluation, by the evaluation's name.
+        files: for local files, name → sha256.
+    """
+
+    source: str
+    read: int = 0
+    kept: int = 0
+    empty: int = 0
+    math: int = 0
+    overlap: dict[str, int] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, SourceCounts]:
+    """Load the rows of `source` as a datasets.Dataset, filtered and sampled, with their counts.
+
+    Args:
+        source: what to load.
+        folder: the folder that local paths are relative to.
+        seed: the seed for `samples`.
+    """
+    counts = SourceCounts(_display_name(source))
+    table = _load(source, folder, counts)
+    if source.streaming:
+        table = _draw(source, table, counts, seed=seed)
+        counts.kept = len(table)
+        return table, counts
+    counts.read = len(table)
+    _check_columns(source, table.column_names)
+    if not len(table):
+        raise DataError(
+            f"the dataset {source.path} has no rows in the split {source.split}",
+            "Correct `path` or `split`",
+            parameter="datasets",
+        )
+    for column, allowed in source.filter.items():
+        table = _filter(source, table, column, _as_list(allowed))
+    if source.samples is not None and source.samples < len(table):
+        chosen = np.random.default_rng(seed).permutation(len(table))[: source.samples]
+        table = table.select(sorted(chosen.tolist()))
+    counts.kept = len(table)
+    return table, counts
+
+
+def _display_name(source: DatasetSource) -> str:
+    """The name of a source for messages; `path: json` says only how its files are read."""
+    if f".{source.path}" in _BUILDERS and source.data_files:
+        return ", ".join(name if "://" in name else Path(name).name for name in _as_list(source.data_files))
+    return source.path
+
+
+def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int) -> Any:
+    """`samples` rows of a stream, as a datasets.Dataset."""
+
+    def draw() -> tuple[Any, int]:
+        columns = stream.column_names or list(next(iter(stream), {}))
+        _check_columns(source, columns)
+        allowed_values = {column: _values(allowed) for column, allowed in source.filter.items()}
+        named = list(dict.fromkeys(name for _, name in _named_columns(source)))
+        return draw_rows(stream, named, allowed_values, samples=source.samples or 0, seed=seed)
+
+    table, counts.read = _attempt(source, draw)
+    if not len(table):
+        filtered = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
+        raise DataError(
+            f"the dataset {source.path} has no rows{filtered} in the split {source.split}",
+            "Correct `path` or `split`",
+            parameter="datasets",
+        )
+    return table
+
+
+def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
+    """The split of `source` as a datasets.Dataset, or as a datasets.IterableDataset if it is streamed."""
+    import datasets
+
+    local = (folder / expand(source.path)).resolve()
+    if local.is_file() or (local.is_dir() and source.data_files):
+        files = [local] if local.is_file() else [local / expand(name) for name in _as_list(source.data_files)]
+        counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
+        return _attempt(source, lambda: _read(files, source.split, streaming=source.streaming))
+    if local.is_dir():
+        raise DataError(
+            f"the dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
+        )
+    if Path(source.path).suffix in _BUILDERS or source.path.startswith((".", "/", "~")):
+        raise NotFoundError(
+            f"the dataset file {source.path} does not exist",
+            "Correct the path; it is relative to the recipe's folder",
+            parameter="datasets",
+        )
+    named = {key: getattr(source, key) for key in ("name", "data_files", "data_dir", "revision")}
+    arguments = {key: value for key, value in named.items() if value is not None}
+    arguments |= {"streaming": True} if source.streaming else {}
+    return _attempt(source, lambda: datasets.load_dataset(source.path, split=source.split, **arguments))
+
+
+def _read(files: Sequence[Path], split: str, *, streaming: bool) -> Any:
+    """The rows of local files of one kind."""
+    import datasets
+
+    builder = _builder(files)
+    options = _csv_options(files[0]) if builder == "csv" else {}
+    names = [str(file) for file in files]
+    if streaming:
+        return datasets.load_dataset(builder, data_files=names, split=split, streaming=True, **options)
+    # A temporary cache, removed once the rows are in memory: the user's own cache is for downloads.
+    with scratch_folder("rows") as cache:
+        return datasets.load_dataset(
+            builder, data_files=names, split=split, cache_dir=str(cache), keep_in_memory=True, **options
+        )
+
+
+def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
+    """Call `load()`, and turn its errors (the network, the Hub, the files' contents) into ours."""
+    import datasets
+
+    try:
+        return load()
+    except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+        raise NotFoundError(
+            f"the dataset {source.path} is not a local file and could not be downloaded from the Hub: "
+            f"{hub_reason(error)}",
+            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
+            parameter="datasets",
+        ) from None
+    except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
+        remedy = "Check `split`, `name`, `data_files` and the files themselves"
+        if "script" in str(error):
+            remedy = (
+                "Dataset scripts are no longer supported: read the files directly with path: json (or csv, parquet) "
+                f"and data_files: hf://datasets/{source.path}/…, or use a converted revision"
+            )
+        raise DataError(
+            f"the dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
+        ) from None
+
+
+def _csv_options(file: Path) -> dict[str, Any]:
+    """Options that read cells as verbatim text: `007` is not a number, and `NA` is not a missing value."""
+    import datasets
+
+    separator = "\t" if file.suffix == ".tsv" else ","
+    with file.open(encoding="utf-8-sig", newline="") as content:
+        header = next(csv.reader(content, delimiter=separator))
+    columns = datasets.Features({name: datasets.Value("string") for name in header})
+    return {"sep": separator, "features": columns, "keep_default_na": False}
+
+
+def _builder(files: Sequence[Path]) -> str:
+    problems, builders = Problems(DataError), set()
+    for file in files:
+        if not file.is_file():
+            problems.add(
+                f"the dataset file {file.name} does not exist",
+                "Correct `path` or `data_files`",
+                parameter="datasets",
+                kind=NotFoundError,
+            )
+        elif not file.stat().st_size:
+            problems.add(f"the dataset file {file.name} is empty", "Name a file with rows", parameter="datasets")
+        elif file.suffix not in _BUILDERS:
+            problems.add(
+                f"the dataset file {file.name} has an unknown suffix",
+                f"Known: {', '.join(_BUILDERS)}",
+                parameter="datasets",
+            )
+        else:
+            builders.add(_BUILDERS[file.suffix])
+    if len(builders) > 1:
+        problems.add(
+            f"the dataset's files have different formats: {', '.join(sorted(builders))}",
+            "List them as separate datasets",
+            parameter="datasets",
+        )
+    problems.raise_if_any()
+    return builders.pop()
+
+
+def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
+    problems = Problems(DataError)
+    remedy = f"Its columns are: {', '.join(columns)}"
+    for key, name in _named_columns(source):
+        if name not in columns:
+            problems.add(
+                f"the dataset {source.path}: `{key}` names the column {name!r}, which does not exist",
+                remedy,
+                parameter="datasets",
+            )
+    problems.raise_if_any()
+
+
+def _named_columns(source: DatasetSource) -> list[tuple[str, str]]:
+    """Each key of the recipe that names a column, and the column."""
+    templates = [(key, getattr(source, key)) for key in ("prompt", "completion", "text")]
+    named = [(key, name) for key, template in templates if template for name in Template(template).fields]
+    named += [("filter", name) for name in source.filter]
+    return named + ([("messages", source.messages)] if source.messages else [])
+
+
+def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) -> Any:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.compute  # type: ignore[import-untyped]
+
+    cells = table.with_format("arrow")[column][:]
+    if pyarrow.types.is_nested(cells.type):
+        raise DataError(
+            f"the dataset {source.path}: `filter` names {column}, which does not contain plain values",
+            "Filter another column",
+            parameter="datasets",
+        )
+    # A source may have millions of rows, but few distinct values in this column.
+    distinct, values = cells.unique().to_pylist(), _values(allowed)
+    matching = pyarrow.array([value for value in distinct if value in values], cells.type)
+    keep = np.flatnonzero(pyarrow.compute.is_in(cells, value_set=matching))
+    if not len(keep):
+        examples = ", ".join(repr(value) for value in sorted(set(map(str, distinct)))[:8])
+        raise DataError(
+            f"the dataset {source.path}: no row has {column} in {allowed}",
+            f"Use values of that column, such as {examples}",
+            parameter="datasets",
+        )
+    return table.select(keep)
+
+
+def _values(allowed: Any) -> set[Any]:
+    """The allowed values, also as text: a number in the recipe may be text in a file."""
+    return {*_as_list(allowed), *map(str, _as_list(allowed))}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
 
 _BATCH = 1000  # rows held as Python objects at once
 

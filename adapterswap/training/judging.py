@@ -21,7 +21,6 @@ from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.evaluating import preview
 from adapterswap.evaluation.tasks import load_tasks, task_files, task_fingerprint
 from adapterswap.files.folders import replacing, sync_folder
-from adapterswap.files.hashes import fingerprints
 from adapterswap.files.text import read_json
 from adapterswap.model.loading import OpenedBase
 from adapterswap.processes import Processes
@@ -163,7 +162,6 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         self._table_path, self._best = folder / "selection.json", folder / "best"
         self._processes, self._bar = processes, bar
         self._table: list[JudgedCheckpoint] = []
-        self._weights: dict[str, dict[str, str]] = {}  # by folder in best/, the fingerprints of its files
         self.seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -177,26 +175,12 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _read(self, args: Any, state: Any) -> list[dict[str, Any]]:
         """The rows up to the step from which the run resumes."""
-        content: dict[str, Any] = {"table": [], "best": {}}
-        if self._table_path.is_file():
-            content = read_json(self._table_path, _REMEDY, kind=RunError)
-        rows = [row for row in content["table"] if row["step"] <= state.global_step]
+        content = read_json(self._table_path, _REMEDY, kind=RunError) if self._table_path.is_file() else {"table": []}
+        rows: list[dict[str, Any]] = [row for row in content["table"] if row["step"] <= state.global_step]
         due = [step for step in range(1, state.global_step) if self._is_due_at(step, args, state)]
         if [row["step"] for row in rows if row["step"] < state.global_step] != due:
             raise RunError(f"{self._table_path} has changed since it was written", _REMEDY, parameter="resume")
-        self._weights = content["best"]
-        best_steps = {
-            row.step for row in best_first([JudgedCheckpoint(**row) for row in rows])[: self._options.keep_best]
-        }
-        # If the run resumes from an earlier checkpoint, a later one may have replaced some: it will do so again.
-        for name in self._weights:
-            if int(name.rpartition("-")[2]) in best_steps:
-                self._check_weights(name)
         return rows
-
-    def _check_weights(self, name: str) -> None:
-        if fingerprints(self._best / name) != self._weights.get(name):
-            raise RunError(f"{self._best / name} has changed since it was written", _REMEDY, parameter="resume")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the validation loss before the checkpoint is saved, because it goes into the table too."""
@@ -246,10 +230,8 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         """Add this checkpoint's weights to the best, then write the table, then remove weights no longer kept."""
         link_weights(checkpoint, self._best / checkpoint.name)
         sync_folder(self._best)
-        self._weights[checkpoint.name] = fingerprints(self._best / checkpoint.name)
         kept = {f"checkpoint-{step}" for step in self._kept()}
-        self._weights = {name: prints for name, prints in self._weights.items() if name in kept}
-        content = {"table": [asdict(row) for row in self._table], "best": self._weights}
+        content = {"table": [asdict(row) for row in self._table]}
         with replacing(self._table_path, self._table_path.with_suffix(".tmp")) as building:
             building.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for folder in self._best.iterdir():
@@ -270,7 +252,6 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         """
         best, *others = self._kept()
         for step in (*reversed(others), best):
-            self._check_weights(f"checkpoint-{step}")
             self._trainer._load_from_checkpoint(str(self._best / f"checkpoint-{step}"))
             if step != best:
                 yield step

@@ -137,7 +137,7 @@ def train(
         scratch_folder("training") as scratch,
         checkpoints.tidied(keep=not processes.main),
     ):
-        from adapterswap.training.trainer import Ladder, Sealing, Stopping, build_trainer
+        from adapterswap.training.trainer import Completing, Ladder, Stopping, build_trainer
 
         bar = bars.row("opening the base")
         base = open_trainable(recipe.base_model)
@@ -168,7 +168,7 @@ def train(
             checkpoints=checkpoints.folder if options.save_every_samples else scratch,
         )  # fmt: skip
         if options.save_every_samples:
-            trainer.add_callback(Sealing(processes))  # before the judge, which reads complete checkpoints
+            trainer.add_callback(Completing(processes))  # before the judge, which reads complete checkpoints
         ladder = None
         if recipe.selection and recipe.selection.ladder:
             ladder = Ladder(recipe.selection.rungs(steps), trainer, processes)

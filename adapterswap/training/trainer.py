@@ -33,7 +33,7 @@ from adapterswap.model.loading import OpenedBase
 from adapterswap.planning.composition import SIDES, Side
 from adapterswap.processes import Processes
 from adapterswap.progress import ProgressRow
-from adapterswap.training.checkpoints import LADDER, link_weights, seal
+from adapterswap.training.checkpoints import LADDER, complete, link_weights
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.report import choose_schedule, rows_a_step, steps_between
 from adapterswap.training.start import Start, take_over
@@ -295,8 +295,8 @@ class Ladder(TrainerCallback):  # type: ignore[misc]
             yield step
 
 
-class Sealing(TrainerCallback):  # type: ignore[misc]
-    """Records the hashes of a checkpoint's files once every process has written its part."""
+class Completing(TrainerCallback):  # type: ignore[misc]
+    """Marks a checkpoint as complete once every process has written its part."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -304,7 +304,7 @@ class Sealing(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._processes.wait()
         if self._processes.main:
-            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig:

@@ -18,9 +18,8 @@ from refusals import refused
 from adapterswap.errors import AdapterswapError, DataError, NotFoundError
 from adapterswap.evaluation.mgsm import LANGUAGES, read_mgsm
 from adapterswap.training import TrainRecipe, estimate, train
-from adapterswap.training.data import load_rows
+from adapterswap.training.data import SourceCounts, load_rows
 from adapterswap.training.hygiene import Grams, Screen, hash_grams, looks_like_math, tokenize_words
-from adapterswap.training.loading import SourceCounts
 from adapterswap.training.recipe import DatasetSource, Hygiene
 
 from .conftest import echo_rows, write_jsonl

@@ -15,8 +15,7 @@ import pytest
 from refusals import refused
 
 from adapterswap.errors import AdapterswapError, BaseModelError, DataError, FieldError, NotFoundError
-from adapterswap.training.data import load_rows
-from adapterswap.training.loading import SourceCounts
+from adapterswap.training.data import SourceCounts, load_rows
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.tokens import Example
 
