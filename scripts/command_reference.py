@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from pathlib import Path
 
 import click
 from click.testing import CliRunner
 
-from adapterswap.cli import COMMANDS, EXIT_CODES, main
+from adapterswap.cli import COMMANDS, EXIT_CODES, find_command, main
 
 PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
 GROUPS = {
@@ -99,7 +98,7 @@ def _names() -> Iterator[str]:
     """Every command, followed by its subcommands."""
     for name in COMMANDS:
         yield name
-        command = import_module(f"adapterswap.cli.{name}").command
+        command = find_command(name)
         if isinstance(command, click.Group):
             yield from (f"{name} {below}" for below in command.commands)
 

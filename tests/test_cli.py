@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from adapterswap.cli import COMMANDS
+from adapterswap.cli import COMMANDS, find_command
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "trl", "lm_eval", "matplotlib", "accelerate")
 
@@ -85,7 +84,7 @@ def test_control_characters_do_not_reach_the_terminal(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_matches_the_commands(name: str, run: Callable[..., Result]) -> None:
-    command = importlib.import_module(f"adapterswap.cli.{name}").command
+    command = find_command(name)
     assert command.name == name
     assert (command.help or "").splitlines()[0] == COMMANDS[name]
     assert run(name, "-h").exit_code == 0

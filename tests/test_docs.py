@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import re
 import shlex
@@ -17,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from importing import loaded
 
-from adapterswap.cli import COMMANDS, main
+from adapterswap.cli import COMMANDS, find_command, main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -85,7 +83,7 @@ def test_options_that_pages_show_exist(page: str, line: str) -> None:
     if words[1].startswith("-"):
         return
     assert words[1] in COMMANDS, line
-    command = importlib.import_module(f"adapterswap.cli.{words[1]}").command
+    command = find_command(words[1])
     below = words[2:3] if isinstance(command, click.Group) else []
     shown = CliRunner().invoke(main, [words[1], *below, "--help"], terminal_width=300).output
     if "--method" in words:  # its own parameters are options that `methods` shows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from adapterswap.cli import COMMANDS
+from adapterswap.cli import COMMANDS, find_command
 from adapterswap.cli.options import Count, Json
 from adapterswap.cli.signature import GROUPS, Options, declare
 from adapterswap.methods.registry import PARAMETERS
@@ -96,7 +95,7 @@ def test_help_of_composing_commands_has_groups(name: str, run: Run) -> None:
     titles = re.findall(r"^(\w+):", text, flags=re.MULTILINE)[1:]
     assert titles == [title for title in GROUPS if title in titles]
     assert {"Experts", "Layers", "Method", "Output", "General"} <= {*titles}
-    options = {param.name for param in import_module(f"adapterswap.cli.{name}").command.params}
+    options = {param.name for param in find_command(name).params}
     assert PARAMETERS.keys() <= options
     assert "--density X" not in text
 
@@ -127,7 +126,5 @@ def test_a_dry_run_needs_no_output(
 
 
 def test_only_training_has_an_option_called_seed() -> None:
-    flags = {
-        name: {o for p in import_module(f"adapterswap.cli.{name}").command.params for o in p.opts} for name in COMMANDS
-    }
+    flags = {name: {o for p in find_command(name).params for o in p.opts} for name in COMMANDS}
     assert [name for name, own in flags.items() if "--seed" in own] == ["train"]

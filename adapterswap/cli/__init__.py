@@ -1,4 +1,4 @@
-"""The command line: `adapterswap COMMAND …`, one file per command in this folder.
+"""The command line: `adapterswap COMMAND …`; commands that print alike share a file of this folder.
 
 A command's file is imported when the command is used, so that `adapterswap -h` answers at once. Commands parse, call
 the library and print; data goes to stdout, everything else to stderr. Nothing in the library imports this package.
@@ -43,7 +43,7 @@ from adapterswap.processes import is_first
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-__all__ = ["COMMANDS", "EXIT_CODES", "main"]
+__all__ = ["COMMANDS", "EXIT_CODES", "find_command", "main"]
 
 WRONG_REQUEST, NOT_DONE, INTERRUPTED = 2, 3, 130  # 1 is the answer no, of `verify`, `diff` and `recipes check`
 
@@ -86,6 +86,20 @@ COMMANDS = {
     "studio": "Explore, try, compare and export compositions on a local page.",
     "lab": "Run the whole experiment on a tiny built-in model, offline.",
 }
+
+_FILES = {
+    **dict.fromkeys(("compose", "merge", "export"), "composing"),
+    **dict.fromkeys(("inspect", "slice", "convert", "extract"), "adapters"),
+    **dict.fromkeys(("verify", "diff"), "comparing"),
+    **dict.fromkeys(("analyze", "suggest"), "measuring"),
+}  # of other commands, the file has the command's name
+
+
+def find_command(name: str) -> click.Command:
+    """A command; its file is imported."""
+    command = getattr(importlib.import_module(f"adapterswap.cli.{_FILES.get(name, name)}"), f"{name}_command")
+    assert isinstance(command, click.Command)
+    return command
 
 
 _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # read when these libraries are imported
@@ -137,8 +151,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"adapterswap.cli.{cmd_name}").command
-        assert isinstance(command, click.Command)
+        command = find_command(cmd_name)
         _add_common_options(command)
         return command
 

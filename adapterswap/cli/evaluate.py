@@ -113,7 +113,7 @@ def _settings(
 
 @declare("evaluate")
 @one_voice()
-def command(
+def evaluate_command(
     *,
     base_model: Expert,
     adapter: Expert | None = None,

@@ -30,7 +30,7 @@ _PARTS = 100  # of a seed, for its progress bar
 
 
 @declare("lab")
-def command(
+def lab_command(
     *,
     seeds: Count = 5,
     scene: Literal["gap", "no-gap"] = "gap",

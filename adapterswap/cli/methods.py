@@ -13,7 +13,7 @@ from adapterswap.methods.registry import BUILT_IN, all_methods, find_method, in_
 
 
 @declare("methods")
-def command(name: Annotated[str, MethodName()] | None = None, *, as_json: Json = False) -> None:
+def methods_command(name: Annotated[str, MethodName()] | None = None, *, as_json: Json = False) -> None:
     """List the methods that combine experts, with their parameters and references.
 
     With NAME, show one method: its formula, its parameters with their options and defaults, and its reference.

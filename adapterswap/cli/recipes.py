@@ -13,7 +13,7 @@ from adapterswap.cli.signature import declare
 
 
 @click.group("recipes", context_settings={"max_content_width": 110})
-def command() -> None:
+def recipes_command() -> None:
     """List, show, copy and check recipes.
 
     Recipes in train/, compose/ and sweep/ are complete: pass their name to the command of that name. Those in models/,
@@ -21,7 +21,7 @@ def command() -> None:
     """
 
 
-@declare("ls", group=command)
+@declare("ls", group=recipes_command)
 def ls(*, kind: Annotated[str, "KIND"] | None = None, as_json: Json = False) -> None:
     """List the shipped recipes and what each is for.
 
@@ -46,7 +46,7 @@ def ls(*, kind: Annotated[str, "KIND"] | None = None, as_json: Json = False) -> 
         echo(f"{recipe.name:<{width}}  {recipe.about}")
 
 
-@declare("cat", group=command)
+@declare("cat", group=recipes_command)
 def cat(name: Annotated[str, RecipePath()], *, resolved: bool = False, as_json: Json = False) -> None:
     """Print a recipe.
 
@@ -70,7 +70,7 @@ def cat(name: Annotated[str, RecipePath()], *, resolved: bool = False, as_json: 
         echo(*text.removesuffix("\n").split("\n"))
 
 
-@declare("cp", group=command)
+@declare("cp", group=recipes_command)
 def cp(
     names: Annotated[tuple[str, ...], RecipePath(), "NAME..."],
     folder: Folder,
@@ -103,7 +103,7 @@ def cp(
     note_output(folder, dry_run=dry_run)
 
 
-@declare("validate", group=command)
+@declare("validate", group=recipes_command)
 def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_json: Json = False) -> None:
     """Report every mistake in recipes, without reading models or data.
 

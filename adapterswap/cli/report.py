@@ -26,7 +26,7 @@ _LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the 
 
 
 @declare("report")
-def command(
+def report_command(
     runs: Annotated[tuple[Folder, ...], "RUN…"],
     *,
     reference: Annotated[str, "METHOD"] | None = None,

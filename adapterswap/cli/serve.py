@@ -44,7 +44,7 @@ class _Serve(Command):
 
 
 @declare("serve", cls=_Serve)
-def command(
+def serve_command(
     engine_args: Annotated[tuple[str, ...], click.UNPROCESSED, "[-- ENGINE ARGS]"] = (),
     *,
     base_model: Expert,

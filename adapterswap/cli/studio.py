@@ -13,7 +13,7 @@ from adapterswap.dependencies import require
 
 
 @declare("studio")
-def command(
+def studio_command(
     *,
     base_model: Expert | None = None,
     experts_path: Annotated[Place, "--experts", "DIR|YAML"] | None = None,

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @declare("sweep")
 @one_voice()
-def command(
+def sweep_command(
     recipe: Annotated[str, RecipePath("sweep")],
     *,
     overrides: Annotated[tuple[Setting, ...], "--set"] = (),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @declare("train")
 @one_voice()
-def command(
+def train_command(
     recipe: Annotated[str, RecipePath("train")],
     *,
     overrides: Annotated[tuple[Setting, ...], "--set"] = (),

@@ -10,7 +10,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from adapterswap.cli import COMMANDS, main
-from adapterswap.cli.lab import command
+from adapterswap.cli.lab import lab_command
 from adapterswap.lab import SCENES
 
 
@@ -24,9 +24,9 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_scenes_offered_are_the_scenes() -> None:
-    (option,) = (parameter for parameter in command.params if parameter.name == "scene")
+    (option,) = (parameter for parameter in lab_command.params if parameter.name == "scene")
     assert list(option.type.choices) == list(SCENES)  # type: ignore[attr-defined]
-    assert all(f"`{name}`" in (command.help or "") for name in SCENES)
+    assert all(f"`{name}`" in (lab_command.help or "") for name in SCENES)
 
 
 def test_dry_run(tmp_path: Path) -> None:

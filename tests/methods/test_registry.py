@@ -18,7 +18,7 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition, Rule
-from adapterswap.cli.compose import command as compose_command
+from adapterswap.cli.composing import compose_command
 from adapterswap.errors import ArgumentError, FieldError
 from adapterswap.methods.method import DENSITY, NonlinearMethod, SpanMethod
 from adapterswap.methods.registry import BUILT_IN, PARAMETERS, RESERVED, find_method, names_of

@@ -171,8 +171,8 @@ def test_the_commands_run(written: Written) -> None:
     """The options of the commands are options of the command line, with values that it takes."""
     import shlex
 
-    from adapterswap.cli.compose import command as compose
-    from adapterswap.cli.evaluate import command as evaluate
+    from adapterswap.cli.composing import compose_command as compose
+    from adapterswap.cli.evaluate import evaluate_command as evaluate
 
     assert len(written.report.compositions) == 9
     for _, compose_line, evaluate_line in written.report.compositions:

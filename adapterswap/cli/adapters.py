@@ -1,0 +1,396 @@
+"""`adapterswap inspect`, `slice`, `convert` and `extract`: what is in an expert, and another adapter made of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+
+from adapterswap.cli.options import Count, Device, Dtype, Expert, Json, Rank, Result, Share
+from adapterswap.cli.printing import (
+    count_bar,
+    echo,
+    human_bytes,
+    note,
+    print_json,
+    print_rows,
+    print_table,
+    rare_collections,
+    table,
+    working,
+)
+from adapterswap.cli.signature import declare
+from adapterswap.model.layers import (
+    format_depth,
+    format_layers,
+    has_both_stacks,
+    stack_of,
+    stacked_layers_in_config,
+    within_layer,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from adapterswap.experts.adapter import Adapter, FullModule, OpaqueModule
+    from adapterswap.gguf.reading import GgufAdapter
+    from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+    from adapterswap.tools.deltas import Conversion
+    from adapterswap.tools.extraction import Extraction
+    from adapterswap.tools.inspecting import Inspection
+
+
+@declare("inspect")
+@rare_collections()
+def inspect_command(path: Expert, *, as_json: Json = False) -> None:
+    """Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.
+
+    PATH is a PEFT LoRA folder, a folder of full weights, a Hub id (org/name@revision), or LoRA in GGUF. If adapterswap
+    composed, merged or exported it, the strip shows which expert each layer came from.
+    """
+    from adapterswap.tools.inspecting import inspect
+
+    with working("reading"):
+        inspection = inspect(path)
+    if as_json:
+        print_json(inspection.as_json())
+    else:
+        _print_inspection(inspection)
+
+
+def _print_inspection(inspection: Inspection) -> None:
+    from adapterswap.experts.adapter import Adapter
+    from adapterswap.gguf.reading import GgufAdapter
+
+    if isinstance(inspection.expert, Adapter):
+        _print_adapter(inspection, inspection.expert)
+    elif isinstance(inspection.expert, GgufAdapter):
+        _print_gguf(inspection, inspection.expert)
+    else:
+        _print_model(inspection, inspection.expert)
+    if inspection.trained_from is not None:
+        echo(f"trained from {inspection.trained_from}")
+    if inspection.record is not None:
+        record = inspection.record
+        experts = ", ".join(f"{name} from {source}" for name, source in record.experts.items())
+        relation = "composed of" if record.slice is None else f"the {record.slice} of"
+        for line in [f"{relation} {experts}", *record.origins, *inspection.strip]:
+            echo(line)
+
+
+def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
+    config = adapter.config
+    form = "rank-stabilized LoRA (s = α/√r)" if config.rslora else "plain LoRA (s = α/r)"
+    form = form if adapter.modules and not adapter.opaque else config.title
+    echo(f"{adapter.source}: {form} for {config.base_model or 'an unnamed base'}")
+    full_parameters = inspection.num_saved_parameters
+    whole = [part for part in adapter.saved.values() if not part.rows]
+    trained = [f"{len(whole)} trained in full"] if whole else []
+    trained += (
+        [f"trained tokens in {len(adapter.tokens)} module{'s' * (len(adapter.tokens) > 1)}"] if adapter.tokens else []
+    )
+    in_full = f", {' and '.join(trained)} with {full_parameters:,} parameters" if trained else ""
+    total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
+    echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
+    has_stacks = has_both_stacks(adapter.container)
+    rows: list[tuple[Any, ...]] = []
+    for m in adapter.modules.values():
+        numbers = (m.rank, f"{m.alpha:g}", f"{m.scale:.6g}", f"{m.out_features} × {m.in_features}", m.dtype)
+        rows.append((_within(m.name, m.layer, has_stacks), m.kind, m.layer, *numbers))
+    heads = ("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype")
+    tables = [_table(*heads, rows=rows)] if rows else []
+    groups: list[tuple[str, list[Any]]] = [
+        (config.title, [*adapter.opaque.values()]),
+        ("trained in full", whole),
+        ("trained tokens", [*adapter.tokens.values()]),
+    ]
+    tables += [_tensor_table(title, parts, has_stacks=has_stacks) for title, parts in groups if parts]
+    print_table(*tables)
+    if adapter.ignored:
+        names = ", ".join(adapter.ignored)
+        echo(f"in the file but not loaded by PEFT, because the config does not target them: {names}")
+
+
+def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
+    count = len(adapter.files)
+    pieces = f" in {count} pieces" if count > 1 else f", the piece {name}" if (name := adapter.files[0].piece) else ""
+    echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
+    echo(f"{len(adapter.modules)} modules, {inspection.num_parameters:,} parameters, {human_bytes(inspection.nbytes)}")
+    rows: list[tuple[Any, ...]] = []
+    for m in adapter.modules.values():
+        name = m.name if m.layer is None else m.name.removeprefix(f"blk.{m.layer}.")
+        rows.append((name, m.kind, m.layer, m.rank, f"{m.out_features} × {m.in_features}", m.dtype))
+    print_table(_table("module", "kind", "layers", "rank", "out × in", "dtype", rows=rows))
+
+
+def _print_model(inspection: Inspection, model: Checkpoint) -> None:
+    parameters = model.parameters.values()
+    layers = stacked_layers_in_config(model.config)
+    depth = f", {format_depth(layers)} layers" if layers is not None else ""
+    echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
+    size, shards = human_bytes(inspection.nbytes), len(model.shards)
+    total = inspection.num_parameters
+    echo(f"{len(parameters)} tensors, {total:,} parameters, {size} in {shards} file{'s' * (shards > 1)}")
+    print_table(_tensor_table("tensor", parameters, has_stacks=has_both_stacks(model.container)))
+
+
+def _table(*heads: str, rows: Iterable[tuple[Any, ...]]) -> Table:
+    """A table of names, kinds, layers and the rest; those that differ only by their layer share a row."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for name, kind, layer, *rest in rows:
+        groups.setdefault((name, kind, *rest), []).extend([] if layer is None else [layer])
+    joined = [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in groups.items()]
+    return table(*heads, rows=joined, left=len(heads))
+
+
+def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, has_stacks: bool) -> Table:
+    """A table of whole tensors, with the size of each row's together."""
+    from adapterswap.model.checkpoints import StoredTensor
+
+    rows: list[tuple[tuple[str, ...], int | None]] = []
+    sizes: Counter[tuple[str, ...]] = Counter()
+    for part in parts:
+        tensors = {"": part.tensor} if isinstance(part, StoredTensor) else part.tensors
+        for last, tensor in tensors.items():
+            name = f"{part.name}.{last}".removesuffix(".")
+            shape = " × ".join(map(str, tensor.shape)) or "–"
+            row = (_within(name, part.layer, has_stacks), part.kind, shape, tensor.dtype)
+            sizes[row] += tensor.nbytes
+            rows.append((row, part.layer))
+    sized = [(*row[:2], layer, *row[2:], human_bytes(sizes[row])) for row, layer in rows]
+    return _table(title, "kind", "layers", "shape", "dtype", "size", rows=sized)
+
+
+def _within(name: str, layer: int | None, has_stacks: bool) -> str:
+    """The part of a name after its layer; in a model with two stacks, with the stack in front."""
+    if layer is None:
+        return name
+    return f"{stack_of(name)} {within_layer(name, layer)}" if has_stacks else within_layer(name, layer)
+
+
+@declare("slice")
+@rare_collections()
+def slice_command(
+    expert: Expert,
+    *,
+    layers: Annotated[str, "LAYERS"],
+    stack: Literal["encoder", "decoder"] | None = None,
+    num_layers: Annotated[Count, "L"] | None = None,
+    base_model: Expert | None = None,
+    result: Result,
+) -> None:
+    """Cut an expert to some layers: a shell or a core.
+
+    A shell holds only the outer layers of a language expert, a core only the middle of a task expert. Composing the two
+    gives the same tensors and config as composing the whole experts. A composition that needs a layer that was cut away
+    fails. Modules outside the layers are kept.
+
+    Args:
+        layers: Layers to keep, such as 0-4,30-31.
+        stack: In a model with both stacks, keep the layers of this one only.  [default: both]
+        base_model: The expert's base model, if it names none or another path.
+    """
+    from adapterswap.experts.adapter import open_adapter
+    from adapterswap.files.folders import check_target
+    from adapterswap.model.layers import format_depth
+    from adapterswap.planning.composing import slice_layers
+    from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
+    from adapterswap.writing.outputs import Form
+
+    adapter = open_adapter(expert)
+    plan = slice_layers(adapter, layers, stack=stack, num_layers=num_layers, base_model=base_model)
+    with working("reading the expert"):
+        prepared = prepare(plan, Form())
+    if result.dry_run:
+        check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
+    else:
+        with working("writing"):
+            write_prepared(prepared, result.out_path, overwrite=result.overwrite)
+    adapted, kept = sum(bool(slot.terms) for slot in plan.modules.values()), plan.rules[0].layers
+    nbytes, share = prepared.layout.nbytes, prepared.layout.nbytes / _loaded_bytes(adapter)
+    content: dict[str, Any] = {"layers": kept, "modules": adapted, **({"stack": stack} if stack else {})}
+    content |= {"of_modules": len(plan.modules), "bytes": nbytes, "share": share}
+
+    def show() -> None:
+        of_stack, depth = f"{stack} " if stack else "", format_depth(plan.num_layers)
+        echo(
+            f"{of_stack}layers {kept} of {depth}: {adapted} of {len(plan.modules)} modules, {human_bytes(nbytes)}, "
+            f"{share:.0%} of the whole expert"
+        )
+        for remark in plan.notes:
+            note(remark)
+
+    result.report(lambda: content, show)
+
+
+def _loaded_bytes(adapter: Adapter) -> int:
+    """The size in bytes of what PEFT loads: a file can hold modules that its config does not target."""
+    lora = (tensor for module in adapter.modules.values() for tensor in (module.a, module.b))
+    copies = (module.base for module in adapter.factors.values())
+    others: list[OpaqueModule | FullModule] = [*adapter.opaque.values(), *adapter.saved.values()]
+    tensors = (tensor for module in others for tensor in module.tensors.values())
+    return sum(tensor.nbytes for tensor in (*lora, *copies, *tensors) if tensor is not None)
+
+
+@declare("convert")
+def convert_command(
+    adapter: Expert,
+    *,
+    base_model: Expert | None = None,
+    allow_pickle: bool = False,
+    rank: Rank | None = None,
+    saved_rank: Rank | None = None,
+    dtype: Dtype | None = None,
+    names: Literal["transformers4", "transformers5"] | None = None,
+    layout: Literal["exact", "portable"] = "exact",
+    max_error: Share | None = None,
+    result: Result,
+) -> None:
+    """Convert an adapter: other names, layout or dtype, or another kind to rsLoRA.
+
+    ADAPTER is a PEFT adapter (a folder or Hub id). A LoRA keeps its ΔW. PEFT loads other kinds (DoRA, LoHa, LoKr, OFT,
+    (IA)³, …) into their base, and each module's ΔW is truncated to --rank; the relative error is reported.
+
+    Args:
+        base_model: The base model, if the adapter names none or another path.
+        allow_pickle: Also read adapter_model.bin, with torch.load(weights_only=True), which runs no code.
+        rank: Highest rank of a module.
+        saved_rank: Turn modules trained in full (modules_to_save) into LoRA of at most this rank.
+        dtype: Dtype of the tensors.  [default: the adapter's]
+        names: Module names to write.
+        layout: portable has one rank and scale 1, for any engine.
+        max_error: Fail if the relative error of any module's ΔW is larger.
+        dry_run: Compute and report, but write nothing.
+    """
+    from adapterswap.tools.conversion import convert
+
+    with count_bar("converting") as advance:
+        conversion = convert(
+            adapter, result.out_path, names=names, layout=layout, dtype=dtype, rank=rank, max_error=max_error,
+            saved_rank=saved_rank, base_model=base_model, allow_pickle=allow_pickle, overwrite=result.overwrite,
+            dry_run=result.dry_run, progress=advance,
+        )  # fmt: skip
+    result.report(lambda: _conversion_as_json(conversion), lambda: _print_conversion(conversion))
+
+
+def _conversion_as_json(conversion: Conversion) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "peft_type": conversion.peft_type,
+        "pickled": conversion.pickled,
+        "relative_error": conversion.relative_error,
+        "modules": [asdict(module) for module in conversion.modules],
+    }
+
+
+def _print_conversion(conversion: Conversion) -> None:
+    ranks = sorted({module.rank for module in conversion.modules})
+    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    kind = f"{conversion.peft_type}{', pickled' if conversion.pickled else ''}"
+    echo(f"{kind}: {len(conversion.modules)} modules, {rank}")
+    note(
+        f"relative error of ΔW: {conversion.relative_error:.2g} over all modules, {conversion.worst.error:.2g} at most "
+        f"({conversion.worst.name})"
+    )
+
+
+_TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
+
+
+@declare("extract")
+def extract_command(
+    full: Expert,
+    *,
+    base_model: Expert,
+    layers: Annotated[str, "LAYERS"] | None = None,
+    modules: Annotated[tuple[str, ...], "NAME"] = (),
+    embeddings: bool = False,
+    rank: Rank | None = None,
+    dtype: Dtype | None = None,
+    device: Device = "cpu",
+    max_error: Share | None = None,
+    result: Result,
+) -> None:
+    """Cut an adapter out of a full fine-tune.
+
+    FULL is a checkpoint (a folder or Hub id) that was fine-tuned from --base-model. The difference of each linear
+    weight in the layers is truncated to a rank and written as an rsLoRA adapter, which composes like any other. Norms,
+    biases and everything else that an adapter cannot hold are reported.
+
+    Args:
+        base_model: The base that FULL was fine-tuned from.
+        layers: Only these layers, such as 0-4,30-31.
+        modules: Only attention, mlp, or a part of module names; repeatable.
+        embeddings: Extract embeddings, heads and towers too.
+        rank: Rank of every module; with --max-error, the highest.
+        dtype: Dtype of the factors.  [default: FULL's]
+        device: auto, cpu, cuda, cuda:N, mps; mps computes on the CPU.
+        max_error: Use the smallest rank with this relative error, per module.
+        dry_run: Compute and report, but write nothing.
+    """
+    from adapterswap.tools.extraction import extract
+
+    if rank is None and max_error is None:
+        raise click.UsageError("Pass --rank, --max-error, or both.")
+    with count_bar("extracting") as advance:
+        extraction = extract(
+            full, base_model, result.out_path, rank=rank, max_error=max_error, layers=layers, modules=modules,
+            embeddings=embeddings, dtype=dtype, device=device, overwrite=result.overwrite, dry_run=result.dry_run,
+            progress=advance,
+        )  # fmt: skip
+    result.report(lambda: _extraction_as_json(extraction), lambda: _print_extraction(extraction, max_error))
+
+
+def _extraction_as_json(extraction: Extraction) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "relative_error": extraction.error,
+        "whole_relative_error": extraction.whole_error,
+        "lost_share": extraction.lost_share,
+        "modules": [asdict(module) for module in extraction.modules],
+        "unchanged": list(extraction.unchanged),
+        "lost": [asdict(parameter) for parameter in extraction.lost],
+    }
+
+
+def _print_extraction(extraction: Extraction, max_error: float | None) -> None:
+    from adapterswap.tools.extraction import lost_lines
+
+    heads = ("module", "layers", "rank", "‖ΔW‖", "error", "largest")
+    print_rows(*heads, rows=_rows(extraction), left=3)
+    note(f"{len(extraction.modules)} modules: relative error of ΔW {extraction.error:.4f} over all of them")
+    if extraction.lost:
+        note(f"relative error {extraction.whole_error:.4f} over everything that the fine-tune changed")
+    if extraction.unchanged:
+        note(f"{len(extraction.unchanged)} modules equal the base and are left out")
+    for line in lost_lines(extraction):
+        note(f"not in the adapter: {line}")
+    worst = max(extraction.modules, key=lambda module: module.error)
+    if max_error is None and worst.error > _TELLING_ERROR:
+        note(f"Warning: {worst.name} misses {worst.error:.0%} of its ΔW. Raise --rank, or pass --max-error.")
+    if max_error is not None and worst.error > max_error:
+        note(
+            f"Warning: {worst.name} misses {worst.error:.2%} of its ΔW, because of --rank or the "
+            "rounding of its factors. Raise --rank, or pass --dtype float32."
+        )
+
+
+def _rows(extraction: Extraction) -> list[tuple[str, ...]]:
+    """Modules that differ only by their layer share a row."""
+    from adapterswap.tools.extraction import Extraction
+
+    groups: dict[str, list[Any]] = {}
+    for module in extraction.modules:
+        within = module.name if module.layer is None else module.name.partition(f".{module.layer}.")[2]
+        groups.setdefault(within, []).append(module)
+    rows: list[tuple[str, ...]] = []
+    for name, modules in groups.items():
+        group = Extraction(tuple(modules), (), ())
+        layers = format_layers(module.layer for module in modules if module.layer is not None)
+        largest = max(module.error for module in modules)
+        rows.append((name, layers, group.ranks, f"{group.norm:.4g}", f"{group.error:.4f}", f"{largest:.4f}"))
+    return rows

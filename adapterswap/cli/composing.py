@@ -1,0 +1,418 @@
+"""`adapterswap compose`, `merge` and `export`: a composition → an adapter, full weights, or LoRA in GGUF.
+
+All three print the same summary of the plan that was applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+
+from adapterswap.cli.composition_options import Requested, any_plan_from_options, plan_of, recipe_dtype
+from adapterswap.cli.options import (
+    Count,
+    Device,
+    Dtype,
+    EntryPath,
+    Expert,
+    ExpertOrRecipe,
+    Json,
+    RecipePath,
+    Result,
+    Share,
+    Writing,
+    only_with,
+)
+from adapterswap.cli.printing import echo, human_bytes, note, progress_bar, rare_collections, working
+from adapterswap.cli.signature import declare
+
+if TYPE_CHECKING:
+    from adapterswap.gguf.export import Exported
+    from adapterswap.gguf.layout import PreparedGguf
+    from adapterswap.model.layers import Stack
+    from adapterswap.planning.plan import Plan
+    from adapterswap.writing.adapter import Prepared
+    from adapterswap.writing.outputs import Form, Layout, Reduced
+    from adapterswap.writing.streaming import ModelForm
+    from adapterswap.writing.weights import Merged
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """The part of `--json` that does not depend on the output's form."""
+    from adapterswap.planning.describe import unusual
+    from adapterswap.writing.cards import licences
+
+    return {
+        "method": plan.composition.method,
+        "num_layers": plan.num_layers,
+        "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
+        "rules": [str(rule) for rule in plan.rules],
+        "tensors" if plan.is_model else "modules": {slot.name: slot.coefficients for slot in plan},
+        "unusual": unusual(plan),
+        "notes": list(plan.notes),
+        "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
+    }
+
+
+def print_plan(plan: Plan, *remarks: str, has_template: bool = True) -> None:
+    """Print the strip and what it does not show, the plan's notes, `remarks` on the output, and warnings."""
+    from adapterswap.planning.describe import strip, unusual
+    from adapterswap.writing.adapter import united_tokenizer
+    from adapterswap.writing.cards import licence_warning, licences
+
+    echo(*strip(plan).splitlines(), *unusual(plan))
+    for remark in (*plan.notes, *remarks):
+        note(remark)
+    if (clash := licence_warning(licences(plan))) is not None:
+        note(f"Warning: {clash}")
+    if has_template and (united := united_tokenizer(plan)) is not None:
+        for name in united.other_templates:
+            note(f"Warning: {name} has a different chat template; the result uses the one of {united.template}")
+
+
+def print_magnitudes(magnitudes: Mapping[str, float], kept: Mapping[str, float]) -> None:
+    """Print the mean |ΔW| of each side and the share of rows above the threshold, where these were measured."""
+    for name, magnitude in magnitudes.items():
+        note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
+    for name, share in kept.items():
+        note(f"{name}: {share:.1%} of its rows kept")
+
+
+def print_errors_of_rank(reduced: Mapping[str, Reduced], treatment: str = "truncated") -> None:
+    """Print how much of ΔW the reduced modules lost; nothing if there are none."""
+    from adapterswap.planning.describe import error_text
+
+    if not reduced:
+        return
+    errors = {name: module.written_error for name, module in reduced.items()}
+    worst = max(errors, key=errors.__getitem__)
+    note(
+        f"{len(errors)} modules {treatment}: relative error of ΔW {error_text(sum(errors.values()) / len(errors))} on "
+        f"average, {error_text(errors[worst])} at most ({worst})"
+    )
+
+
+_TELLING_ERROR = 0.1  # warn if truncation loses more of ΔW than this
+
+
+@declare("compose")
+@rare_collections()
+def compose_command(
+    recipe: Annotated[str, RecipePath("compose")] | None = None,
+    *,
+    request: Requested,
+    base_model: Expert | None = None,
+    layout: Literal["exact", "portable"] = "exact",
+    names: Literal["task", "language", "transformers4", "transformers5"] | None = None,
+    max_rank: Annotated[Count, "R"] | None = None,
+    max_error: Share | None = None,
+    result: Result,
+) -> None:
+    """Compose adapters by layer into a new adapter.
+
+    Bottom and top layers come from the language expert, the middle from the task expert, byte for byte; transition
+    zones are exact weighted averages. Experts are PEFT LoRA folders or Hub ids (org/name@revision). You can put all of
+    it in a RECIPE (YAML) instead: `adapterswap compose RECIPE.yaml --out-path O`. If an expert is a full checkpoint,
+    full weights are written, as by `adapterswap merge`.
+
+    Args:
+        base_model: The experts' base model, if they name none or different ones.
+        layout: exact keeps every number; portable has one rank and scale 1, for any engine.
+        names: Module names to write: an expert's, or those of a transformers version.  [default: the first expert's]
+    """
+    from adapterswap.files.folders import check_target
+    from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
+    from adapterswap.writing.outputs import Form
+
+    form = Form(layout, max_rank, max_error, names)
+    with working("opening the experts"):
+        plan = any_plan_from_options(request, recipe=recipe, base_model=base_model)
+    if plan.is_model:
+        if form != Form():
+            raise click.UsageError(
+                "--layout, --max-rank, --max-error and --names are for adapters, but an expert is a full checkpoint."
+            )
+        from adapterswap.writing.streaming import ModelForm
+
+        write_full_weights(plan, ModelForm(dtype=recipe_dtype(recipe)), result)
+        return
+    check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
+    with truncating(plan, form) as advance:
+        prepared = prepare(plan, form, advance)
+    if not result.dry_run:
+        with working("writing"):
+            write_prepared(prepared, result.out_path, overwrite=result.overwrite)
+    result.report(lambda: _adapter_as_json(prepared), lambda: _print_adapter(prepared))
+
+
+@contextmanager
+def truncating(plan: Plan, form: Form) -> Iterator[Callable[[str], None]]:
+    """Show the progress of truncating a plan's modules; yields what to call with the name of each."""
+    from adapterswap.writing.reduction import must_reduce
+
+    with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
+        yield lambda name: advance()
+
+
+def _adapter_as_json(prepared: Prepared) -> dict[str, Any]:
+    layout, largest = prepared.layout, _largest_rank(prepared.layout)
+    return {
+        **plan_as_json(prepared.plan),
+        "rank": None if largest is None else {"global": layout.config["r"], "largest": largest},
+        "bytes": layout.nbytes,
+        **prepared.measured,
+    }
+
+
+def _largest_rank(layout: Layout) -> int | None:
+    """The largest rank of the LoRA modules; None for other kinds. Copies of the base's weights have none."""
+    if layout.config["peft_type"] != "LORA":
+        return None
+    ranks: list[int] = [layout.config["r"], *layout.config["rank_pattern"].values()]
+    return max(ranks)
+
+
+def _print_adapter(prepared: Prepared) -> None:
+    from adapterswap.writing.adapter import united_tokenizer
+
+    plan, layout = prepared.plan, prepared.layout
+    if (zones := _zones_text(plan)) is not None:
+        note(zones)
+    copied = sum(tensor.is_copied for tensor in layout.tensors)
+    # Modules without terms stay as in the base and are not written.
+    changed = sum(bool(slot.terms) for slot in plan.modules.values())
+    modules = f"{changed} of {len(plan.modules)} modules" if changed < len(plan.modules) else f"{changed} modules"
+    summary = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
+    largest = _largest_rank(layout)
+    rank = f"; rank up to {largest}" if largest is not None else ""
+    print_plan(plan, f"{summary}{rank}; {human_bytes(layout.nbytes)}")
+    if (united := united_tokenizer(plan)) is not None:
+        for name in united.others:
+            note(f"Warning: {name} has a different tokenizer; the result uses the one of {united.owner}")
+    for first, second in _same(plan):
+        note(f"Warning: {first} and {second} are the same folder, so everything comes from one expert")
+    print_magnitudes(prepared.resolved.magnitudes, prepared.resolved.kept_share())
+    _print_errors(prepared)
+
+
+def _same(plan: Plan) -> list[tuple[str, str]]:
+    """Pairs of names that stand for the same folder."""
+    from itertools import combinations
+
+    places = {name: adapter.source.folder.resolve() for name, adapter in plan.experts.items()}
+    return [(first, second) for first, second in combinations(places, 2) if places[first] == places[second]]
+
+
+def _print_errors(prepared: Prepared) -> None:
+    form, reduced = prepared.form, prepared.reduced
+    is_bounded = form.max_rank is not None or form.max_error is not None
+    print_errors_of_rank(reduced, "truncated" if is_bounded else "computed at their full rank")
+    largest, name = max(((module.written_error, name) for name, module in reduced.items()), default=(0.0, ""))
+    if form.max_error is not None and max((m.error for m in reduced.values()), default=0) <= form.max_error < largest:
+        note(
+            f"Warning: rounding {name} to its dtype raises its error to {largest:.2g}, above --max-error "
+            f"{form.max_error:g}"
+        )
+    if largest > _TELLING_ERROR:
+        note(f"Warning: more than {_TELLING_ERROR:.0%} of a module's ΔW is lost. Raise --max-rank to keep more.")
+
+
+def _zones_text(plan: Plan) -> str | None:
+    """The zones in numbers, and whether they are the paper's defaults; None if it is not a layer swap."""
+    composition = plan.composition
+    if composition.method != "layer_swap" or composition.allocation is not None or composition.partition:
+        return None
+    return "; ".join(_zones_of(plan, stack) for stack in composition.stacks(plan.num_layers))
+
+
+def _zones_of(plan: Plan, stack: Stack | None) -> str:
+    from adapterswap.model.layers import depth_of
+
+    composition, count = plan.composition, depth_of(stack, plan.num_layers)
+    bottom, top, bottom_transition, top_transition = composition.zones(plan.num_layers, stack)
+    scaled = [
+        f"{name} {resolved}"
+        for name, resolved, requested in (("bottom", bottom, composition.bottom), ("top", top, composition.top))
+        if requested is None
+    ]
+    zones_text = f"zones of {count} {f'{stack} ' if stack else ''}layers: bottom {bottom} and top {top} "
+    zones_text += f"from {' and '.join(composition.language)}, transitions {bottom_transition} and {top_transition}"
+    return zones_text + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")
+
+
+def write_full_weights(
+    plan: Plan, form: ModelForm, result: Writing, *, base_model: str | None = None, device: str = "cpu"
+) -> None:
+    """Write a plan's full weights, unless it is a dry run, and print a summary."""
+    from adapterswap.files.folders import check_inputs, check_target
+    from adapterswap.files.text import expand
+    from adapterswap.writing.adapter import COMPOSED
+    from adapterswap.writing.weights import prepare_model, write_model
+
+    check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
+    with working("preparing"):
+        merged = prepare_model(plan, form, base_model)
+    if result.dry_run:
+        check_inputs(expand(result.out_path), merged.plan.inputs)  # now including the base's folder, as in a real run
+    else:
+        with progress_bar("merging", len(merged.plan.slots)) as advance:
+            write_model(merged, result.out_path, device=device, overwrite=result.overwrite, progress=advance)
+    result.report(lambda: _weights_as_json(merged), lambda: _print_weights(merged))
+
+
+def _weights_as_json(merged: Merged) -> dict[str, Any]:
+    from adapterswap.writing.weights import differing_tokenizers, tokenizer_source
+
+    plan = merged.plan
+    return {
+        **plan_as_json(plan),
+        "base_model": str(plan.base.source) if plan.base else None,
+        "tokenizer_from": tokenizer_source(plan),
+        "other_tokenizers": differing_tokenizers(plan),
+        "copied": _copied(merged),
+        "shards": [shard.name for shard in merged.shards],
+        "bytes": sum(shard.size for shard in merged.shards),
+        "magnitudes": dict(merged.magnitudes),
+        "kept_rows": dict(merged.kept_share),
+    }
+
+
+def _copied(merged: Merged) -> int:
+    places = {key: place for shard in merged.shards for key, place in shard.places.items()}
+    copied_tensors = [(slot.copied, places[slot.name].dtype) for slot in merged.plan]
+    return sum(copied is not None and copied.tensor.dtype == dtype for copied, dtype in copied_tensors)
+
+
+def _print_weights(merged: Merged) -> None:
+    from adapterswap.writing.weights import config_source, differing_tokenizers, tokenizer_source
+
+    plan = merged.plan
+    total = human_bytes(sum(shard.size for shard in merged.shards))
+    shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
+    source, owner, folder = config_source(plan), tokenizer_source(plan), plan.skeleton.name
+    place = source + f" ({folder})" * (folder != source)
+    print_plan(
+        plan,
+        f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}",
+        f"config and tokenizer from {place}" if owner == source else f"config from {place}, tokenizer from {owner}",
+    )
+    for name in differing_tokenizers(plan):
+        note(f"Warning: {name} has a different tokenizer.json; the result does not use it")
+    print_magnitudes(merged.magnitudes, merged.kept_share)
+
+
+@declare("merge")
+def merge_command(
+    path: ExpertOrRecipe | None = None,
+    *,
+    request: Requested,
+    base_model: Expert | None = None,
+    device: Device = "cpu",
+    dtype: Dtype | None = None,
+    dequantize: bool = False,
+    max_shard_size: Annotated[str, "SIZE"] | None = None,
+    result: Result,
+) -> None:
+    """Merge an adapter or a composition into full weights.
+
+    PATH is an adapter or a recipe (YAML, mergekit's too). Without PATH, the options say what to compose. Experts can be
+    full checkpoints. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and rounded
+    once, and unchanged tensors are copied byte for byte.
+
+    Args:
+        device: auto, cpu, cuda, cuda:N, mps; cuda is all GPUs.
+        dtype: Dtype of the result.  [default: each tensor's dtype in the base]
+        dequantize: Merge into the dequantized weights of a quantized base.
+        max_shard_size: Largest file, such as 2GB.  [default: the base's shards]
+    """
+    from adapterswap.writing.streaming import ModelForm
+
+    form = ModelForm(max_shard_size, recipe_dtype(path, dtype), dequantize or None)
+    plan = plan_of(path, request, base_model=base_model)
+    write_full_weights(plan, form, result, base_model=base_model, device=device)
+
+
+@declare("export")
+def export_command(
+    path: ExpertOrRecipe | None = None,
+    *,
+    request: Requested,
+    base_model: Expert | None = None,
+    out_path: Annotated[str, EntryPath(), "-o", "--out-path", "FILE"],
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] = "f32",
+    pieces: bool = False,
+    by: Literal["layer", "kind", "zone"] | None = None,
+    max_rank: Annotated[Count, "R"] | None = None,
+    max_error: Share | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    as_json: Json = False,
+) -> None:
+    """Export an adapter or a composition as LoRA in GGUF.
+
+    PATH is an adapter or a recipe (YAML). Without PATH, the options say what to compose. llama.cpp, Ollama and similar
+    engines load the file together with the base in GGUF, which llama.cpp's convert_hf_to_gguf.py makes. The command
+    prints an Ollama Modelfile and the llama-server command line.
+
+    Args:
+        out_path: File to write, or with --pieces a folder.
+        outtype: Number format. f32 is exact; q8_0 needs ranks that are multiples of 32.
+        pieces: Write several files; requests to llama-server combine them by their scales.
+        by: What each piece holds: a layer, its attention or MLP, or a zone of the composition.  [default: layer]
+    """
+    from adapterswap.gguf.export import check_gguf, write_gguf
+    from adapterswap.gguf.layout import prepare_gguf
+    from adapterswap.writing.outputs import Form
+
+    only_with("--pieces", pieces, "by")
+    division = (by or "layer") if pieces else None
+    form = Form(max_rank=max_rank, max_error=max_error)
+    plan = plan_of(path, request, base_model=base_model)
+    check_gguf(plan, out_path, pieces=division, overwrite=overwrite)
+    with truncating(plan, form) as advance:
+        prepared = prepare_gguf(plan, form, advance)
+    exported = write_gguf(prepared, out_path, outtype=outtype, pieces=division, overwrite=overwrite, dry_run=dry_run)
+    result = Writing(out_path, overwrite, dry_run, as_json)
+    result.report(lambda: _gguf_as_json(prepared, exported), lambda: _print_gguf(prepared, exported))
+
+
+def _gguf_as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
+    return {
+        **plan_as_json(prepared.plan),
+        "architecture": exported.architecture,
+        "outtype": exported.outtype,
+        "alpha": exported.alpha,
+        "base_model": exported.base_model,
+        "files": [
+            {"name": file.path.name, "layer": file.layer, "kind": file.kind, "layers": list(file.layers),
+             "modules": file.modules, "bytes": file.nbytes}
+            for file in exported.files
+        ],
+        "bytes": exported.nbytes,
+        "modelfile": exported.modelfile(),
+        "server_command": exported.server_command(),
+        **prepared.measured,
+    }  # fmt: skip
+
+
+def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
+    import shlex
+
+    modules = sum(file.modules for file in exported.files)
+    files = f" in {len(exported.files)} files" if exported.is_pieces else ""
+    summary = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
+    print_plan(
+        prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", has_template=False
+    )
+    print_errors_of_rank(prepared.reduced)
+    if (modelfile := exported.modelfile()) is not None:
+        echo("", "Ollama Modelfile:", "", *modelfile.removesuffix("\n").split("\n", 1), "")
+    else:
+        echo("", "A file has no effect until a request gives its id a scale:")
+        echo('"lora": [{"id": 0, "scale": 1.0}, ...]', "")
+    echo(shlex.join(exported.server_command()), "")
+    if exported.base_model is not None:
+        note(f"base.gguf is {exported.base_model}, converted by llama.cpp's convert_hf_to_gguf.py")
