@@ -126,10 +126,6 @@ class Study:
             if chosen.any()
         }
 
-    def mean_grid(self) -> dict[tuple[int, int], float]:
-        """Accuracy on the development set by (b, u), averaged over seeds."""
-        return {zone: sum(seed.grid[zone] for seed in self.seeds) / len(self.seeds) for zone in self.seeds[0].grid}
-
 
 def run_study(
     scene: Scene,
