@@ -20,8 +20,8 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from adapterswap.studio.choice import first_choice, from_address
+from adapterswap.studio.html import COLUMNS, columns
 from adapterswap.studio.serving import serve_page
-from adapterswap.studio.trying import COLUMNS, columns
 from adapterswap.studio.workspace import Workspace, open_lab
 
 # Resolves with the milliseconds from a key that moves the slider to the new strip and to the first new token.

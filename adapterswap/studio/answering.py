@@ -24,11 +24,11 @@ from adapterswap.errors import AdapterswapError, RunError
 from adapterswap.planning.rules import BASE
 from adapterswap.studio.choice import Choice
 from adapterswap.studio.controls import Controls
-from adapterswap.studio.strip import error_html
-from adapterswap.studio.trying import (
+from adapterswap.studio.html import (
     COLUMNS,
     answers_html,
     columns,
+    error_html,
     meaning_html,
     score_html,
     timing_text,

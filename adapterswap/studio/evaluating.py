@@ -28,7 +28,7 @@ from adapterswap.lab.scenes import draw_problems
 from adapterswap.lab.seed import Questions, exact_match
 from adapterswap.planning.composition import Composition
 from adapterswap.studio.choice import check_values
-from adapterswap.studio.strip import text
+from adapterswap.studio.html import text
 from adapterswap.studio.workspace import Workspace
 
 OWN_FILE = "your own file"

@@ -28,8 +28,16 @@ from adapterswap.studio.choice import LONGEST_PROMPT, Choice, check_values, firs
 from adapterswap.studio.controls import WEIGHTS, Controls, is_offered, packed, title_of
 from adapterswap.studio.exporting import FILES, lines, write_file
 from adapterswap.studio.guarding import REFUSED
-from adapterswap.studio.strip import error_html, strip_html, text
-from adapterswap.studio.trying import COLUMNS, analysis_html, columns, suggestion_html, waiting_html
+from adapterswap.studio.html import (
+    COLUMNS,
+    analysis_html,
+    columns,
+    error_html,
+    strip_html,
+    suggestion_html,
+    text,
+    waiting_html,
+)
 from adapterswap.studio.workspace import Visitors, Workspace
 
 _NEXT = "the next expert"

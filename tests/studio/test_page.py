@@ -28,8 +28,8 @@ from adapterswap.methods.registry import find_method
 from adapterswap.studio import evaluating
 from adapterswap.studio.choice import Choice, first_choice, from_address
 from adapterswap.studio.controls import presets
+from adapterswap.studio.html import COLUMNS, columns
 from adapterswap.studio.serving import serve_page
-from adapterswap.studio.trying import COLUMNS, columns
 from adapterswap.studio.workspace import Workspace, open_lab, open_workspace
 
 from .conftest import HOSTILE, Served, random_expert
