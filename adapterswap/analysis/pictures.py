@@ -96,8 +96,6 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
     """A heatmap for each expert, layer by module: the share of rows above the threshold.
 
     Args:
-        tables: the experts' shares.
-        width: in inches.
         one_scale: use one colour scale for all; otherwise each ends at its own largest share, as in the paper.
     """
     import numpy as np

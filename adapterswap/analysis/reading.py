@@ -29,12 +29,7 @@ Expert = Adapter | Checkpoint
 
 
 def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, Expert]:
-    """The experts with one name for each module.
-
-    Args:
-        experts: by name.
-        base: their base, if it is known.
-    """
+    """The experts with one name for each module."""
     problems = Problems(ExpertError)
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     for name, adapter in adapters.items():

@@ -115,7 +115,6 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
     """Choose the allocation that keeps the largest shares: the language's in its layers, the task's in the others.
 
     Args:
-        importance: the shares of both experts.
         form: `zones` for a bottom and a top of whole layers, from one layer to half of them (shares sum to 1, so
             without this limit the complement of a bad choice would look good); `modules` to choose freely for each
             layer's attention and MLP.
@@ -327,13 +326,7 @@ BATCH = 8  # texts per batch
 
 
 def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list[str]:
-    """Read the first `limit` texts of a file: rows of a .jsonl file with the columns of common datasets, or lines.
-
-    Args:
-        path: the file.
-        limit: how many texts to read.
-        parameter: the public parameter that holds the path, for errors.
-    """
+    """Read the first `limit` texts of a file: rows of a .jsonl file with the columns of common datasets, or lines."""
     path = expand(path)
     texts = []
     for number, line in enumerate(read_small(path, _FILES).decode("utf-8", "replace").splitlines(), 1):
@@ -402,16 +395,7 @@ def importance_of_activations(
     texts: Mapping[str, Sequence[str]],
     progress: Callable[[], None] = lambda: None,
 ) -> Importance:
-    """Measure each expert on its own texts.
-
-    Args:
-        model: the base with the plan's experts loaded under their names.
-        tokenizer: the base's tokenizer.
-        plan: any plan with the two experts.
-        sides: `task` and `language` → the expert's name in the plan.
-        texts: `task` and `language` → texts.
-        progress: called after every batch of texts.
-    """
+    """Measure each expert on its own texts."""
     composer = LiveComposer(model)
     shares = {}
     for side, expert in sides.items():

@@ -187,9 +187,7 @@ def survey(
     """Measure experts one by one and in pairs.
 
     Args:
-        experts: by name.
         base: their base. Required for full checkpoints; for adapters it adds the base's norms.
-        progress: called once per matrix, for all experts together.
         norms_only: for a single expert, do not form ΔW = B·A if its norm is all that is needed.
     """
     matrices_by_expert = {name: matrices(expert, base) for name, expert in experts.items()}

@@ -390,11 +390,7 @@ def extract_answer(text: str, language: str | None = None) -> Decimal | None:
     or an unfinished calculation, the result is None; no other place is tried.
 
     Args:
-        text: what a model wrote.
         language: ISO 639-1 code, for `1.000` and `1 000` (see `find_numbers`).
-
-    Returns:
-        The exact value.
     """
     text = normalize_text(_plain_latex(text))
     if question := _QUESTION.search(text):

@@ -48,13 +48,7 @@ def compare_engines(
     dtype: str = "auto",
     tell: Callable[[str], None] = lambda engine: None,
 ) -> list[EngineDifference]:
-    """Evaluate in transformers, then in vLLM, and compare each score of each task over the documents.
-
-    Args:
-        evaluation: from `prepare_evaluation`; its own engine does not matter.
-        device, dtype: as for `evaluate`.
-        tell: called with the name of each engine before it is used.
-    """
+    """Evaluate in transformers, then in vLLM, and compare each score of each task over the documents."""
     results: list[EvaluationResult] = []
     for engine in ENGINES:
         tell(engine)

@@ -31,16 +31,7 @@ def shapes_of(base: OpenedBase) -> dict[str, str]:
 
 
 def fits_vllm(adapter: Adapter, name: str, shapes: Mapping[str, str]) -> bool:
-    """Whether vLLM can hold an expert's changes as LoRA; otherwise its compositions are full weights.
-
-    Args:
-        adapter: the expert.
-        name: its name in messages.
-        shapes: of the base's modules, from `shapes_of`.
-
-    Raises:
-        ExpertError: it belongs to another base.
-    """
+    """Whether vLLM can hold an expert's changes as LoRA; otherwise its compositions are full weights."""
     try:
         check_fits(adapter, shapes, name)
     except UnsupportedError:
@@ -56,17 +47,7 @@ def rank_of(plan: Plan, output: Output) -> int:
 def needs_of(
     adapters: Mapping[str, tuple[Plan, Output]], requests: Iterable[Request], in_flight: int, shapes: Mapping[str, str]
 ) -> Needs:
-    """What vLLM must hold for compositions as adapters.
-
-    Args:
-        adapters: the compositions that it holds as adapters, by their names in messages.
-        requests: all that is asked of any.
-        in_flight: compositions at once.
-        shapes: see `fits_vllm`.
-
-    Raises:
-        UnsupportedError: a composition has a higher rank than vLLM takes.
-    """
+    """What vLLM must hold for compositions as adapters."""
     ranks = {name: rank_of(plan, output) for name, (plan, output) in adapters.items()}
     highest = max(ranks, key=lambda name: ranks[name], default=None)
     if highest is not None and ranks[highest] > RANKS[-1]:
@@ -115,9 +96,6 @@ def written(
 
     Args:
         plan: the composition; None for the base, which needs no folder.
-        output: how it is reduced.
-        full: write full weights.
-        base_model: the base.
         hashes: see `write_prepared`.
         tell: called with the largest relative error of a module if the composition is reduced.
     """

@@ -138,12 +138,7 @@ def build_mgsm_task(name: str, folder: Path | None = None) -> ConfigurableTask:
 
 
 def add_normalized(task: ConfigurableTask, language: str) -> None:
-    """Score a task of the harness's own by `normalized` too, besides its own filters, which stay as they are.
-
-    Args:
-        task: a task whose documents have an `answer_number`, scored by exact_match.
-        language: the ISO 639-1 code of its answers.
-    """
+    """Score a task of the harness's own by `normalized` too, besides its own filters, which stay as they are."""
     for number, row in enumerate(task.eval_docs):
         _gold(task, number, row["answer_number"])
     stock = task.process_results

@@ -55,11 +55,7 @@ def is_same_language(one: str, other: str) -> bool:
 
 
 def check_languages(tasks: Mapping[str, Any]) -> None:
-    """Check that lingua is installed, and that the answers of some task are in a language that it knows.
-
-    Args:
-        tasks: lm-evaluation-harness's tasks by name.
-    """
+    """Check that lingua is installed, and that the answers of some task are in a language that it knows."""
     require("languages")
     if not any(writes_language(name, task) for name, task in tasks.items()):
         raise ArgumentError(

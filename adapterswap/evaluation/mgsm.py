@@ -140,12 +140,7 @@ def _questions(text: str) -> list[tuple[str, int]]:
 
 
 def read_variant(variant: MgsmVariant, folder: Path, code: str) -> MgsmLanguage:
-    """A language of MGSM with a variant's questions; the exemplars are MGSM's, because variants bring none.
-
-    Args:
-        folder: holds `mgsm_sw.tsv` and so on, in MGSM's own form.
-        code: one of `LANGUAGES`.
-    """
+    """A language of MGSM with a variant's questions; the exemplars are MGSM's, because variants bring none."""
     path = folder / f"mgsm_{code}.tsv"
     language = read_mgsm(code)
     try:
@@ -227,12 +222,7 @@ def variant_task_names() -> list[str]:
 
 
 def mgsm_task(name: str, folder: Path | None = None) -> MgsmTask:
-    """The task of that name.
-
-    Args:
-        name: one of `mgsm_task_names()` or `variant_task_names()`.
-        folder: of a variant, see `read_variant`.
-    """
+    """The task of that name; `folder` has the questions of a variant."""
     variant = variant_of(name)
     mode, _, code = name.removeprefix(variant.prefix if variant else "mgsm_").rpartition("_")
     return MgsmTask(mode, read_variant(variant, folder, code) if variant and folder else read_mgsm(code))

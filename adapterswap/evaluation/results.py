@@ -39,11 +39,7 @@ def broken_texts(content: Any) -> Iterator[str]:
 
 
 def check_texts(tasks: Mapping[str, Any]) -> None:
-    """Refuse tasks with a text that cannot be tokenized or written.
-
-    Args:
-        tasks: name → task with its requests.
-    """
+    """Refuse tasks with a text that cannot be tokenized or written."""
     problems = Problems(DataError)
     for name, task in tasks.items():
         seen = set()

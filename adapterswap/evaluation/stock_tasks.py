@@ -38,12 +38,7 @@ _VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own permission, neede
 
 
 def unsafe_tasks(names: Iterable[str], index: Mapping[str, Any]) -> list[str]:
-    """Those of these tasks, and of the tasks in these groups and tags, that declare to run the model's code.
-
-    Args:
-        names: of tasks, groups and tags.
-        index: `TaskManager.task_index`.
-    """
+    """Those of these tasks, and of the tasks in these groups and tags, that declare to run the model's code."""
     unsafe: dict[str, None] = {}
     waiting: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
     seen = set()
@@ -104,11 +99,6 @@ def refuse_task_code(names: Iterable[str], index: Mapping[str, Any], problems: P
     """Find the code that would run if these tasks, groups and tags were loaded from the user's task files.
 
     The files are read with everything that they include, and nothing is imported.
-
-    Args:
-        names: of tasks, groups and tags.
-        index: `TaskManager.task_index`.
-        problems: receives one problem for each place that runs code.
     """
     waiting = list(names)
     seen = set()

@@ -100,14 +100,6 @@ def load_subject(
 
     If possible, a composition is made live: its experts are loaded side by side and no adapter is written. One that
     needs tensors of its own (see `why_not_live`) or a bound on its rank is written to a temporary folder first.
-
-    Args:
-        base: what `open_base` returned.
-        adapter: a PEFT adapter, of any kind that PEFT can load.
-        plan: a composition.
-        max_rank, max_error: see `write_adapter`.
-        device: see `choose_device`.
-        dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
     """
     from adapterswap.live import LiveComposer, load_experts, why_not_live
     from adapterswap.writing.adapter import write_adapter

@@ -169,13 +169,7 @@ class PreparedGguf:
 
 
 def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
-    """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing.
-
-    Args:
-        plan: the plan to export.
-        form: the bounds on the rank; its layout is ignored.
-        progress: called with the name of each module after it was truncated.
-    """
+    """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing."""
     plan.check_adapter()
     reference = named_base(plan.base_reference)
     config = base_config(reference)[1]

@@ -163,12 +163,7 @@ COLUMNS: Mapping[str, Column] = {
 
 
 def latex_table(report: Report, style: TableStyle | None = None, target: Target | None = None) -> str:
-    """The table as LaTeX for `booktabs`.
-
-    Args:
-        style: how it looks.
-        target: the only target to show; by default all of the report's.
-    """
+    """The table as LaTeX for `booktabs`."""
     style = style or TableStyle()
     _check(report, style)
     targets = report.targets if target is None else (target,)

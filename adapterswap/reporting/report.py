@@ -161,11 +161,7 @@ class Disagreements:
 
 
 def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagreements | None:
-    """Where the first two of `shown` disagree, and the outputs of all; None if they cannot be compared.
-
-    Args:
-        shown: the two methods to compare, and others whose outputs are shown too.
-    """
+    """Where the first two of `shown` disagree, and the outputs of all; None if they cannot be compared."""
     common = _cells(shown, task)
     if common is None:
         return None

@@ -272,17 +272,7 @@ def write_figures(
     overwrite: bool = False,
     runs: Sequence[Path] = (),
 ) -> dict[str, str]:
-    """Write every figure of a report as PDF, SVG and PNG, and figures.json with captions and data.
-
-    Args:
-        folder: the folder to write.
-        width: of the figures, in inches.
-        overwrite: replace the folder if it holds the figures of a report.
-        runs: the folders that the report was made from; the output may not overlap them.
-
-    Returns:
-        The kinds of figures that the report lacks: kind → reason.
-    """
+    """Write every figure as PDF, SVG and PNG, and figures.json; returns kind → reason of those that are lacking."""
     require("plots")
     planned, lacking = plan_figures(report)
     with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=runs) as building:

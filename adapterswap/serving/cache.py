@@ -107,12 +107,7 @@ class Cache:
         self._opening = threading.Lock()
 
     def open(self) -> int:
-        """Create the folders, and return the descriptor of the file whose lock marks them as in use.
-
-        Raises:
-            OutputError: they cannot be created or written to, or the folder holds something other than a cache, which
-                `collect` would remove.
-        """
+        """Create the folders, and return the descriptor of the file whose lock marks them as in use."""
         with self._opening:
             if self._in_use is None:
                 self._in_use = self._open()
@@ -141,13 +136,7 @@ class Cache:
         fcntl.flock(self.open(), fcntl.LOCK_SH)
 
     def get(self, key: str, make: Callable[[Path], object]) -> Path:
-        """The folder named `key`. If it is missing or damaged, `make(path)` writes it first.
-
-        Raises:
-            RunError: another process takes longer than ten minutes to make it.
-            OutputError: it cannot be written to the disk.
-            AdapterswapError: `make` raised it.
-        """
+        """The folder named `key`. If it is missing or damaged, `make(path)` writes it first."""
         from filelock import FileLock, Timeout
 
         self.open()

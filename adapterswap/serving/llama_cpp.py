@@ -72,7 +72,6 @@ def plan_llama(
     """The launch of llama.cpp for a composer's base and experts.
 
     Args:
-        composer: with the base, the manifest and the pieces.
         gguf: the base as llama.cpp's own converter writes it, in any number format.
         arguments: the user's own arguments for llama-server. `--host`, `--port` and `--api-key-file` are those of the
             proxy. The variable LLAMA_API_KEY has more keys, with commas between them.

@@ -33,9 +33,7 @@ def paint(composition: Composition, painted: Painted, num_layers: int) -> Compos
     """The composition as an allocation in which the painted modules have new owners and all others stay as before.
 
     Args:
-        composition: any composition.
         painted: the new owners, by layer and kind. If it is empty, the composition is returned unchanged.
-        num_layers: L.
     """
     if not painted:
         return composition
@@ -51,12 +49,7 @@ def paint(composition: Composition, painted: Painted, num_layers: int) -> Compos
 
 
 def by_rules(composition: Composition, num_layers: int) -> Composition:
-    """The same composition as an allocation: its method and its sides are written as rules.
-
-    Args:
-        composition: any composition.
-        num_layers: L.
-    """
+    """The same composition as an allocation: its method and its sides are written as rules."""
     return _with_rules(composition, composition.rules(num_layers))
 
 
@@ -123,12 +116,7 @@ class Choice:
         return {"task": list(self.task), "language": list(self.language), **self.fields}
 
     def composition(self, num_layers: int, **more: Any) -> Composition:
-        """The composition, with the layers set by hand as rules.
-
-        Args:
-            num_layers: L.
-            more: further fields, such as `experts` and `base_model`.
-        """
+        """The composition, with the layers set by hand as rules."""
         plain = validate({**self.content(), **more}, Composition, where="this composition")
         return paint(plain, self.painted, num_layers)
 
@@ -152,7 +140,6 @@ def first_choice(experts: Sequence[str], num_layers: int | None = None) -> Choic
     """The choice that a page opens with: the paper's layer swap of the first two experts, or of one and the base.
 
     Args:
-        experts: their names.
         num_layers: L. If it is too small for the paper's zones, one bottom layer is swapped instead.
     """
     names = [*experts, "base"]

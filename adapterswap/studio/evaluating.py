@@ -133,10 +133,6 @@ def evaluate_live(
     """Evaluate a composition on a task, in its own thread; others may use the model between batches.
 
     Args:
-        workspace: the model and its experts.
-        composition: what to evaluate; None is the base.
-        task: one of `tasks`.
-        limit: the number of documents, from the first.
         label, address: the row's `composition` and `address`.
         stopped: set it to stop after the current batch.
         rows: the rows of the visitor's file, for the task `OWN_FILE`.

@@ -41,13 +41,7 @@ class Lines:
 
 
 def lines(composition: Composition, num_layers: int, *, max_rank: int | None = None) -> Lines:
-    """The lines for a composition whose `experts` and `base_model` are folders or Hub ids.
-
-    Args:
-        composition: what `Workspace.composition` returned.
-        num_layers: L.
-        max_rank: see `write_adapter`.
-    """
+    """The lines for a composition whose `experts` and `base_model` are folders or Hub ids."""
     composition = _for_commands(composition, num_layers)
     content = _content(composition)
     out = file_name(composition)

@@ -53,9 +53,6 @@ def strip_html(plan: Plan, experts: Sequence[str], *, title: str, painted: Seque
     """The strip of a plan.
 
     Args:
-        plan: what to draw.
-        experts: all experts, in the order of their colours.
-        title: the method.
         painted: the (layer, kind) pairs that were set by hand; their cells get a dot.
     """
     assert isinstance(plan.num_layers, int)  # `open_workspace` refuses all others
@@ -195,9 +192,6 @@ def answers_html(shown: Sequence[Column], answers: Answers, experts: Sequence[st
     """The answers as cards.
 
     Args:
-        shown: the compared compositions.
-        answers: their answers.
-        experts: all experts, in the order of their colours.
         right: the right answer if it is known; each finished answer is then marked right or wrong.
     """
     cards = []

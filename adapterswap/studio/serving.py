@@ -41,10 +41,7 @@ def serve_page(
     """Serve the page of a workspace.
 
     Args:
-        workspace: the base and the experts.
-        host: the address to listen on.
         port: the port; by default the first free one from 7860.
-        open_browser: open the page in the default browser.
         on_ready: called with the page's address once it can be visited.
         wait: serve until interrupted; otherwise return at once.
 

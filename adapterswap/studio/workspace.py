@@ -204,21 +204,13 @@ class Workspace:
         return self.base.tokenizer
 
     def composition(self, choice: Choice) -> Composition:
-        """The composition of a choice, with the folders or Hub ids of its experts and the base, as in a recipe.
-
-        Raises:
-            FieldError, CompositionError: see `Choice.composition`.
-        """
+        """The composition of a choice, with the folders or Hub ids of its experts and the base, as in a recipe."""
         named = {*choice.task, *choice.language, *choice.painted.values()}
         places = {name: reference for name, reference in self.references.items() if name in named}
         return choice.composition(self.num_layers, experts=places, base_model=self.base_model)
 
     def plan(self, composition: Composition) -> Plan:
-        """The plan, by `adapterswap.compose` with the opened experts.
-
-        Raises:
-            AdapterswapError: see `compose`; or an expert could not be opened.
-        """
+        """The plan, by `adapterswap.compose` with the opened experts."""
         for name in composition.expert_names:
             if name in self.faults:
                 raise self.faults[name]
@@ -233,11 +225,7 @@ class Workspace:
         chat: bool,
         stopped: threading.Event | None = None,
     ) -> Iterator[Answers]:
-        """Stream answers by `adapterswap.live.stream`, in turn with all other visitors.
-
-        Raises:
-            AdapterswapError: see `stream`; or an expert is not loaded.
-        """
+        """Stream answers by `adapterswap.live.stream`, in turn with all other visitors."""
         for composition in compositions:
             if isinstance(composition, Composition):
                 for name in composition.expert_names:
@@ -249,11 +237,7 @@ class Workspace:
 
     @contextmanager
     def holding(self, composition: Composition | None) -> Iterator[Callable[[], None]]:
-        """Hold the turn with the model set to a composition; yields a function that lets others go first.
-
-        Raises:
-            AdapterswapError: see `LiveComposer.use`; or an expert is not loaded.
-        """
+        """Hold the turn with the model set to a composition; yields a function that lets others go first."""
         for name in composition.expert_names if composition else ():
             self.check_live(name)
         with self.turns.turn(), ExitStack() as using:
@@ -276,9 +260,6 @@ class Workspace:
         """The place of the first of the lab's problems that the composition solves, but no expert and not the base.
 
         The problem is in the constructed language; the place is 0 if there is none.
-
-        Raises:
-            AdapterswapError: see `LiveComposer.use`; or an expert is not loaded.
         """
         assert self.lab is not None
         for batch, questions in enumerate(self.lab.questions[self.lab.languages[0]]):
@@ -302,11 +283,7 @@ class Workspace:
         return self._scores_alone[name]
 
     def scores(self, composition: Composition | None, *, stopped: threading.Event | None = None) -> Scores | None:
-        """(correct, all) of the lab's problems for a composition, by language; None if `stopped` was set.
-
-        Raises:
-            AdapterswapError: see `LiveComposer.use`; or an expert is not loaded.
-        """
+        """(correct, all) of the lab's problems for a composition, by language; None if `stopped` was set."""
         assert self.lab is not None
         found = {}
         with self.holding(composition) as step_aside:
@@ -347,12 +324,7 @@ class Workspace:
         return suggest(self.experts[task], self.experts[language], num_layers=self.num_layers)
 
     def add(self, reference: str) -> str:
-        """Open and load another expert by its folder or Hub id, and return its name.
-
-        Raises:
-            ArgumentError: visitors may not open paths, or the name is taken.
-            AdapterswapError: the expert cannot be opened or does not fit the model.
-        """
+        """Open and load another expert by its folder or Hub id, and return its name."""
         if not self.allow_paths:
             raise ArgumentError("this studio does not open further experts", "Start it with `allow_paths=True`")
         name = own_name(reference)
@@ -419,13 +391,7 @@ def open_workspace(
 
 
 def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
-    """Open the models that `adapterswap lab` wrote to a folder.
-
-    Args:
-        folder: the folder that the lab wrote.
-        seed: the seed of the models.
-        options: `device`, `dtype` and `allow_paths` of `open_workspace`.
-    """
+    """Open the models that `adapterswap lab` wrote to a folder."""
     place = expand(folder)
     record = place / "results.json"
     if not exists(record):

@@ -29,7 +29,6 @@ def batches(prepared: PreparedSweep, findings: Findings) -> Iterator[list[Assign
     """Lists of assignments to evaluate. Those of one list are on the same documents and may run at the same time.
 
     Args:
-        prepared: the sweep.
         findings: the results so far. Before the next list is requested, it must contain those of the previous one.
     """
     cells = {cell.cell: cell for cell in prepared.grid.cells}
@@ -42,12 +41,7 @@ def batches(prepared: PreparedSweep, findings: Findings) -> Iterator[list[Assign
 
 
 def expected(prepared: PreparedSweep, seen: Collection[str]) -> list[Cell]:
-    """As many cells as will be evaluated, including those in `seen`; a search may propose other ones.
-
-    Args:
-        prepared: the sweep.
-        seen: the cells that were evaluated, or given up after some documents.
-    """
+    """As many cells as will be evaluated, including those in `seen`; a search may propose other ones."""
     included = {cell.cell for cell in _always(prepared)} | set(seen)
     for space in _searched(prepared):
         seen_first = sorted(space.trials, key=lambda trial: -sum(cell in seen for cell in trial.cells))
@@ -132,8 +126,6 @@ def ask(
     Numbers are searched by rank: values that are next to each other in a list are neighbours, at any distance.
 
     Args:
-        trials: all trials.
-        search: the number of trials, the sampler and its seed.
         value: the value of a trial on that many documents, None for all; called when the next trial is requested.
         first: the trials to start with.
         rungs: numbers of documents. A trial is yielded for each before it is yielded for all, and may be given up after

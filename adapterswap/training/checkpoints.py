@@ -25,12 +25,7 @@ from adapterswap.model.checkpoints import model_fingerprints
 
 @contextmanager
 def explained(what: str, where: Path) -> Iterator[None]:
-    """Raise an error with a remedy if the device runs out of memory or a file cannot be written.
-
-    Args:
-        what: what the block writes, for the message.
-        where: the folder that it writes to.
-    """
+    """Raise an error with a remedy if the device runs out of memory or a file cannot be written."""
     import torch
     from safetensors import SafetensorError
 
@@ -133,11 +128,7 @@ class Checkpoints:
 
     @contextmanager
     def tidied(self, *, keep: bool = False) -> Iterator[None]:
-        """When the block ends or fails, remove the folder if it has no complete checkpoint.
-
-        Args:
-            keep: leave the removal to another process.
-        """
+        """When the block ends or fails, remove the folder if it has no complete checkpoint."""
         try:
             yield
         finally:

@@ -46,18 +46,7 @@ _BUFFER = 10_000  # rows
 def draw_rows(
     stream: Any, columns: Sequence[str], allowed: Mapping[str, set[Any]], *, samples: int, seed: int
 ) -> tuple[Any, int]:
-    """The first matching rows of the shuffled stream, and how many rows were read.
-
-    Args:
-        stream: a datasets.IterableDataset.
-        columns: the columns to keep.
-        allowed: column → the values that a row may have in it.
-        samples: how many rows to draw; fewer if the stream ends before.
-        seed: for shuffling.
-
-    Returns:
-        A datasets.Dataset in memory, and the number of rows that were read.
-    """
+    """The first matching rows of the shuffled stream, as a Dataset in memory, and how many rows were read."""
     import datasets
 
     rows_read = 0
@@ -103,13 +92,7 @@ class SourceCounts:
 
 
 def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, SourceCounts]:
-    """Load the rows of `source` as a datasets.Dataset, filtered and sampled, with their counts.
-
-    Args:
-        source: what to load.
-        folder: the folder that local paths are relative to.
-        seed: the seed for `samples`.
-    """
+    """Load the rows of `source` as a datasets.Dataset, filtered and sampled, with their counts."""
     counts = SourceCounts(_display_name(source))
     table = _load(source, folder, counts)
     if source.streaming:
@@ -341,9 +324,6 @@ def load_rows(
     """The rows of every source. The counts of a source are complete once its rows have been read.
 
     Args:
-        sources: what to load.
-        folder: local paths are relative to it.
-        seed: for drawing `samples`.
         chat: the tokenizer's `apply_chat_template`; None if it has no template.
         chat_prompts: render prompts and completions as chat turns.
         separator: the text between prompt and completion if they are not chat turns.

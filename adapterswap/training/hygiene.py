@@ -200,12 +200,7 @@ class Screen:
         problems.raise_if_any()
 
     def judge(self, turns: Sequence[Turn], *, is_task: bool) -> str | None:
-        """The reason not to train on a row: the name of an evaluation, or `MATH`; None if there is none.
-
-        Args:
-            turns: the row's text.
-            is_task: whether the row belongs to the task, where math is allowed.
-        """
+        """The reason not to train on a row: the name of an evaluation, or `MATH`; None if there is none."""
         if self._evaluations:
             hashes = np.concatenate([hash_grams(text) for turn in turns for text in turn])
             for name, grams in self._evaluations:

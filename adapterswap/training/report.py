@@ -41,9 +41,6 @@ def simultaneous_steps(
 
     The smaller side starts again when its rows are used up. Both sides have the same number of steps, unless max_steps
     is set.
-
-    Args:
-        parts: how many rows each side has.
     """
     if options.max_steps is not None:
         return options.max_steps
@@ -85,8 +82,6 @@ def memory(
     """Bytes by part, and their `total`: of one process that holds everything, as without FSDP.
 
     Args:
-        config: the base's text config.
-        trainable, base_parameters: numbers of parameters.
         longest: tokens of the longest row as trained on; with packing, sequences are max_length long.
     """
     options = recipe.training

@@ -66,8 +66,6 @@ def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: A
 
     Args:
         start: a folder or Hub id; the recipe of a composition (.yaml); a composition; or what to train on top of.
-        base: the base to train on.
-        model: its model, without weights.
         scratch: a temporary folder, where a composition is written. It is needed until `take_over`.
     """
     try:
@@ -148,13 +146,7 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
 
 
 def take_over(model: Any, start: Start, trained: frozenset[str]) -> None:
-    """Give the model's new LoRA the start's factors, and freeze those of modules that are not trained.
-
-    Args:
-        model: a PeftModel whose adapter `default` has the start's modules, ranks and scales.
-        start: where it starts.
-        trained: the modules to train.
-    """
+    """Give the model's new LoRA the start's factors, and freeze those of modules that are not trained."""
     import torch
     from safetensors import safe_open
 

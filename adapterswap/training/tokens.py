@@ -83,7 +83,6 @@ def choose_renderer(
     """A renderer of the rows of `source`.
 
     Args:
-        source: the source of the rows.
         chat: the tokenizer's `apply_chat_template`, if it has a template.
         chat_prompts: render prompts and completions as chat turns.
         separator: text between prompt and completion, if they are not chat turns.

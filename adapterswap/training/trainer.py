@@ -337,9 +337,7 @@ def build_trainer(
     Args:
         train, validation: datasets with input_ids and labels (and seq_lengths if packed); validation may be None.
         parts: how many rows of `train` each side has.
-        start: where the adapter starts; None for zero.
         steps: how many steps the run has, for schedules that decay at the end.
-        checkpoints: the folder for checkpoints.
     """
     adapted = recipe.adapter.method == "lora"
     if not adapted:
