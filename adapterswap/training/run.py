@@ -12,9 +12,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import ArgumentError, RunError, check_type
 from adapterswap.files.folders import atomic_folder, check_target, scratch_folder
@@ -25,6 +26,16 @@ from adapterswap.training.base import check_libraries
 from adapterswap.training.recipe import TrainRecipe, read_train_recipe
 from adapterswap.training.report import TrainEstimate, TrainReport
 from adapterswap.training.selection import Enough
+
+if TYPE_CHECKING:
+    from adapterswap.model.loading import OpenedBase
+    from adapterswap.processes import Processes
+    from adapterswap.progress import ProgressRow
+    from adapterswap.training.checkpoints import Checkpoints
+    from adapterswap.training.data import Data
+    from adapterswap.training.judging import Examination
+    from adapterswap.training.start import Start
+    from adapterswap.training.targets import TrainingTargets
 
 
 @contextmanager
@@ -119,17 +130,13 @@ def train(
         from adapterswap.evaluation.tasks import check_task_names
 
         check_task_names(judged_by.tasks, judged_by.as_settings(recipe.folder).include_path)
-    from adapterswap.model.loading import empty_model
     from adapterswap.processes import joined
-    from adapterswap.training.base import device_and_dtype, load_trainable, open_trainable
+    from adapterswap.training.base import device_and_dtype
     from adapterswap.training.checkpoints import Checkpoints, explained
-    from adapterswap.training.data import load_data, sequences
     from adapterswap.training.output import EXPERT, write_expert, write_weights
-    from adapterswap.training.start import open_start, put_below
-    from adapterswap.training.targets import find_targets
 
-    checkpoints, options = Checkpoints(target), recipe.training
-    device, dtype = device_and_dtype(options)
+    checkpoints = Checkpoints(target)
+    device, dtype = device_and_dtype(recipe.training)
     with (
         isolated(),
         joined(device) as processes,
@@ -137,110 +144,158 @@ def train(
         scratch_folder("training") as scratch,
         checkpoints.tidied(keep=not processes.main),
     ):
-        from adapterswap.training.trainer import Completing, Ladder, Stopping, build_trainer
-
         bar = bars.row("opening the base")
-        base = open_trainable(recipe.base_model)
-        inputs = [*recipe.inputs, base.source.folder]
         check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
-        # A model without weights is enough to report a wrong name before rows and weights are read.
-        empty = empty_model(base)
-        start = open_start(recipe.start, base, empty, scratch) if recipe.start is not None else None
-        targets = find_targets(empty, recipe, base.config, start)
-        bar.begin("reading rows")
-        data = load_data(recipe, base)
-        rows, parts = sequences(data, options)
-        steps = _steps(recipe, parts, processes.count)
-        if judged_by:
-            from adapterswap.training.judging import examine
-
-            bar.begin("reading the selection's tasks")
-            examination = examine(recipe, base, trust_task_code=trust_task_code)
-        bar.begin("loading the base")
-        stopping = Stopping(processes)
-        model = load_trainable(base, recipe, device=device, dtype=dtype)
-        if start and start.on_top:
-            model = put_below(model, start, quantized=recipe.quantization is not None)
-        trainer = build_trainer(
-            recipe, base, model, targets, rows, parts,
-            data.validation.dataset() if data.validation else None, start=start,
-            steps=steps, device=device, dtype=dtype, processes=processes, bar=bar,
-            checkpoints=checkpoints.folder if options.save_every_samples else scratch,
+        prepared = _prepare(recipe, scratch, processes.count, trust_task_code=trust_task_code, tell=bar.begin)
+        trainer, report, kept = _run(
+            recipe, prepared, checkpoints, target=target, device=device, dtype=dtype, processes=processes, bar=bar,
+            folder=checkpoints.folder if recipe.training.save_every_samples else scratch, resume=resume,
         )  # fmt: skip
-        if options.save_every_samples:
-            trainer.add_callback(Completing(processes))  # before the judge, which reads complete checkpoints
-        ladder = None
-        if recipe.selection and recipe.selection.ladder:
-            ladder = Ladder(recipe.selection.rungs(steps), trainer, processes)
-            trainer.add_callback(ladder)
-        judge = None
-        if judged_by:
-            from adapterswap.training.judging import CheckpointJudge
-
-            judge = CheckpointJudge(judged_by, examination, base.tokenizer, trainer, processes=processes, bar=bar)
-            trainer.add_callback(judge)
-        checkpoint: Path | None = None
-        listening: AbstractContextManager[None] = nullcontext()
-        if options.save_every_samples:
-            processes.wait()  # until all have checked the folder that one of them changes next
-            if processes.main:
-                read: dict[str, Any] = {"rows": data.rows.sha256}
-                if data.validation:
-                    read["validation_rows"] = data.validation.sha256()
-                if judged_by:
-                    read["selection_tasks"] = examination.fingerprints
-                if start:
-                    read["start_files"] = start.record.sha256
-                checkpoint = checkpoints.prepare(
-                    recipe.resolved(), read, base.source.folder, resume=resume, processes=processes.count
-                )
-            checkpoint = processes.from_main(checkpoint)
-            trainer.add_callback(stopping)
-            listening = stopping.listening()
-        began = time.monotonic()
-        with explained("a checkpoint", checkpoints.folder), listening, suppress(Enough):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if stopping.stopped is not None:
-            raise RunError(
-                f"training was stopped by SIGTERM after step {stopping.stopped} of {steps}",
-                "Pass `resume=True` to continue",
-            )
-        seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
-        measured = bool(_losses(trainer.state.log_history, "eval_loss")) if recipe.stops_early else judge is not None
-        if data.validation and not measured:
-            bar.begin("measuring the validation loss")
-            trainer.evaluate()
-        report = TrainReport(
-            path=target,
-            steps=trainer.state.global_step,
-            resumed_from=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
-            train_losses=_losses(trainer.state.log_history, "loss"),
-            eval_losses=_losses(trainer.state.log_history, "eval_loss"),
-            rows=data.rows,
-            tokens=int(trainer.state.num_input_tokens_seen),
-            seconds=seconds,
-            trainable_parameters=targets.parameters,
-            processes=processes.count,
-            selection=judge.selection() if judge else None,
-            ladder=tuple(ladder.kept) if ladder else (),
-        )
         bar.begin("writing")
         # With FSDP each process holds a part of the weights, so all must take part.
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
         if processes.main:
+            inputs = [*recipe.inputs, prepared.base.source.folder]
             with (
                 atomic_folder(target, kind=EXPERT, overwrite=overwrite, inputs=inputs) as folder,
                 explained("the expert", target),
             ):
-                for step in chain(ladder.restored() if ladder else (), judge.restored() if judge else ()):
-                    if (folder / f"checkpoint-{step}").exists():
-                        continue
-                    write_weights(folder / f"checkpoint-{step}", trainer.model, recipe, base, targets)
-                write_expert(folder, trainer.model, recipe, base, targets, report, start=start, weights=weights)
-            if not options.keep_checkpoints:
+                what = trainer.model, recipe, prepared.base, prepared.targets
+                for step in kept:
+                    if not (folder / f"checkpoint-{step}").exists():
+                        write_weights(folder / f"checkpoint-{step}", *what)
+                write_expert(folder, *what, report, start=prepared.start, weights=weights)
+            if not recipe.training.keep_checkpoints:
                 checkpoints.remove()
         processes.wait()
     return report
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a run reads before it loads the weights; `model` has none, and `rows` are packed if the recipe says so."""
+
+    base: OpenedBase
+    model: Any
+    start: Start | None
+    targets: TrainingTargets
+    data: Data
+    rows: Any
+    parts: tuple[int, ...]
+    steps: int
+    examination: Examination | None
+
+
+def _prepare(
+    recipe: TrainRecipe, scratch: Path, processes: int, *, trust_task_code: bool, tell: Callable[[str], None]
+) -> _Prepared:
+    from adapterswap.model.loading import empty_model
+    from adapterswap.training.base import open_trainable
+    from adapterswap.training.data import load_data, sequences
+    from adapterswap.training.start import open_start
+    from adapterswap.training.targets import find_targets
+
+    base = open_trainable(recipe.base_model)
+    # A model without weights is enough to report a wrong name before rows and weights are read.
+    model = empty_model(base)
+    start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
+    targets = find_targets(model, recipe, base.config, start)
+    tell("reading rows")
+    data = load_data(recipe, base)
+    rows, parts = sequences(data, recipe.training)
+    steps = _steps(recipe, parts, processes)
+    examination = None
+    if recipe.judged_by:
+        from adapterswap.training.judging import examine
+
+        tell("reading the selection's tasks")
+        examination = examine(recipe, base, trust_task_code=trust_task_code)
+    return _Prepared(base, model, start, targets, data, rows, parts, steps, examination)
+
+
+def _run(
+    recipe: TrainRecipe, prepared: _Prepared, checkpoints: Checkpoints, *, target: Path, device: str, dtype: str,
+    processes: Processes, bar: ProgressRow, folder: Path, resume: bool,
+) -> tuple[Any, TrainReport, Iterator[int]]:  # fmt: skip
+    """Train, with checkpoints in `folder`. Returns the trainer, the report, and the steps whose weights are kept too.
+
+    These are loaded into the trainer's model one after the other; at the end it has those of the expert.
+    """
+    from adapterswap.training.base import load_trainable
+    from adapterswap.training.checkpoints import explained
+    from adapterswap.training.start import put_below
+    from adapterswap.training.trainer import Completing, Ladder, Stopping, build_trainer
+
+    options, base, data, start = recipe.training, prepared.base, prepared.data, prepared.start
+    examination = prepared.examination
+    bar.begin("loading the base")
+    stopping = Stopping(processes)
+    model = load_trainable(base, recipe, device=device, dtype=dtype)
+    if start and start.on_top:
+        model = put_below(model, start, quantized=recipe.quantization is not None)
+    trainer = build_trainer(
+        recipe, base, model, prepared.targets, prepared.rows, prepared.parts,
+        data.validation.dataset() if data.validation else None, start=start,
+        steps=prepared.steps, device=device, dtype=dtype, processes=processes, bar=bar, checkpoints=folder,
+    )  # fmt: skip
+    if options.save_every_samples:
+        trainer.add_callback(Completing(processes))  # before the judge, which reads complete checkpoints
+    ladder = judge = None
+    if recipe.selection and recipe.selection.ladder:
+        ladder = Ladder(recipe.selection.rungs(prepared.steps), trainer, processes)
+        trainer.add_callback(ladder)
+    if examination and recipe.judged_by:
+        from adapterswap.training.judging import CheckpointJudge
+
+        judge = CheckpointJudge(recipe.judged_by, examination, base.tokenizer, trainer, processes=processes, bar=bar)
+        trainer.add_callback(judge)
+    checkpoint: Path | None = None
+    listening: AbstractContextManager[None] = nullcontext()
+    if options.save_every_samples:
+        processes.wait()  # until all have checked the folder that one of them changes next
+        if processes.main:
+            read: dict[str, Any] = {"rows": data.rows.sha256}
+            if data.validation:
+                read["validation_rows"] = data.validation.sha256()
+            if examination:
+                read["selection_tasks"] = examination.fingerprints
+            if start:
+                read["start_files"] = start.record.sha256
+            checkpoint = checkpoints.prepare(
+                recipe.resolved(), read, base.source.folder, resume=resume, processes=processes.count
+            )
+        checkpoint = processes.from_main(checkpoint)
+        trainer.add_callback(stopping)
+        listening = stopping.listening()
+    began = time.monotonic()
+    with explained("a checkpoint", checkpoints.folder), listening, suppress(Enough):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if stopping.stopped is not None:
+        raise RunError(
+            f"training was stopped by SIGTERM after step {stopping.stopped} of {prepared.steps}",
+            "Pass `resume=True` to continue",
+        )
+    seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
+    measured = bool(_losses(trainer.state.log_history, "eval_loss")) if recipe.stops_early else judge is not None
+    if data.validation and not measured:
+        bar.begin("measuring the validation loss")
+        trainer.evaluate()
+    report = TrainReport(
+        path=target,
+        steps=trainer.state.global_step,
+        resumed_from=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
+        train_losses=_losses(trainer.state.log_history, "loss"),
+        eval_losses=_losses(trainer.state.log_history, "eval_loss"),
+        rows=data.rows,
+        tokens=int(trainer.state.num_input_tokens_seen),
+        seconds=seconds,
+        trainable_parameters=prepared.targets.parameters,
+        processes=processes.count,
+        selection=judge.selection() if judge else None,
+        ladder=tuple(ladder.kept) if ladder else (),
+    )
+    kept = chain(ladder.restored() if ladder else (), judge.restored() if judge else ())
+    return trainer, report, kept
 
 
 def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:
@@ -306,39 +361,29 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         AdapterswapError: see `train`, for all that can be checked without training.
     """
     check_libraries(recipe)
-    from adapterswap.model.loading import empty_model
     from adapterswap.processes import count_processes
-    from adapterswap.training.base import device_and_dtype, open_trainable
-    from adapterswap.training.data import load_data, sequences
+    from adapterswap.training.base import device_and_dtype
     from adapterswap.training.report import memory, rows_a_step, steps_between
-    from adapterswap.training.start import open_start
-    from adapterswap.training.targets import find_targets
 
     with isolated(), scratch_folder("training") as scratch:
         options, processes = recipe.training, count_processes()
-        base = open_trainable(recipe.base_model)
         device, dtype = device_and_dtype(options)
-        model = empty_model(base)
-        start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
-        targets = find_targets(model, recipe, base.config, start)
-        data = load_data(recipe, base)
-        _, parts = sequences(data, options)
-        steps = _steps(recipe, parts, processes)
+        prepared = _prepare(recipe, scratch, processes, trust_task_code=trust_task_code, tell=lambda step: None)
+        base, start, targets, data, steps = (
+            prepared.base, prepared.start, prepared.targets, prepared.data, prepared.steps,
+        )  # fmt: skip
         passes = options.epochs
         if options.max_steps is not None or recipe.simultaneous:
-            passes = steps * rows_a_step(options, processes) / sum(parts)
+            passes = steps * rows_a_step(options, processes) / sum(prepared.parts)
         selection = None
-        if judged_by := recipe.judged_by:
-            from adapterswap.training.judging import examine
-
-            examination = examine(recipe, base, trust_task_code=trust_task_code)
+        if (judged_by := recipe.judged_by) and (examination := prepared.examination):
             between = steps_between(options.save_every_samples, options, processes) * judged_by.every
             selection = {
                 "checkpoints": math.ceil(steps / between),
                 "documents": examination.documents,
                 "requests": examination.requests,
             }
-        base_parameters = sum(parameter.numel() for parameter in model.parameters())
+        base_parameters = sum(parameter.numel() for parameter in prepared.model.parameters())
         return TrainEstimate(
             base_model=str(base.source),
             start=start.describe(targets) if start else None,
