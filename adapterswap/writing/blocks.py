@@ -465,8 +465,8 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     name = slot.module if slot.name.endswith(".weight") else slot.name
     if on_weights:  # the share of a side that is not whole weights is the base's
         turned = base.T if across else base
-        for term in (term for term in block.span.base if term.coefficient):
-            by_side[term.side] = turned if term.coefficient == 1 else np.float32(term.coefficient) * turned
+        for share in (term for term in block.span.base if term.coefficient):
+            by_side[share.side] = turned if share.coefficient == 1 else np.float32(share.coefficient) * turned
 
     def enter(term: Term[Change], delta: Delta) -> None:
         share = rule.sides[term.side][term.expert]
