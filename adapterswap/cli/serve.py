@@ -93,7 +93,7 @@ def serve_command(
         llama = plan_llama(pieces, gguf, engine_args, llama_server, max_request_mb or 1)
         for name in manifest.allow or ():
             pieces.scales(name)  # an allowed name must not fail later
-        opened = {name: pieces.open(name) for name in manifest.experts}
+        opened = {name: pieces.open(name) for name in manifest.adapters}
         _show(llama, pieces, opened, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
         note_dry_run("started") if dry_run else serve_llama(llama, pieces)
         return
@@ -106,7 +106,7 @@ def serve_command(
 
     composer = NamedComposer(manifest, base_model, store, None)
     problems, experts = Problems(ExpertError), {}
-    for name in manifest.experts:
+    for name in manifest.adapters:
         with problems.collect():
             experts[name] = composer.open(name)
     problems.raise_if_any()

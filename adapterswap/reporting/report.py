@@ -38,10 +38,11 @@ from adapterswap.reporting.headline import Target, target_table
 from adapterswap.reporting.reading import ReportSource
 from adapterswap.reporting.relations import GridCell, Indicator, Ranking, ZoneGrid, grids, indicators, ranking
 from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, read_samples
+from adapterswap.sweeps.grid import composition_of
 from adapterswap.sweeps.recording import Preregistration, default_reference, read_frozen
 from adapterswap.sweeps.results import prompts_file, read_prompts, samples_file
 
-_NOT_OPTIONS = {"task", "language", "allocation", "allow_negative"}
+_NOT_OPTIONS = {"task", "language", "allocation", "allow_negative", "chains"}
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction", "dtype")
 _FLAGS = ("apply_chat_template", "truncate", "language_fidelity", "confirm_run_unsafe_code")
 
@@ -53,14 +54,23 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     """
     content = cell.composition
     experts = run.described.get("experts", {})
-    expert_names = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
-    if is_single(cell) or not experts.keys() >= expert_names.keys():
+    chains = content.get("chains", {})
+    named = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
+    expert_names = [part for name in named for part in chains.get(name, [name])]
+    if is_single(cell) or not experts.keys() >= {*expert_names}:
         return None
     words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
-    if "allocation" in content:
+    if "allocation" in content or chains:
+        rules = content.get("allocation")
+        if rules is None:
+            composition, full = composition_of(cell), any("files" in experts[name] for name in expert_names)
+            assert composition is not None
+            rules = [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=full)]
+            content = {key: content[key] for key in ("row_threshold", "seed", "allow_negative") if key in content}
         for name in expert_names:
             words += ["--expert", f"{name}={_source(experts[name])}"]
-        for rule in content["allocation"]:
+        words += [word for name, parts in chains.items() for word in ("--chain", f"{name}={','.join(parts)}")]
+        for rule in rules:
             words += ["--rule", write_rule(rule)]
     elif not cell.task_expert or not cell.language_expert:
         return None
@@ -280,7 +290,7 @@ class Report:
         targets: a table for each target task.
         ranking: over all targets and units; None if too few settings are complete.
         indicators: correlations of experts' own scores with their compositions'.
-        grids: landscapes of bottom and top layers.
+        grids: landscapes of bottom and top layers, and of pairs of checkpoints.
         curves: the course of each selection, by number of configurations.
         truncations: the errors and scores of compositions that were reduced to a lower rank.
         disagreements: by target task.

@@ -42,6 +42,7 @@ from adapterswap.model.checkpoints import open_checkpoint
 from adapterswap.model.layers import known_depth, num_layers_in_config
 from adapterswap.model.sources import FORMAT, base_config, find_source
 from adapterswap.planning.base import check_base_weights
+from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rules import BASE
@@ -195,7 +196,7 @@ class NamedComposer:
             if known is not None and known.stamps == self._stamps(known.stamps):
                 planned = known
             else:
-                stamps = self._stamps(composition_of(name, self.manifest.experts).expert_names)
+                stamps = self._stamps(self._composition(name).expert_names)
                 plan = self.plan(name)
                 planned = _Planned(_fingerprint(plan), self.key(plan), stamps)
             self._admit(name, planned.fingerprint)
@@ -220,13 +221,13 @@ class NamedComposer:
 
     def _stamps(self, experts: Iterable[str]) -> dict[str, dict[str, tuple[int, ...]]]:
         """The stamps of the files in the folders of the experts and the base, by which a change is noticed."""
-        folders = {name: expand(self.manifest.experts[name]) for name in experts if name != BASE}
+        folders = {name: expand(self.manifest.adapters[name]) for name in experts if name != BASE}
         folders |= {name: self._from_hub[name].source.folder for name in folders if name in self._from_hub}
         return {name: stamps_in(folder) for name, folder in (*folders.items(), (BASE, self._base.folder))}
 
     def plan(self, name: str) -> Plan:
         """The plan for `name`, checked as far as possible before tensors are read; raises the errors of `folder`."""
-        composition = composition_of(name, self.manifest.experts)
+        composition = self._composition(name)
         if self._allowed is not None and self._rules(name) not in self._allowed:
             raise UnknownNameError(
                 f"this server does not allow the name {shown(name)}",
@@ -245,8 +246,11 @@ class NamedComposer:
         problems.raise_if_any()
         return plan
 
+    def _composition(self, name: str) -> Composition:
+        return composition_of(name, self.manifest.experts, self.manifest.chains)
+
     def open(self, name: str) -> Adapter:
-        """The expert of this name, checked against the base.
+        """The expert, or the adapter of a chain, of this name, checked against the base.
 
         Raises:
             NotFoundError: it does not exist.
@@ -256,8 +260,9 @@ class NamedComposer:
         """
         if name in self._from_hub:
             return self._from_hub[name]
-        adapter = open_adapter(self.manifest.experts[name])
-        check_base_weights({name: adapter.base_fingerprints}, self._base)
+        adapter = open_adapter(self.manifest.adapters[name])
+        if not any(name in parts[1:] for parts in self.manifest.chains.values()):  # planning checks what is on top
+            check_base_weights({name: adapter.base_fingerprints}, self._base)
         check_fits(adapter, self._shapes, name, self.target)
         check_copies(adapter, self.base_model, self.cache.memo, name, WORDS[self.target][0])
         if adapter.source.revision:
@@ -297,13 +302,13 @@ class NamedComposer:
         except UnknownNameError:
             raise
         except AdapterswapError as error:
-            names = {path: name for name, path in self.manifest.experts.items() if os.path.isabs(path)}
+            names = {path: name for name, path in self.manifest.adapters.items() if os.path.isabs(path)}
             names[str(self.cache.root)] = "the cache"
             raise type(error)((_without(names, problem) for problem in error.found), omitted=error.omitted) from error
 
     def _rules(self, name: str) -> str:
         """The composition's rules, which `allow` compares, without opening an expert."""
-        composition = composition_of(name, self.manifest.experts)
+        composition = self._composition(name)
         return json.dumps([rule.model_dump(mode="json") for rule in composition.rules(self.num_layers)])
 
     def _admit(self, name: str, fingerprint: str) -> None:

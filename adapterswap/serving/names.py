@@ -6,7 +6,7 @@ among these experts, and is never part of a path, so requests cannot reach anyth
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pydantic import Field, PrivateAttr
@@ -15,7 +15,16 @@ from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError
 from adapterswap.files.text import exists, expand, is_folder, shown
 from adapterswap.files.yaml import StrictModel, read_recipe
 from adapterswap.model.sources import CONFIG
-from adapterswap.planning.composition import Composition, fits_short_names, parse_composition
+from adapterswap.planning.composition import (
+    Composition,
+    Place,
+    adapters_of,
+    chains_of,
+    fits_short_names,
+    parse_composition,
+    placed,
+    shared_name,
+)
 from adapterswap.planning.rules import BASE, Rule
 
 _LONGEST = 300  # characters; a composition with every setting written out has fewer
@@ -40,15 +49,18 @@ def check_expert_name(name: str) -> None:
         )
 
 
-def composition_of(name: str, experts: Collection[str]) -> Composition:
+def composition_of(
+    name: str, experts: Collection[str], chains: Mapping[str, tuple[str, ...]] | None = None
+) -> Composition:
     """The composition that `name` means: an expert as it is, TASK+LANGUAGE, or TASK+LANGUAGE@key=value,…
 
     Args:
         name: the name in the client's request.
         experts: the names of all experts.
+        chains: those of them that are chains → their adapters.
     """
     if name in experts:
-        return Composition(allocation=(Rule(expert=name),))
+        return _chained(Composition(allocation=(Rule(expert=name),)), chains or {})
     listed = ", ".join(sorted(experts)[:_SHOWN]) + (", …" if len(experts) > _SHOWN else "")
     remedy = f"The experts here are: {listed or 'none'}. Request one of them, or TASK+LANGUAGE"
     if "+" not in name and "@" not in name:
@@ -63,7 +75,12 @@ def composition_of(name: str, experts: Collection[str]) -> Composition:
         raise UnknownNameError(
             f"{shown(name)}: there is no expert {' or '.join(map(shown, unknown))}", remedy, parameter="name"
         )
-    return composition
+    return _chained(composition, chains or {})
+
+
+def _chained(composition: Composition, chains: Mapping[str, tuple[str, ...]]) -> Composition:
+    used = {name: chains[name] for name in composition.expert_names if name in chains}
+    return composition.model_copy(update={"chains": used}) if used else composition
 
 
 DEFAULT_LIMIT = 256
@@ -72,7 +89,9 @@ DEFAULT_LIMIT = 256
 class Manifest(StrictModel):
     """The content of `experts.yaml`."""
 
-    experts: dict[str, str] = Field(description="Name → folder (relative to this file) or Hub id org/name@revision.")
+    experts: dict[str, Place] = Field(
+        description="Name → folder (relative to this file) or Hub id org/name@revision; or {chain: [FIRST, SECOND]}."
+    )
     allow: tuple[str, ...] | None = Field(
         default=None,
         description="The only names that are served, such as math+swahili, math. Absent: all possible names.",
@@ -84,6 +103,16 @@ class Manifest(StrictModel):
     )
 
     _skipped: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def chains(self) -> dict[str, tuple[str, ...]]:
+        """Each chain among the experts → the names of its adapters."""
+        return chains_of(self.experts)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters of all experts, by name."""
+        return adapters_of(self.experts)
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -117,6 +146,10 @@ def read_manifest(path: str | Path) -> Manifest:
     for name in manifest.experts:
         with problems.collect():
             check_expert_name(name)
+    if (shared := shared_name(manifest.experts)) is not None:
+        problems.add(
+            f"{path}: {shared!r} is an expert and an adapter of a chain", "Rename the expert", parameter="experts"
+        )
     for name in manifest.allow or ():
         try:
             composition_of(name, manifest.experts)
@@ -156,8 +189,8 @@ def _from_folder(path: Path) -> Manifest:
 def _from_file(path: Path) -> Manifest:
     manifest = read_recipe(path, Manifest)
     beside = path.absolute().parent
-    experts = {
-        name: str(beside / reference) if is_folder(beside / reference) else reference
-        for name, reference in manifest.experts.items()
-    }
-    return manifest.model_copy(update={"experts": experts})
+
+    def resolve(reference: str) -> str:
+        return str(beside / reference) if is_folder(beside / reference) else reference
+
+    return manifest.model_copy(update={"experts": placed(manifest.experts, resolve)})

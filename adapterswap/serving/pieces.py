@@ -23,6 +23,7 @@ from adapterswap.gguf.export import check_outtype, write_gguf
 from adapterswap.gguf.layout import PreparedGguf, prepare_gguf
 from adapterswap.model.layers import Kind, format_layers
 from adapterswap.model.sources import FORMAT, base_config
+from adapterswap.planning.base import with_chains
 from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.targets import Target
@@ -73,10 +74,15 @@ class PieceComposer(NamedComposer):
         self._opened: dict[str, Adapter] = {}
         problems = Problems()
         plans: dict[str, Plan] = {}
-        for name in manifest.experts:
+        for name in manifest.adapters:
             with problems.collect():
                 self._opened[name] = super().open(name)
-                plans[name] = adapter_plan(self._opened[name], base_model)
+        problems.raise_if_any()
+        on_base, _ = with_chains(self._opened, manifest.chains, problems, recorded=False)
+        for name, adapter in on_base.items():
+            assert isinstance(adapter, Adapter)
+            with problems.collect():
+                plans[name] = adapter_plan(adapter, base_model)
         problems.raise_if_any()
         self._prepared: dict[str, PreparedGguf] = {}  # by key in the cache
         self.pieces: list[LayerPiece] = []

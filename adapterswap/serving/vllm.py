@@ -234,7 +234,7 @@ def plan_launch(
 
     Args:
         composer: with the base, the manifest and the cache.
-        experts: all experts of the manifest, opened.
+        experts: all adapters of the manifest, opened.
         experts_path: where the manifest was read from.
         vllm_args: the user's own arguments for vLLM, which override the choices made here.
     """
@@ -252,7 +252,7 @@ def plan_launch(
         )
     model, revision = _model(composer.base_model)
     served_name = value_of("--served-model-name", vllm_args) or model
-    if served_name in experts:
+    if served_name in composer.manifest.experts:
         raise ArgumentError(
             f"{served_name!r} is the name of both an expert and the served base",
             "Choose another --served-model-name for the base",
@@ -275,10 +275,14 @@ def plan_launch(
 
 def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
     """vLLM's smallest rank that fits every allowed composition or, without an allow list, every blend of two."""
+    chains = composer.manifest.chains
     if composer.manifest.allow is not None:
         needed = max(largest_rank(composer.plan(name)) for name in composer.manifest.allow)
     else:
-        ranks = sorted(max(module.rank for module in adapter.modules.values()) for adapter in experts.values())
+        ranks = sorted(
+            sum(max(module.rank for module in experts[part].modules.values()) for part in chains.get(name, (name,)))
+            for name in composer.manifest.experts
+        )
         alone, needed = ranks[-1], sum(ranks[-2:])
         needed = needed if needed <= RANKS[-1] else max(alone, RANKS[-1])  # all swaps fit, if not all blends
     fitting = next((rank for rank in RANKS if rank >= needed), None)

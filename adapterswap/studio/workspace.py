@@ -364,7 +364,16 @@ def open_workspace(
         UnsupportedError: the base has an encoder and a decoder.
     """
     target = choose_device(device)
-    named = dict(experts) if isinstance(experts, Mapping) else dict(read_manifest(experts).experts)
+    if isinstance(experts, Mapping):
+        named = dict(experts)
+    elif chains := (manifest := read_manifest(experts)).chains:
+        raise UnsupportedError(
+            f"{', '.join(chains)} is a chain of adapters, but the studio shows single ones",
+            "Write the chain as one adapter with `compose`",
+            parameter="experts",
+        )
+    else:
+        named = manifest.adapters
     base = open_base(base_model)
     num_layers = known_depth(layers_of_base(base), base_model, "Use another base")
     if not isinstance(num_layers, int):

@@ -233,11 +233,13 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
     problems = Problems(FieldError)
     everything = tasks.of(recipe.language_experts)
     cells: dict[str, Cell] = {}
+    chains = recipe.chains
     spaces: list[Space] = []
     left_out = repeated = 0
 
     def add(cell: Cell) -> str:
         nonlocal repeated
+        cell = _identified(cell, chains)
         repeated += cell.cell in cells
         cells.setdefault(cell.cell, cell)
         return cell.cell
@@ -453,7 +455,15 @@ def _make_cell(
     default: bool,
     others: tuple[str, ...] = (),
 ) -> Cell:
-    cell = Cell("", family, task, language, composition, short, default, tasks, output, others)
+    return Cell("", family, task, language, composition, short, default, tasks, output, others)
+
+
+def _identified(cell: Cell, chains: Mapping[str, Sequence[str]]) -> Cell:
+    """The cell with the chains among its experts, and its id."""
+    used = [name for name in (*cell.task_expert, *cell.language_expert, *cell.other_experts) if name in chains]
+    if used:
+        chained = {"chains": {name: [*chains[name]] for name in used}}
+        cell = replace(cell, composition={**cell.composition, **chained})
     content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
     return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
 

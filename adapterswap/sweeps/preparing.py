@@ -29,6 +29,7 @@ from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, model_finger
 from adapterswap.model.layers import check_depth_of, known_depth, num_layers_in_config
 from adapterswap.model.loading import OpenedBase, open_base
 from adapterswap.model.sources import WEIGHTS
+from adapterswap.planning.composition import Place, adapters_of, chains_of
 from adapterswap.planning.making import make_plan, merge_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.targets import Target, check_expert, clash
@@ -231,9 +232,9 @@ def prepare(
     named = dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
     check_task_names(list(named), recipe.settings.include_path)  # first, because it is quick
     problems = Problems(FieldError)
-    places = {name: (place, "task") for name, place in recipe.task_experts.items()}
-    places |= {name: (place, "language") for name, place in recipe.language_experts.items()}
-    places |= {name: (place, role) for role, experts in recipe.roles.items() for name, place in experts.items()}
+    places: dict[str, tuple[str, str]] = {}
+    for role, members in recipe.by_role.items():
+        places |= {name: (place, role) for name, place in adapters_of(members).items()}
     for row, adapters in extra_experts(recipe).items():
         places |= {name: (place, row) for name, place in adapters.items()}
     experts: dict[str, Expert] = {}
@@ -269,11 +270,9 @@ def prepare(
 
 def _field(name: str, recipe: SweepRecipe) -> str:
     """The field of the recipe that names an expert."""
-    fields = {
-        "task_experts": recipe.task_experts, "language_experts": recipe.language_experts,
-        "roles": [name for experts in recipe.roles.values() for name in experts],
-    }  # fmt: skip
-    return next((field for field, experts in fields.items() if name in experts), "extra")
+    fields = {"task": "task_experts", "language": "language_experts", **dict.fromkeys(recipe.roles, "roles")}
+    roles = (role for role, experts in recipe.by_role.items() if name in adapters_of(experts))
+    return next((fields[role] for role in roles), "extra")
 
 
 def _open(place: str, field: str) -> Expert:
@@ -491,12 +490,14 @@ def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:
     recipe, experts = prepared.recipe, prepared.experts
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     content["base_model"] = str(prepared.base.source)
-    for side in ("task_experts", "language_experts"):
-        content[side] = {name: experts[name].name for name in content[side]}
+
+    def named(members: Mapping[str, Place]) -> dict[str, Any]:
+        chains = {name: {"chain": [experts[part].name for part in parts]} for name, parts in chains_of(members).items()}
+        return {name: chains.get(name) or experts[name].name for name in members}
+
+    content |= {"task_experts": named(recipe.task_experts), "language_experts": named(recipe.language_experts)}
     if recipe.roles:
-        content["roles"] = {
-            role: {name: experts[name].name for name in members} for role, members in recipe.roles.items()
-        }
+        content["roles"] = {role: named(members) for role, members in recipe.roles.items()}
     if recipe.extra:
         content["extra"] = {
             row: [experts[name].name for name in names] for row, names in extra_experts(recipe).items()

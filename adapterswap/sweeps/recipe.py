@@ -23,6 +23,7 @@ from adapterswap.files.text import exists, expand
 from adapterswap.files.yaml import FieldMistake, StrictModel, read_recipe, validate
 from adapterswap.model.layers import MAX_LAYERS
 from adapterswap.planning.checks import check_names
+from adapterswap.planning.composition import Place, chains_of, placed, shared_name
 from adapterswap.planning.rules import BASE, Rule
 from adapterswap.sweeps.families import (
     EXTRA,
@@ -131,13 +132,13 @@ class SweepRecipe(StrictModel):
     num_layers: int | None = Field(
         default=None, ge=1, le=MAX_LAYERS, description="The base's layers, if its config does not say."
     )
-    task_experts: dict[Name, str] = Field(
+    task_experts: dict[Name, Place] = Field(
         min_length=1,
-        description="Name → folder or Hub id of an adapter or a full checkpoint; or {ladder: FOLDER}, with whose "
-        "checkpoints as experts NAME-STEP.",
+        description="Name → folder or Hub id of an adapter or a full checkpoint; {chain: [FIRST, SECOND]} for adapters "
+        "that were trained one on top of another; or {ladder: FOLDER}, with whose checkpoints as experts NAME-STEP.",
     )
-    language_experts: dict[Name, str] = Field(min_length=1, description="Likewise.")
-    roles: dict[RoleName, Annotated[dict[Name, str], Field(min_length=1)]] = Field(
+    language_experts: dict[Name, Place] = Field(min_length=1, description="Likewise.")
+    roles: dict[RoleName, Annotated[dict[Name, Place], Field(min_length=1)]] = Field(
         default={},
         description="Experts of other roles, for `rules`: culture, safety, … → name → folder or Hub id.",
     )
@@ -174,9 +175,14 @@ class SweepRecipe(StrictModel):
     search: Search | None = Field(default=None, description="Search the families' grids instead of evaluating all.")
 
     @property
-    def by_role(self) -> dict[str, dict[str, str]]:
+    def by_role(self) -> dict[str, dict[str, Place]]:
         """Role → its experts: task, language, and what `roles` adds."""
         return {TASK: self.task_experts, LANGUAGE: self.language_experts, **self.roles}
+
+    @property
+    def chains(self) -> dict[str, tuple[str, ...]]:
+        """Each chain among the experts → the names of its adapters."""
+        return {name: parts for experts in self.by_role.values() for name, parts in chains_of(experts).items()}
 
     @field_validator("task_experts", "language_experts", mode="before")
     @classmethod
@@ -236,6 +242,8 @@ class SweepRecipe(StrictModel):
                 if name in homes:
                     raise FieldMistake(f"{name!r} is an expert of two roles: {homes[name]} and {role}", "roles")
                 homes[name] = role
+        if shared := shared_name({name: place for experts in self.by_role.values() for name, place in experts.items()}):
+            raise ValueError(f"{shared!r} is an expert and an adapter of a chain: rename the expert")
         for family in self.compositions:
             rules = family.rules or ()
             problems = Problems(FieldError)
@@ -249,9 +257,10 @@ class SweepRecipe(StrictModel):
                 raise FieldMistake(prefix + message, "compositions")
 
 
+_PLACES = ("task_experts.*", "language_experts.*", "roles.*.*")
 SWEEP_PATHS = (
-    "base_model", "task_experts.*", "language_experts.*", "task_experts.*.ladder", "language_experts.*.ladder",
-    "roles.*.*", "extra.*", "extra.*.*", "settings.include_path",
+    "base_model", *_PLACES, *(f"{place}.chain.*" for place in _PLACES), *(f"{place}.ladder" for place in _PLACES[:2]),
+    "extra.*", "extra.*.*", "settings.include_path",
 )  # fmt: skip
 """Keys that may be local paths."""
 
@@ -291,19 +300,15 @@ def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[
 
 def with_places(recipe: SweepRecipe, resolve: Callable[[str], str]) -> SweepRecipe:
     """The recipe with `resolve(place)` in place of the paths of the base, each expert and `include_path`."""
-
-    def replaced(places: dict[str, str]) -> dict[str, str]:
-        return {name: resolve(place) for name, place in places.items()}
-
     settings = recipe.settings
     if settings.include_path is not None:
         settings = settings.model_copy(update={"include_path": resolve(settings.include_path)})
     return recipe.model_copy(
         update={
             "base_model": resolve(recipe.base_model),
-            "task_experts": replaced(recipe.task_experts),
-            "language_experts": replaced(recipe.language_experts),
-            "roles": {role: replaced(experts) for role, experts in recipe.roles.items()},
+            "task_experts": placed(recipe.task_experts, resolve),
+            "language_experts": placed(recipe.language_experts, resolve),
+            "roles": {role: placed(experts, resolve) for role, experts in recipe.roles.items()},
             "extra": {row: [resolve(place) for place in as_list(places)] for row, places in recipe.extra.items()},
             "settings": settings,
         }

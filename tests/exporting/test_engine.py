@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import adapterswap as asw
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
 
+from adapterswap.serving import Cache, Manifest
+from adapterswap.serving.pieces import PieceComposer
 from exporting.bases import PICOS, adapted, load
 from exporting.conftest import Bases, Experts
 from exporting.engine import Answer, Engine, reference
@@ -151,6 +154,32 @@ def test_pieces_are_any_layer_swap_or_blend_at_request_time(
         for prompt in PROMPTS:
             same(engine.answer(prompt, scales=scales), reference(model, prompt), name)
     same(engine.answer(PROMPTS[0]), reference(load(base), PROMPTS[0]), name)  # the scales at the start
+
+
+def test_a_chain_is_served_by_name(bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    """Both adapters of the chain count in its layers; the reference is PEFT's merge of one after the other."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base, gguf = bases("llama")
+    first, swahili = experts("llama"), experts("llama", "swahili", seed=2, r=4)
+    merged = PeftModel.from_pretrained(load(base), first).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    model = get_peft_model(load(tmp_path / "merged"), LoraConfig(r=2, target_modules=PICOS["llama"].targets))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "top", save_embedding_layers=False)
+    chain = {"chain": (str(first), str(tmp_path / "top"))}
+    manifest = Manifest(experts={"math": chain, "swahili": str(swahili)})
+    composer = PieceComposer(manifest, str(base), Cache(tmp_path / "cache"))
+    composer.write()
+    engine = Engine(gguf, [(piece.path, 0.0) for piece in composer.pieces])
+    both = model.merge_and_unload()
+    same(engine.answer(PROMPTS[0], scales=dict(composer.scales("math"))), reference(both, PROMPTS[0]))
+    swap, outer = both.state_dict(), adapted(base, swahili).merge_and_unload().state_dict()
+    both.load_state_dict({name: outer[name] if re.search(r"layers\.[015]\.", name) else swap[name] for name in swap})
+    scales = composer.scales("math+swahili@bottom=2,top=1")
+    same(engine.answer(PROMPTS[0], scales=dict(scales)), reference(both, PROMPTS[0]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-7b"])

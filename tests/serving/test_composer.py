@@ -19,11 +19,13 @@ from refusals import refused
 from tolerances import close
 from transformers import AutoModelForCausalLM
 
+import adapterswap
 from adapterswap import AdapterswapError, open_adapter, open_checkpoint
 from adapterswap.changes import copies
 from adapterswap.changes.copies import is_one_weight
 from adapterswap.errors import BaseModelError, ExpertError, RunError, UnsupportedError
 from adapterswap.serving import Cache, Manifest, NamedComposer, UnknownNameError, read_manifest
+from adapterswap.serving.vllm import choose_rank
 
 from .cases import COMPOSITIONS, PROMPTS
 from .conftest import LAYERS, Reference, load, make_expert
@@ -58,6 +60,38 @@ def test_peft_answers_with_the_folders_as_full_weights_do(
         with torch.no_grad():
             result = torch.log_softmax(model(torch.tensor([PROMPTS[0]])).logits[0, -1], -1)
         close(result, torch.tensor(list(expected.values())), depth=LAYERS)
+
+
+def test_a_chain_is_one_expert(served_base: Callable[[str], Path], experts: Path, tmp_path: Path) -> None:
+    """Its folders equal PEFT's merge of one adapter after the other, whether or not a record tells of the chain."""
+    base = served_base("llama")
+    merged = {
+        "recorded": adapterswap.merge(experts / "math", base, out_path=tmp_path / "recorded"),
+        "unrecorded": tmp_path / "unrecorded",
+    }
+    PeftModel.from_pretrained(load(base), experts / "math").merge_and_unload().save_pretrained(merged["unrecorded"])
+    for kind, folder in merged.items():
+        top = make_expert(folder, tmp_path / f"top-{kind}", seed=9, r=2)
+        content = {"experts": {"tutor": {"chain": ["experts/math", top.name]}, "swahili": "experts/swahili"}}
+        (tmp_path / "experts.yaml").write_text(json.dumps(content))
+        manifest = read_manifest(tmp_path / "experts.yaml")
+        composer = NamedComposer(manifest, str(base), Cache(tmp_path / f"cache-{kind}"), 32)
+        assert manifest.names == ("tutor", "swahili")
+        assert choose_rank(composer, {name: composer.open(name) for name in manifest.adapters}) == 32  # (8 + 2) + 8
+        both = PeftModel.from_pretrained(load(base), experts / "math").merge_and_unload()
+        both = PeftModel.from_pretrained(both, top).merge_and_unload().state_dict()
+        outer = PeftModel.from_pretrained(load(base), experts / "swahili").merge_and_unload().state_dict()
+        for name, own in (("tutor", ()), ("tutor+swahili@bottom=2,top=1", (0, 1, LAYERS - 1))):
+            found = PeftModel.from_pretrained(load(base), composer.folder(name)).merge_and_unload().state_dict()
+            for key, weight in found.items():
+                side = outer if any(f".layers.{layer}." in key for layer in own) else both
+                close(weight, side[key], name=key, depth=2)
+        assert composer.folder("tutor+swahili@bottom=0,top=6") == composer.folder("tutor+swahili@bottom=6,top=0")
+        with pytest.raises(UnknownNameError):
+            composer.folder("tutor-2")
+    alone = Manifest(experts={"top": str(tmp_path / "top-recorded"), "swahili": str(experts / "swahili")})
+    with refused(ExpertError, "base_model"):
+        NamedComposer(alone, str(base), Cache(tmp_path / "alone"), 32).folder("top+swahili")
 
 
 def test_every_folder_is_in_the_layout_that_all_engines_read(composer: Compose) -> None:

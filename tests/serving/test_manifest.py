@@ -105,6 +105,8 @@ def test_a_missing_manifest(tmp_path: Path) -> None:
         ("experts: {a: b}\nalow: [a]", r"Did you mean 'allow'\?"),
         ("allow: [a]", "experts is missing"),
         ("experts: {a: b, a: c}", "twice"),
+        ("experts: {a: {chain: [b]}}", "chain"),
+        ("experts: {a: {chain: [b, c]}, a-2: d}", "adapter of a chain"),
     ],
 )
 def test_a_manifest_is_read_strictly(tmp_path: Path, content: str, value: str) -> None:
