@@ -6,7 +6,7 @@ expert is a full checkpoint, to the stored tensors of the base.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
@@ -21,7 +21,7 @@ from adapterswap.errors import (
     UnsupportedError,
     check_type,
 )
-from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, Part, by_layer
+from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, by_layer
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.model.layers import (
     NumLayers,
@@ -139,9 +139,35 @@ def make_plan(
         with problems.collect():
             check_base_weights(plan.recorded_bases, plan.base_at_hand)
         check_used(plan, names, problems)
-        plan = replace(plan, notes=(*plan.notes, *unchecked_bases(opened, composition.base_model), *chained))
+        unchecked = unchecked_bases(opened, composition.base_model)
+        plan = replace(plan, notes=(*plan.notes, *unchecked, *chained, *dict.fromkeys(_warnings(plan))))
     problems.raise_if_any()
     return plan
+
+
+_ROUTERS = frozenset({"router", "gate"})  # parts of the names of a mixture's routers
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    """What papers found to do damage, where the plan does it."""
+    chains = plan.composition.chains
+    for rule in plan.rules:
+        used = [name for name, parts in chains.items() if {*parts} <= {*rule.experts}]
+        if used and "density" in rule.parameters:
+            yield (
+                f"{rule.method} drops entries of ΔW: if an adapter of {' or '.join(used)} was trained by reinforcement "
+                "learning, whose ΔW is sparse, a swap or a sum loses less (arXiv:2606.18521)"
+            )
+    blended = [
+        slot.name
+        for slot in plan
+        if not _ROUTERS.isdisjoint(slot.name.split(".")) and len({term.side for term in slot.terms}) > 1
+    ]
+    if blended:
+        yield (
+            f"{and_more(blended, 1)}: routers of a mixture are blended, which can send tokens to the wrong experts; a "
+            "swap copies them (arXiv:2606.03391)"
+        )
 
 
 def _plan_of_modules(

@@ -48,7 +48,7 @@ class Plan:
         base: the base whose weights enter; None if none of them are needed.
         base_source: the base of an adapter, if it was declared as a local folder or its config gave the depth.
         untied: whether the result stores a head and an embedding, one of them changed, that the skeleton's config ties.
-        notes: what could not be checked on this machine. Notes change nothing in the result.
+        notes: what could not be checked on this machine, and what papers warn of. Notes change nothing in the result.
     """
 
     composition: Composition

@@ -280,6 +280,20 @@ def test_a_router_beside_modules_that_need_the_bases_names(mixture: Callable[[st
         close(result[key], (one if layer in (0, 1, 2) else other)[key], scale=float(tensor.abs().max()), name=key)
 
 
+def test_blended_routers_are_noted(mixture: Callable[[str], Path]) -> None:
+    folder = mixture("mixtral")
+    for seed, name in enumerate(("one", "other"), 5):
+        train(folder, name, seed, target_modules="all-linear", target_parameters=None, rank_pattern={})
+    rules = {"swap": [{"layers": "0-1", "expert": "math"}, {"expert": "swahili"}]}
+    rules["average"] = [{"blend": {"math": 1, "swahili": 1}}]
+    rules["kept"] = [{"modules": ["gate"], "expert": "math"}, *rules["average"]]
+    noted = {
+        name: any("2606.03391" in note for note in composed(folder, each, "one", "other").notes)
+        for name, each in rules.items()
+    }
+    assert noted == {"swap": False, "average": True, "kept": False}
+
+
 def test_another_base_is_refused(mixture: Callable[[str], Path], tmp_path: Path) -> None:
     folder = mixture("qwen3_moe")
     config = transformers.AutoConfig.from_pretrained(folder / "base")

@@ -103,6 +103,7 @@ def test_methods_take_the_sum_for_one_expert(chain: dict[str, Path], method: str
     results = [deltas(p.write(tmp_path / f"{i}", **rank)) for i, p in enumerate((plan, alone))]
     for name, delta in results[0].items():
         close(delta, results[1][name], name=name, depth=8)
+        assert any("2606.18521" in note for note in plan.notes) is bool(own)
         if method == "soup":
             close(delta, (first[name] + second[name] + task[name]) / 2, name=name)
 
