@@ -176,18 +176,21 @@ def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[
     where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
     fewer = any(cell.units < most for cell in grid.cells)
     method = f"{grid.family}{f' ({grid.settings})' if grid.settings else ''}"
+    axes = [f"{name}, steps" for name in grid.ladders] or ["b, bottom layers", "u, top layers"]
+    by = "number of bottom layers b and top layers u from the language expert"
+    over = f"Means over {most} {_counted(report.units, most)}"
+    if grid.ladders:
+        by, over = f"steps of the checkpoints of {' and '.join(grid.ladders)}", "One pair in each cell"
     caption = (
-        f"{grid.task}: {method} by the number of bottom layers b and "
-        f"top layers u from the language expert. Means over {most} "
-        f"{_counted(report.units, most)}, on {where}. "
+        f"{grid.task}: {method} by the {by}. {over}, on {where}. "
         f"{'Darker is better' if higher_is_better else 'Darker is better (lower)'}."
         + f" ×n: selected for n of the {report.units}." * any(cell.selected for cell in grid.cells)
         + f" *: a mean over fewer {report.units} than in the other cells." * fewer
         + " Hatched: not evaluated." * (not complete)
     )
     return caption, {
-        "bottoms": sorted(bottoms), "tops": sorted(tops), "cells": cells, "most": most,
-        "higher_is_better": higher_is_better, "axis": f"{grid.task}: {method}", "scale": [low, high],
+        "bottoms": sorted(bottoms), "tops": sorted(tops), "cells": cells, "most": most, "scale": [low, high],
+        "higher_is_better": higher_is_better, "axis": f"{grid.task}: {method}", "axes": axes,
     }  # fmt: skip
 
 
@@ -448,8 +451,8 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     axes.set_yticks(range(len(tops)), [str(top) for top in tops])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel("b, bottom layers")
-    axes.set_ylabel("u, top layers")
+    axes.set_xlabel(data["axes"][0])
+    axes.set_ylabel(data["axes"][1])
     low, high = data["scale"]
     if high - low > 1e-12:
         ordered = colours if data["higher_is_better"] else colours.reversed()

@@ -24,7 +24,7 @@ from adapterswap.reporting.statistics import Correlation, Ranks, correlate, holm
 from adapterswap.sweeps import Cell, Run, TaskInfo
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
-_NAMES = {"method", "task", "language"}
+_NAMES = {"method", "task", "language", "chains"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Indicator:
 
 @dataclass(frozen=True)
 class GridCell:
-    """One choice of bottom and top layers: its mean over all documents and `units`, and how many units selected it."""
+    """A choice of bottom and top layers, or the steps of two checkpoints: its mean over all documents and `units`, and
+    how many units selected it."""
 
     bottom: int
     top: int
@@ -87,19 +88,22 @@ class GridCell:
 
 @dataclass(frozen=True)
 class ZoneGrid:
-    """The landscape of b and u for one family, its transition zones and its other settings.
+    """The landscape of b and u for one family, its transition zones and its other settings; or of two ladders.
 
     Attributes:
         task: the task whose score it shows.
         family: the method.
         settings: the transition zones and other fixed settings: `bottom_transition=1, top_transition=0`.
         cells: sorted by bottom, then top.
+        ladders: the experts whose checkpoints are compared, on the task and on the language side; then bottom and top
+            are the steps of a pair. Empty for zones.
     """
 
     task: str
     family: str
     settings: str
     cells: tuple[GridCell, ...]
+    ladders: tuple[str, ...] = ()
 
 
 def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collection[str]) -> Ranking | None:
@@ -196,7 +200,7 @@ def _corrected(p_values: list[float | None]) -> list[float | None]:
 
 
 def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
-    """Every landscape of bottom and top layers with at least two cells."""
+    """Every landscape of bottom and top layers, or of the checkpoints of two ladders, with at least two cells."""
     values: dict[tuple[str, str], dict[tuple[int, int], list[float]]] = {}
     votes: Counter[str] = Counter()
     for choice in choices(run, target):
@@ -213,7 +217,7 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
         key = result.cell.family, settings
         values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
         selected[(*key, bottom, top)] += votes[result.cell.cell]
-    return [
+    zones = [
         ZoneGrid(
             target.name,
             family,
@@ -226,6 +230,38 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
         for (family, settings), by_zone in values.items()
         if len(by_zone) > 1
     ]
+    return [*zones, *_ladder_grids(run, target)]
+
+
+def _ladder_grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
+    """The landscape of the pairs of two ladders' checkpoints, for every family that has two pairs or more.
+
+    A pair has the score of the family's configuration in tables, on all documents.
+    """
+    steps = {
+        name: (ladder, int(step))
+        for name, described in run.described.get("experts", {}).items()
+        for ladder, _, step in [name.rpartition("-")]
+        if step.isdecimal() and described.get("source") == f"checkpoint-{step}"
+    }
+    found = []
+    for choice in _one_per_family(choices(run, target)):
+        pairs: dict[tuple[str, str], list[GridCell]] = {}
+        for (task, language, *_), result in choice.cells.items():
+            mean = score(result, target, "all")
+            if task in steps and language in steps and mean is not None:
+                (one, bottom), (other, top) = steps[task], steps[language]
+                pairs.setdefault((one, other), []).append(GridCell(bottom, top, mean, 1, 0))
+        found += [
+            ZoneGrid(target.name, choice.label, "", tuple(sorted(cells, key=_place)), ladders)
+            for ladders, cells in pairs.items()
+            if len(cells) > 1
+        ]
+    return found
+
+
+def _place(cell: GridCell) -> tuple[int, int]:
+    return cell.bottom, cell.top
 
 
 def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | None:

@@ -25,6 +25,8 @@ from refusals import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import adapterswap
+from adapterswap import layer_swap, suggest
 from adapterswap.errors import AdapterswapError, DependencyError, FieldError, RunError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.mgsm import mgsm_task_names
@@ -174,6 +176,53 @@ def test_a_ladder_of_adapters_is_kept(
     assert again.ladder == report.ladder
     assert all(same(weights(again.path / name), weights(report.path / name)) for name in folders)
     assert not (tmp_path / "broken.checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_two_ladders_are_swept_and_reported(
+    tmp_path: Path, selecting: MakeRecipe, own_tasks: Path, run: Callable[..., Result]
+) -> None:
+    """Every pair of checkpoints is a cell with the score of its own composition, and a place of the landscape."""
+    sides = {"math": (3, 8), "swahili": (2, 6)}
+    for side, (rungs, samples) in sides.items():
+        recipe = selecting(ladder=rungs, tasks=[], training={"max_steps": samples})
+        train(recipe, out_path=tmp_path / side, progress=False)
+    steps = {
+        side: sorted(int(path.name.removeprefix("checkpoint-")) for path in (tmp_path / side).glob("checkpoint-*"))
+        for side in sides
+    }
+    assert [len(each) for each in steps.values()] == [3, 2]
+    base = str(recipe.base_model)
+    content = {
+        "base_model": base,
+        "task_experts": {"math": {"ladder": "math"}},
+        "language_experts": {"swahili": {"ladder": "swahili"}},
+        "compositions": [{"bottom": 1, "top": 0}],
+        "tasks": ["pico_last"],
+        "settings": {"num_fewshot": 0, "include_path": str(own_tasks)},
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content))
+    result = run("sweep", tmp_path / "sweep.yaml", "-o", tmp_path / "swept", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    result = run("report", tmp_path / "swept", "-o", tmp_path / "report", "--figures", tmp_path / "figures")
+    assert result.exit_code == 0, result.output
+    (grid,) = json.loads((tmp_path / "report" / "summary.json").read_text())["grids"]
+    assert (grid["family"], grid["ladders"]) == ("layer_swap", ["math", "swahili"])
+    pairs = {(cell["bottom"], cell["top"]): cell["mean"] for cell in grid["cells"]}
+    assert [*pairs] == [(one, other) for one in steps["math"] for other in steps["swahili"]]
+    for (one, other), mean in pairs.items():
+        math, swahili = tmp_path / "math" / f"checkpoint-{one}", tmp_path / "swahili" / f"checkpoint-{other}"
+        plan = layer_swap(math, swahili, base_model=base, bottom=1, top=0)
+        alone = adapterswap.evaluate(base, "pico_last", plan=plan, include_path=own_tasks, device="cpu")
+        scores = [sample.scores["none"]["acc"] for sample in alone.samples]
+        assert mean == pytest.approx(sum(scores) / len(scores))
+        assert len(suggest(math, swahili, base_model=base).as_json()["layers"]) == plan.num_layers
+    assert len(set(pairs.values())) > 1
+    assert (tmp_path / "figures" / "landscape.pdf").exists()
+    figure = json.loads((tmp_path / "figures" / "figures.json").read_text())["figures"]["landscape"]
+    assert figure["data"]["axes"] == ["math, steps", "swahili, steps"]
+    assert "by the steps of the checkpoints of math and swahili" in figure["caption"]
+    assert 'id="landscape"' in (tmp_path / "report" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("started", [False, True])
