@@ -79,7 +79,7 @@ def lab_command(
 
 def _print_plan(plan: LabPlan) -> None:
     scene, sizes, number = plan.scene, plan.sizes, len(plan.pretrained)
-    bases = f"{number} pretrained, about two minutes each" if number else "shipped"
+    bases = f"{number} pretrained, about three minutes each" if number else "shipped"
     lines = {
         "scene": scene.name,
         "seeds": f"{plan.seeds}; bases: {bases}",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LAB_FORMAT = "adapterswap-lab/1"
 CAVEAT = (
-    "A constructed demonstration of a mechanism on models of 0.3 million parameters. It is not evidence for the "
+    "A constructed demonstration of a mechanism on models of 0.4 million parameters. It is not evidence for the "
     "numbers of the layer-swapping papers, or for any real language."
 )
 _COMPARED = tuple(method for method in METHODS if method not in ("base", "layer swap"))
@@ -188,7 +188,7 @@ class LabPlan:
 
     @property
     def pretrained(self) -> tuple[int, ...]:
-        """The seeds whose base is pretrained, not taken from the package (about two minutes each on a core)."""
+        """The seeds whose base is pretrained, not taken from the package (about three minutes each on a core)."""
         return tuple(s for s in range(self.seeds) if self.rebuild_base or not shipped_file(self.scene, s).exists())
 
     def to_json(self) -> dict[str, Any]:

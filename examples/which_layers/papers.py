@@ -3,7 +3,7 @@
     python examples/which_layers/papers.py paper
 
 The figures show the paper's own numbers (first_paper.csv). The tables are mock-ups: their numbers are those of models
-of 0.3 million parameters, trained here, and only their layout is the papers'. Needs pdflatex. docs/log.md lists what
+of 0.4 million parameters, trained here, and only their layout is the papers'. Needs pdflatex. docs/log.md lists what
 each still lacks beside the papers' own.
 """
 
