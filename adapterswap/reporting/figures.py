@@ -331,10 +331,14 @@ def _interval_kind(report: Report, target: Target) -> str:
     return f"95 % intervals (pigeonhole bootstrap over {resampled(target)}, {report.draws:,} draws)"
 
 
-def _p(value: float | None) -> str:
+def p_value(value: float | None) -> str:
     if value is None:
-        return "p: –"
-    return "p < 0.001" if value < 0.001 else f"p = {value:.3f}"
+        return "–"
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _p(value: float) -> str:
+    return f"p {'' if value < 0.001 else '= '}{p_value(value)}"
 
 
 # Drawing.

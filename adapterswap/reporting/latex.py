@@ -44,17 +44,17 @@ def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> l
     own = task == target.task
     difference, papers = (row.difference, row.papers) if own else (None, None)
     return [
-        _harmless(target.task), _harmless(row.family), row.kind, _harmless(task),
+        harmless(target.task), harmless(row.family), row.kind, harmless(task),
         spread.units if spread else 0, row.expected,
         *((spread.min, spread.mean, spread.stderr, spread.max) if spread else [None] * 4),
-        *((_harmless(difference.to), difference.mean, difference.low, difference.high) if difference else [None] * 4),
+        *((harmless(difference.to), difference.mean, difference.low, difference.high) if difference else [None] * 4),
         *((papers.min, papers.mean, papers.max) if papers else [None] * 3),
         "no" if row.relative_error is None else "yes", row.relative_error,
         row.fidelity if own else None,
     ]  # fmt: skip
 
 
-def _harmless(name: str) -> str:
+def harmless(name: str) -> str:
     """The name, quoted if a spreadsheet would read it as a formula."""
     return f"'{name}" if name[:1] in "=+-@\t\r" else name
 

@@ -25,7 +25,15 @@ from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.text import expand
 from adapterswap.files.yaml import dump_yaml
 from adapterswap.planning.describe import error_text
-from adapterswap.reporting.figures import PlannedFigure, draw, labels_of, lead_indicators, number_text, plan_figures
+from adapterswap.reporting.figures import (
+    PlannedFigure,
+    draw,
+    labels_of,
+    lead_indicators,
+    number_text,
+    p_value,
+    plan_figures,
+)
 from adapterswap.reporting.headline import Target, resampled
 from adapterswap.reporting.latex import TableStyle, csv_table, latex_table
 from adapterswap.reporting.reading import open_source
@@ -105,8 +113,7 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         error=error_text,
-        p_value=_p_value,
-        p_text=_p_text,
+        p_value=p_value,
         score=lambda value: "–" if value is None else number_text(value),
         signed=lambda value: number_text(value, signed=True),
         unit=lambda unit: " + ".join(part for part in unit if part is not None) or "–",
@@ -123,18 +130,6 @@ def _ranked(report: Report) -> list[tuple[Any, ...]]:
     reference = next((label for label in labels_of(report, report.reference) if label in ranks.mean_ranks), None)
     ordered = sorted(ranks.mean_ranks.items(), key=lambda item: (item[1], item[0]))
     return [(label, mean_rank, reference and ranks.against(label, reference)) for label, mean_rank in ordered]
-
-
-def _p_value(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _p_text(value: float | None) -> str:
-    """A p-value in running text, without a line break."""
-    text = _p_value(value)
-    return f"p\u00a0{text}".replace("< ", "<\u00a0") if text.startswith("<") else f"p\u00a0=\u00a0{text}"
 
 
 REPORT = OutputKind("summary.json", lambda record: record.get("format") == REPORT_FORMAT)

@@ -27,6 +27,7 @@ from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.lab.scenes import draw_problems
 from adapterswap.lab.seed import Questions, exact_match
 from adapterswap.planning.composition import Composition
+from adapterswap.reporting.latex import harmless
 from adapterswap.studio.choice import check_values
 from adapterswap.studio.html import text
 from adapterswap.studio.workspace import Workspace
@@ -257,13 +258,8 @@ def as_csv(rows: Sequence[Evaluated]) -> str:
     writer.writerow(["composition", "task", "right", "of", "share", "low", "high", "address"])
     for row in rows:
         numbers = [row.right, row.of, row.share, row.low, row.high]
-        writer.writerow([_cell(row.composition), row.task, *numbers, row.address])
+        writer.writerow([harmless(row.composition), row.task, *numbers, row.address])
     return stream.getvalue()
-
-
-def _cell(value: str) -> str:
-    """A text that spreadsheets do not read as a formula."""
-    return f"'{value}" if value[:1] in ("=", "+", "-", "@") else value
 
 
 def as_rows(kept: object) -> list[Evaluated]:
