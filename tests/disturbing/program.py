@@ -221,6 +221,7 @@ def disturb(kind: str, event: dict[str, Any]) -> str:
         if group is not None and path.name != "said":
             files.setdefault(group, []).append(path)
     groups = [group for group in files if group != "passing" or chance.random() < 0.2]
+    groups = [group for group in groups if group != "own" or kind == "serve"]
     group = event["group"] if event["group"] in files else chance.choice(groups)
     path = chance.choice(files[group])
     raw, stamp, what = path.read_bytes(), path.stat(), event["what"]
