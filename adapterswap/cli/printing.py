@@ -129,13 +129,7 @@ def note_dry_run(undone: str = "written") -> None:
 
 
 def note_output(out_path: str | Path, contents: str = "", *, dry_run: bool = False) -> None:
-    """Print the last line of a command that writes: where its output is, or that a dry run wrote nothing.
-
-    Args:
-        out_path: the folder or file.
-        contents: a description to print after a colon.
-        dry_run: whether this was a dry run.
-    """
+    """Print the last line of a command that writes: where its output is, or that a dry run wrote nothing."""
     if dry_run:
         note_dry_run()
     else:
@@ -185,12 +179,7 @@ def print_line(label: str, text: str) -> None:
 
 @contextmanager
 def working(label: str, *, shown: bool = True) -> Iterator[ProgressRow]:
-    """Show progress of unknown length; nothing may be printed meanwhile.
-
-    Args:
-        label: the activity, such as `verifying`.
-        shown: whether this process shows it.
-    """
+    """Show progress of unknown length; nothing may be printed meanwhile."""
     with Progress(shown=shown and not is_quiet()) as progress:
         yield progress.row(label)
 

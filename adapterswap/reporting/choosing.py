@@ -169,11 +169,7 @@ def unit_text(unit: Unit) -> str:
 
 
 def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]:
-    """The families to rank and test, in the run's order; all if `methods` is None.
-
-    Args:
-        methods: families; `compositions` stands for all that compose something.
-    """
+    """The families to rank and test, in the run's order; all if `methods` is None."""
     families = list(dict.fromkeys(result.cell.family for result in run.results))
     if methods is None:
         return tuple(families)

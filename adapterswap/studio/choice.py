@@ -30,11 +30,7 @@ _KEPT = {"experts", "base_model", "task_type", "num_layers", "row_threshold", "a
 
 
 def paint(composition: Composition, painted: Painted, num_layers: int) -> Composition:
-    """The composition as an allocation in which the painted modules have new owners and all others stay as before.
-
-    Args:
-        painted: the new owners, by layer and kind. If it is empty, the composition is returned unchanged.
-    """
+    """The composition as an allocation in which the painted modules have new owners and all others stay as before."""
     if not painted:
         return composition
     if odd := sorted(layer for layer, _ in painted if not 0 <= layer < num_layers):

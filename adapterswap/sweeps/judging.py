@@ -93,7 +93,6 @@ def agreed(known: Mapping[str, Any], described: Mapping[str, Any]) -> Mapping[st
 
     Args:
         known: the description so far. Its recipe, and keys that it lacks, are not compared.
-        described: the judge's `described`.
     """
     differing = [key for key in known if key not in ("recipe", "settings") and known[key] != described[key]]
     differing += [key for key, value in known["settings"].items() if described["settings"][key] != value]

@@ -47,7 +47,6 @@ def write_expert(
     """Write the trained weights (see `write_weights`), the record and the model card into `folder`.
 
     Args:
-        model: a PeftModel, whose adapter is written; or the base's own model, written whole with its tokenizer.
         start: where the adapter started, whose tokenizer is copied; None for zero.
         weights: the model's state dict, if its own parameters are not complete.
     """
