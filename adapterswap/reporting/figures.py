@@ -195,11 +195,10 @@ def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[
 
 
 def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
-    ranking = report.ranking
-    if ranking is None or ranking.ranks.critical_difference is None or ranking.ranks.p is None:
+    ranks = None if report.ranking is None else report.ranking.ranks
+    if ranks is None or ranks.critical_difference is None or ranks.p is None:
         return None
-    ranks = ranking.ranks
-    step = ranks.critical_difference or 0.0
+    step = ranks.critical_difference
     caption = (
         f"Mean ranks of {len(ranks.mean_ranks)} methods over {ranks.settings} settings (1 is best; Friedman χ² = "
         f"{ranks.statistic:.2f}, {_p(ranks.p)}, Kendall's W = {ranks.agreement:.2f}). Methods joined by a line do not "
