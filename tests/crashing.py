@@ -211,7 +211,7 @@ def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
                     return 255
                 (building / "file").write_text(str(os.getpid()))
                 inside.unlink()
-                wrote = 1
+                wrote = 7
         return wrote
 
     codes = [result(child) for child in [forked(work) for _ in range(writers)]]

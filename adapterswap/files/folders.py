@@ -445,8 +445,9 @@ def locked(path: Path, message: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         if not path.exists():  # where no file can be created, as in /proc, filelock also reports a timeout
-            path.touch()
-            path.unlink(missing_ok=True)
+            probe = path.with_suffix(f".{uuid.uuid4().hex[:12]}.tmp")  # not `path`, which a rival may hold by now
+            probe.touch()
+            probe.unlink(missing_ok=True)
         raise OutputError(message, "Wait until it ends or choose another path", parameter="out_path") from None
     try:
         yield
