@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner, Result
+from indexing import index_once
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiers import left_out
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -38,6 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if out := {*left_out(items)}:
         config.hook.pytest_deselected(items=[*out])
         items[:] = [item for item in items if item not in out]
+
+
+def pytest_runtest_setup() -> None:
+    index_once()
 
 
 LAYERS = 6
