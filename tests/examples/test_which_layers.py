@@ -7,9 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "which_layers"
 
@@ -41,7 +43,10 @@ def lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def test_every_command_of_the_page_runs(lab_run: Path) -> None:
+def test_every_command_of_the_page_runs(
+    run: Callable[..., Result], lab_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(lab_run)
     blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLE / "README.md").read_text(), flags=re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
     assert len(lines) == 9
@@ -49,9 +54,11 @@ def test_every_command_of_the_page_runs(lab_run: Path) -> None:
         if "papers.py" in line:  # test_papers.py runs this command with less training
             continue
         program, *words = shlex.split(line)
-        python = [sys.executable] if program == "python" else [sys.executable, "-m", "adapterswap"]
-        words += ["--problems", "6"] if program == "python" else []
-        process = subprocess.run([*python, *words], cwd=lab_run, capture_output=True, text=True)
+        if program == "adapterswap":
+            result = run(*words)
+            assert result.exit_code == 0, f"{line}\n{result.output}"
+            continue
+        process = subprocess.run([sys.executable, *words, "--problems", "6"], capture_output=True, text=True)
         assert process.returncode == 0, f"{line}\n{process.stderr}"
     assert (lab_run / "lab-sweep-report" / "report.html").is_file()
     assert len((lab_run / "lab-sweep" / "cells.jsonl").read_text().splitlines()) > 25
