@@ -15,11 +15,11 @@ demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures 
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
 
 test: $(STAMP) lint  ## lint, types and everything a change can break, sampled where rows repeat each other
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long disturbances, all kernels of this processor
-	TESTS=all $(BIN)/pytest -n 2 --dist loadfile
-	TESTS=all $(BIN)/python scripts/numerics.py -n 2 --dist loadfile
+	TESTS=all $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	TESTS=all $(BIN)/python scripts/numerics.py -n 2 --dist loadfile --no-loadscope-reorder
 
 # Tests of reading, refusing, planning and computing, without those that train, evaluate, serve, kill processes or
 # compare with full weights. New test files in these folders are included; list them here if they are slow.
@@ -44,7 +44,7 @@ golden: $(STAMP)  ## does the code still do what it did at REV? a sample; `scrip
 	$(BIN)/python scripts/golden run $(REV) --sample
 
 numerics: $(STAMP)  ## the numerical tests with every set of kernels of this processor, and with 1, 2 and 4 threads
-	$(BIN)/python scripts/numerics.py -n 2 --dist loadfile
+	$(BIN)/python scripts/numerics.py -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
