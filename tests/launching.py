@@ -23,7 +23,7 @@ def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The same, run to its end."""
     with started(*arguments) as run:
         try:
-            out, message = run.communicate(timeout=300)
+            out, message = run.communicate(timeout=900)
         except BaseException:
             run.kill()
             raise

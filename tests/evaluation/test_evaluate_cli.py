@@ -255,6 +255,7 @@ def test_an_output_is_replaced_when_asked(evaluate_: Run, tmp_path: Path) -> Non
     assert (tmp_path / "out" / "results.json").is_file()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("key", list(subjects._REGEXES))
 def test_an_adapter_whose_regexes_would_never_finish(
     key: str,

@@ -54,6 +54,7 @@ def test_figures_show_the_papers_own_numbers(papers: Any, tmp_path: Path, monkey
     ]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_one_command_makes_the_pdf(tmp_path: Path) -> None:
     """One expert per side, trained for two steps."""

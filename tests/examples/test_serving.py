@@ -54,7 +54,7 @@ def server() -> Iterator[_Server]:
 def run(server: _Server, name: str, *arguments: str) -> str:
     url = f"http://127.0.0.1:{server.server_port}"
     command = [sys.executable, EXAMPLES / name, "--url", url, "--prompt", "Bei ya", "--max-tokens", "4", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout
 
 
 def test_sglang(server: _Server) -> None:

@@ -17,6 +17,7 @@ EXAMPLE = ROOT / "examples" / "engines"
 
 
 @needs_vllm
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 def test_every_answer_of_the_page_is_equal(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Client:
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=900) as response:
                 return response.status, json.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:
@@ -92,7 +92,7 @@ def served(
     with log.open("wb") as output:
         process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output, **settings)
     try:
-        for _ in range(1200):
+        for _ in range(9000):
             if b"adapterswap: ready" in log.read_bytes():
                 break
             assert process.poll() is None, log.read_text()
@@ -100,7 +100,7 @@ def served(
         yield Client(port), process
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(900) == 0
     finally:
         process.kill()
         process.wait()
@@ -177,7 +177,7 @@ def test_what_clients_see(world: dict[str, Path], bases: Bases, tmp_path: Path) 
         assert client.ask("/health") == (200, {"status": "ok"})
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
-        assert process.wait(30) == 3  # with its engine
+        assert process.wait(900) == 3  # with its engine
 
 
 def streamed(client: Client, path: str, body: dict[str, Any]) -> str:
@@ -186,7 +186,7 @@ def streamed(client: Client, path: str, body: dict[str, Any]) -> str:
         client.url + path, json.dumps(body | {"stream": True}).encode(), {"Content-Type": "application/json"}
     )
     text = ""
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=900) as response:
         lines = [line.removeprefix(b"data: ") for line in response if line.startswith(b"data: ")]
     assert lines[-1].strip() == b"[DONE]"
     for line in lines[:-1]:

@@ -81,6 +81,7 @@ def test_five_bases_are_shipped_within_5_megabytes() -> None:
         assert {tensor.dtype for tensor in load_file(path).values()} == {torch.bfloat16}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_shipped_base_reads_but_solves_no_problems(seed: int, tmp_path: Path) -> None:
     with isolated():

@@ -47,7 +47,7 @@ def compiled(tables: list[Table], page: str, folder: Path) -> dict[str, float]:
     (folder / f"{page}.tex").write_text("\n".join([*head, *body, r"\end{document}"]), encoding="utf-8")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-file-line-error", f"{page}.tex"]
     environment = os.environ | {"max_print_line": "10000"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=900, check=False)
     log = (folder / f"{page}.log").read_text(encoding="latin-1")
     assert result.returncode == 0, log[-3000:]
     assert not (outcome := WRONG.search(log)), log[max(0, outcome.start() - 500) : outcome.end() + 500]

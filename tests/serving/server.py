@@ -60,14 +60,14 @@ class Server:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, kind)
-                self._process.wait(30)
+                self._process.wait(900)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
 
 
 def _answer(request: urllib.request.Request) -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=900) as response:
             status, raw = response.status, response.read()
     except urllib.error.HTTPError as error:
         status, raw = error.code, error.read()

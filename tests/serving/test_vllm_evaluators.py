@@ -17,7 +17,7 @@ from adapterswap import evaluate, layer_swap
 from .environment import needs_vllm
 from .server import serving
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [needs_vllm, pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 NAME = "math1+sw1@bottom=4,top=1"
 TASKS = "own_write_sw,own_choice_sw"

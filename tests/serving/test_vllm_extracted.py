@@ -17,7 +17,7 @@ from .cases import LENGTH, PROMPTS
 from .conftest import load, make_expert
 from .environment import answers_in_process, needs_vllm
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [needs_vllm, pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 
 def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:

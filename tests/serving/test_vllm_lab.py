@@ -13,7 +13,7 @@ from adapterswap.lab.scenes import SCENES, draw_problems
 from .conftest import Reference, make_expert
 from .environment import answers_in_process, needs_vllm
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [needs_vllm, pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 COMPOSITIONS = {
     "math": ("math", "math", 0, 0),

@@ -230,7 +230,7 @@ def test_the_example_client_asks_for_several_at_once(server: Server, reference: 
     client = Path(__file__).parents[2] / "examples" / "serving" / "ask.py"
     names = ["math+swahili", "math+telugu", "nosuch"]
     command = [sys.executable, client, "--url", server.url, "--prompt", "w9 w14", "--max-tokens", "4", *names]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout.splitlines()
     for line, name in zip(lines, names[:2], strict=False):
         best, _ = reference.answer(COMPOSITIONS[name], [9, 14], 4)
         assert line == f"{name}:  {' '.join(f'w{token}' for token in best)}"

@@ -12,7 +12,7 @@ from .conftest import make_expert
 from .environment import needs_vllm
 from .server import failed_start
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [needs_vllm, pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 
 def test_heads_that_the_kernels_refuse(served_base: Callable[[str], Path], tmp_path: Path) -> None:

@@ -111,14 +111,14 @@ def test_an_evaluation_can_be_stopped(visit: Visit, monkeypatch: pytest.MonkeyPa
 
     def held(*arguments: Any) -> Any:
         going.set()
-        assert released.wait(60)
+        assert released.wait(900)
         return exact_match(*arguments)
 
     monkeypatch.setattr(evaluating, "exact_match", held)
     page = visit(QUERY)
     page.get_by_role("tab", name="Evaluate").click()
     page.locator("#evaluate").click()
-    assert going.wait(60)
+    assert going.wait(900)
     page.locator("#evaluating .progress").wait_for()
     page.get_by_role("button", name="Stop").click()
     released.set()

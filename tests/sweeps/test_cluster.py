@@ -41,7 +41,7 @@ def processes() -> set[psutil.Process]:
 def nothing_left() -> Iterator[None]:
     before = processes()
     yield
-    _, left = psutil.wait_procs(processes() - before, timeout=300)  # some end a moment later
+    _, left = psutil.wait_procs(processes() - before, timeout=900)  # some end a moment later
     assert left == []
 
 

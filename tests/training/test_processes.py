@@ -99,6 +99,7 @@ def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: Make
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_torchrun_runs_the_command(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(rows=echo_rows(32), training={"batch_size": 4}).model_dump(mode="json")

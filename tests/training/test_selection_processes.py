@@ -20,6 +20,7 @@ from .test_selection import own_tasks
 __all__ = ["own_tasks"]  # the fixture
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_choose_the_same_as_one(tmp_path: Path, pico: Callable[[str], Path], own_tasks: Path) -> None:
     content = {
@@ -54,7 +55,7 @@ def test_two_processes_choose_the_same_as_one(tmp_path: Path, pico: Callable[[st
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     together = json.loads(run.stdout)
