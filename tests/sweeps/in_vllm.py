@@ -1,8 +1,8 @@
 """Run by the vLLM environment's Python: sweeps and evaluations in one process. Its argument is a JSON list of steps.
 
 A step is {"sweep": RECIPE, "out": FOLDER, …} or {"evaluate": ARGUMENTS}; prints a JSON list of what came of each.
-`fail`: the steps of the engine, counted from 0, that raise. `kill`: the process kills itself when so many cells are
-recorded.
+`fail`: the steps of the engine, counted from 0, that raise; with `memory` for lack of it. `kill`: the process kills
+itself when so many cells are recorded. `full`: from then on the disk is full, for files above a few kilobytes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import sys
 from itertools import count
 from typing import Any
 
 
-def fail_at(steps: list[int]) -> list[str]:
+def fail_at(steps: list[int], kind: type[Exception] = ValueError) -> list[str]:
     """From now on vLLM's model raises in these steps; returns a list of the engines that start."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -25,7 +26,7 @@ def fail_at(steps: list[int]) -> list[str]:
 
     def failing(self: Any, scheduled: Any, *arguments: Any, **options: Any) -> Any:
         if scheduled.total_num_scheduled_tokens and next(numbers) in steps:
-            raise ValueError("a step that fails")
+            raise kind("a step that fails")
         return execute(self, scheduled, *arguments, **options)
 
     def loading(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -37,6 +38,8 @@ def fail_at(steps: list[int]) -> list[str]:
 
 
 def do(step: dict[str, Any]) -> Any:
+    import torch
+
     from adapterswap import evaluate
     from adapterswap.errors import AdapterswapError
     from adapterswap.sweeps import SweepRecipe, sweep
@@ -45,9 +48,12 @@ def do(step: dict[str, Any]) -> Any:
     def tell(progress: SweepProgress) -> None:
         if progress.done >= step.get("kill", math.inf):
             os.kill(os.getpid(), signal.SIGKILL)
+        if progress.done >= step.get("full", math.inf):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))
 
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        engines = fail_at(step.get("fail", []))
+        engines = fail_at(step.get("fail", []), torch.OutOfMemoryError if step.get("memory") else ValueError)
         if "sweep" in step:
             run = sweep(SweepRecipe.model_validate(step["sweep"]), step["out"], dtype="float32", tell=tell)
             return {"cells": len(run.results), "settings": run.described["settings"], "engines": len(engines)}
@@ -55,6 +61,8 @@ def do(step: dict[str, Any]) -> Any:
         return [sample.output for sample in result.samples]
     except AdapterswapError as error:
         return {"error": type(error).__name__, "parameter": error.found[0].parameter, "message": str(error)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def main(steps: list[dict[str, Any]]) -> None:

@@ -263,7 +263,9 @@ def test_engines_are_compared_by_a_command_that_prints_nothing_else(tmp_path: Pa
 def test_kills_and_failing_steps_change_nothing(tmp_path: Path) -> None:
     world = make_world(tmp_path, "qwen2")
     content = sweep_of(world, compositions=COMPOSITIONS[:2], settings={"engine": "vllm", "in_flight": 1})
-    peace, killed, failing = (str(tmp_path / name) for name in ("peace", "killed", "failing"))
+    peace, killed, failing, full, out = (
+        str(tmp_path / name) for name in ("peace", "killed", "failing", "full", "memory")
+    )
     assert in_vllm({"sweep": content, "out": killed, "kill": 2}) == []
     assert len((tmp_path / "killed" / "cells.jsonl").read_text().splitlines()) == 2
     refused_engine = {**content, "settings": {**content["settings"], "engine": "transformers"}}
@@ -275,7 +277,16 @@ def test_kills_and_failing_steps_change_nothing(tmp_path: Path) -> None:
     resumed, undisturbed, *others = in_vllm(
         {"sweep": content, "out": killed}, {"sweep": content, "out": peace}, once, twice, thrice
     )
-    assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
+    filled, again, short, once_more = in_vllm(
+        {"sweep": content, "out": full, "full": 2}, {"sweep": content, "out": full},
+        {"sweep": content, "out": out, "fail": [3], "memory": True}, {"sweep": content, "out": out},
+    )  # fmt: skip
+    assert (filled["error"], short["error"], short["parameter"]) == ("OutputError", "RunError", "engine")
+    assert "TMPDIR" in filled["message"]
+    assert "max_num_seqs" in short["message"]
+    assert again["cells"] == once_more["cells"] == undisturbed["cells"]
+    for name in ("killed", "full", "memory"):
+        assert plain(tmp_path / name) == plain(tmp_path / "peace"), name
     assert resumed["cells"] == undisturbed["cells"]
     assert [one.get("engines") for one in others] == [1, 2, None]
     assert (others[2]["error"], others[2]["parameter"]) == ("RunError", "engine")
