@@ -12,10 +12,19 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from scipy.stats import binomtest
 
 from adapterswap.cli import main
-from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, DataError, FieldError, NotFoundError
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    CompositionError,
+    DataError,
+    FieldError,
+    NotFoundError,
+    UnsupportedError,
+)
 from adapterswap.model.layers import Kind
 from adapterswap.planning.composition import Composition
 from adapterswap.studio import evaluating
@@ -191,6 +200,12 @@ def test_a_broken_expert_is_named_and_the_others_go_on(lab_run: Path, tmp_path: 
     assert list(workspace.faults) == [bad.name]
     with pytest.raises(AdapterswapError, match="bad"):
         workspace.plan(workspace.composition(Choice(("good",), ("bad",), {"bottom": 1, "top": 0})))
+
+
+def test_a_chain_of_a_manifest_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "experts.yaml").write_text("experts: {math: {chain: [sft, dpo]}}")
+    with refused(UnsupportedError, "experts"):
+        open_workspace("nowhere", tmp_path / "experts.yaml", device="cpu")
 
 
 def test_experts_are_added_by_path_only_where_that_is_allowed(lab_run: Path, tmp_path: Path) -> None:
