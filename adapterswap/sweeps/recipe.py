@@ -192,15 +192,20 @@ class SweepRecipe(StrictModel):
             return value
         experts: dict[str, Any] = {}
         for name, place in value.items():
-            if not (isinstance(place, Mapping) and place.keys() == {"ladder"} and isinstance(place["ladder"], str)):
-                experts[name] = place
-                continue
-            inside = Path((info.context or {}).get("folder", Path())) / expand(place["ladder"])
-            folder = inside if exists(inside) else expand(place["ladder"])
-            steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-[0-9]*"))
-            if not steps:
-                raise ValueError(f"{name}: {place['ladder']} holds no checkpoints: train it with `selection.ladder`")
-            experts |= {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in steps}
+            added = {name: place}
+            if isinstance(place, Mapping) and place.keys() == {"ladder"} and isinstance(place["ladder"], str):
+                inside = Path((info.context or {}).get("folder", Path())) / expand(place["ladder"])
+                folder = inside if exists(inside) else expand(place["ladder"])
+                found = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
+                steps = sorted(int(match[1]) for match in found if match)
+                if not steps:
+                    raise ValueError(
+                        f"{name}: {place['ladder']} holds no checkpoints: train it with `selection.ladder`"
+                    )
+                added = {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in steps}
+            if twice := sorted(added.keys() & experts.keys()):
+                raise ValueError(f"{twice[0]!r} is both an expert and a checkpoint of a ladder: rename one")
+            experts |= added
         return experts
 
     @field_validator("tasks")

@@ -317,7 +317,7 @@ def test_a_ladders_checkpoints_are_experts(
     content: Callable[..., dict[str, Any]], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order of steps, from a folder beside the recipe or below the current one; each pair has its cells."""
-    for step in (20, 100, 3):
+    for step in ("20", "100", "3", "20.old"):
         (tmp_path / "here" / "math").mkdir(parents=True, exist_ok=True)
         (tmp_path / "here" / "math" / f"checkpoint-{step}").symlink_to(world / "math1")
     file = tmp_path / "here" / "recipe.yaml"
@@ -333,6 +333,11 @@ def test_a_ladders_checkpoints_are_experts(
     cells = make_cells(recipe, SweepTasks(dict.fromkeys(recipe.language_experts, ("t",)), ()), 32).cells
     pairs = {(*cell.task_expert, *cell.language_expert) for cell in cells if cell.language_expert and cell.task_expert}
     assert pairs == {*product(recipe.task_experts, recipe.language_experts)}
-    file.write_text(yaml.safe_dump(content(task_experts={"math": {"ladder": str(world / "math1")}})))
-    with refused(FieldError, "task_experts", match="ladder"):
-        read_sweep_recipe(file)
+    for experts, match in (
+        ({"math": {"ladder": str(world / "math1")}}, "holds no checkpoints"),
+        ({"math-20": str(world / "math1"), "math": {"ladder": "math"}}, "'math-20' is both"),
+        ({"math": {"ladder": "math"}, "math-20": str(world / "math1")}, "'math-20' is both"),
+    ):
+        file.write_text(yaml.safe_dump(content(task_experts=experts), sort_keys=False))
+        with refused(FieldError, "task_experts", match=match):
+            read_sweep_recipe(file)
