@@ -26,11 +26,9 @@ from adapterswap.planning.base import check_base_weights
 from adapterswap.planning.composing import compose, read_composition
 from adapterswap.planning.composition import Composition
 from adapterswap.training.recipe import ChainStart
-from adapterswap.training.targets import TrainingTargets
+from adapterswap.training.targets import MERGE_INSTEAD, TrainingTargets
 from adapterswap.writing.adapter import write_adapter
 from adapterswap.writing.records import SourceRecord, adapter_source
-
-_MERGE = "Merge it into the base with `merge`, and pass the result as `base_model` instead"
 
 
 @dataclass(frozen=True)
@@ -100,14 +98,14 @@ def _check_kind(adapter: Adapter) -> None:
     fused = [module for module in adapter.modules.values() if module.parameter]
     if others:
         names = and_more([part.name for part in others])
-        problems.add(f"the start is {others[0].method} ({names}), and training can only start from LoRA", _MERGE)
+        problems.add(f"the start is {others[0].method} ({names}), and training can only start from LoRA", MERGE_INSTEAD)
     if adapter.saved:
         part = next(iter(adapter.saved.values()))
-        problems.add(f"the start holds {part.name} {part.words}, and training can only start from LoRA", _MERGE)
+        problems.add(f"the start holds {part.name} {part.words}, and training can only start from LoRA", MERGE_INSTEAD)
     if fused:
-        problems.add(f"the start adapts the parameter {fused[0].name}, and training adapts modules only", _MERGE)
+        problems.add(f"the start adapts the parameter {fused[0].name}, and training adapts modules only", MERGE_INSTEAD)
     if adapter.ties_factors:
-        problems.add("the start ties the LoRA of an embedding to the head, which training does not", _MERGE)
+        problems.add("the start ties the LoRA of an embedding to the head, which training does not", MERGE_INSTEAD)
     if adapter.kept_layers is not None:
         problems.add(
             "the start is a slice, whose other layers were cut away", "Start from the whole expert, or a composition"

@@ -29,6 +29,8 @@ from adapterswap.writing.layout import Shape, written_scale
 if TYPE_CHECKING:
     from adapterswap.training.start import Start
 
+MERGE_INSTEAD = "Merge it into the base with `merge`, and pass the result as `base_model` instead"
+
 
 @dataclass(frozen=True)
 class TrainingTargets:
@@ -74,6 +76,8 @@ def find_targets(model: Any, recipe: TrainRecipe, config: Any, start: Start | No
     """Find the modules of `model` that the recipe trains, and those of the start that it takes over."""
     choice = _Targeted(model, recipe, config)
     taken_over = start.adapter if start and not start.on_top else None
+    if start and start.on_top and not recipe.quantization:
+        choice.check_below(start.adapter)
     return choice.weights() if recipe.adapter.method == "none" else choice.adapters(taken_over)
 
 
@@ -206,7 +210,17 @@ class _Targeted:
                 reason = "adapter.modules_to_save trains in full" if saved else "is tied to the head or is the head"
                 raise UnsupportedError(
                     f"the start adapts {name}, which {reason}, so training cannot start from it",
-                    "Merge it into the base with `merge`, and pass the result as `base_model` instead",
+                    MERGE_INSTEAD,
+                    parameter="start",
+                )
+
+    def check_below(self, start: Adapter) -> None:
+        """Raise if another module has a weight that the start adapts: merged in memory, it would change both."""
+        for name in start.modules:
+            if tied := self.adaptable[name].tied:
+                raise UnsupportedError(
+                    f"the start adapts {name}, whose weight {tied[0]} uses too, so training cannot lie on top of it",
+                    MERGE_INSTEAD,
                     parameter="start",
                 )
 

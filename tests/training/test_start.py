@@ -314,6 +314,19 @@ def test_on_top_of_an_adapter_it_trains_as_on_the_merged_base(
     assert near(logits(base, composed)) == logits(merged, theirs.path)
 
 
+def test_on_top_of_a_tied_embedding_is_refused(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
+    """Merged in memory, it would change the head as well; `merge` stores them apart."""
+    base = pico("gpt2")
+    start = make_expert(base, tmp_path / "start", target_modules=["wte", "c_attn"], fan_in_fan_out=True)
+    for action in (estimate, train):
+        with refused(UnsupportedError, "start", match="transformer.wte, whose weight lm_head uses too.*merge"):
+            action(make_recipe(start=chain(start), base_model=str(base), out_path=str(tmp_path / "trained")))
+    merged = adapterswap.merge(start, base, out_path=tmp_path / "merged")
+    assert estimate(make_recipe(base_model=str(merged))).trained_modules
+    plain = make_expert(base, tmp_path / "plain", target_modules=["c_attn"], fan_in_fan_out=True)
+    assert estimate(make_recipe(start=chain(plain), base_model=str(base))).start == "on top of plain"
+
+
 def test_what_lies_on_an_adapter_is_not_used_alone(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     base = pico("llama")
     below, other = make_expert(base, tmp_path / "sft"), make_expert(base, tmp_path / "xx", seed=1)
