@@ -196,7 +196,8 @@ class LiveComposer:
     one thread at a time.
 
     Magnitude weights are measured again after an adapter's factors were written to, as an optimizer does. Writes into
-    `parameter.data` leave no trace: make a new composer after them.
+    `parameter.data` leave no trace: make a new composer after them. PEFT's `hotswap_adapter` keeps the α of the adapter
+    that it replaces, and so do compositions: load adapters under names of their own.
 
     Args:
         model: a PeftModel with the experts loaded under the names that compositions use.
@@ -309,7 +310,8 @@ class LiveComposer:
     def generate(self, *, compositions: Sequence[Composable] | Composable = None, **batch: Any) -> Any:
         """Call the model's own `generate` with one composition, or with one for each row of the batch.
 
-        Prompts padded on the right are padded on the left instead, because generation continues at the right end.
+        Prompts padded on the right are padded on the left instead, because generation continues at the right end; not
+        an encoder's, whose positions padding on the left would move.
 
         Args:
             compositions: one for all rows, or a sequence with one for each. None leaves the model as it is.
@@ -318,7 +320,7 @@ class LiveComposer:
         Raises:
             CompositionError, UnsupportedError, ArgumentError: see `set` and `use_rows`.
         """
-        batch = pad_left(batch)
+        batch = batch if getattr(self.model.config, "is_encoder_decoder", False) else pad_left(batch)
         if compositions is None:
             return self.model.generate(**batch)
         if isinstance(compositions, str | Composition | Plan):

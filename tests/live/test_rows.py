@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS
+from peft import LoraConfig, get_peft_model
 from refusals import refused
 from tolerances import close, rounded_once
+from transformers import BartConfig, BartForConditionalGeneration
 
 from adapterswap.errors import ArgumentError, CompositionError, UnsupportedError
 from adapterswap.live import LiveComposer
@@ -49,6 +51,24 @@ def padded(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
         place = slice(length - len(row), None) if side == "left" else slice(None, len(row))
         tokens[at, place], mask[at, place] = row, 1
     return {"input_ids": tokens, "attention_mask": mask}
+
+
+def test_an_encoders_prompts_stay_where_they_are() -> None:
+    """BART's positions count from the left, with padding, so its prompts are padded on the right."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+    config = BartConfig(vocab_size=96, forced_eos_token_id=None, init_std=0.4, **sizes)
+    options = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    composing = LiveComposer(get_peft_model(BartForConditionalGeneration(config).eval(), options, "math"))
+    rows = prompts(4)
+    batch = padded(rows, "right")
+    for compositions in ("math", ["math", "base", "base", "math"]):
+        result = composing.generate(**batch, compositions=compositions, max_new_tokens=6, min_new_tokens=6)
+        for row, tokens in enumerate(rows):
+            name = compositions if isinstance(compositions, str) else compositions[row]
+            alone = composing.generate(input_ids=tokens[None], compositions=name, max_new_tokens=6, min_new_tokens=6)
+            assert torch.equal(result[row], alone[0])
 
 
 @pytest.mark.sampled(3)
