@@ -242,8 +242,13 @@ def check_matches(
     num_layers: NumLayers,
     composition: Composition,
     problems: Problems,
+    *,
+    uncovered: Sequence[Slot] = (),
 ) -> None:
-    """Report rules that match nothing, and rules that need a layer that a slice does not have."""
+    """Report rules that match nothing, and rules that need a layer that a slice does not have.
+
+    `uncovered` are slots that no rule matches.
+    """
     parameter = None if composition.allocation is None else "allocation"
     stacks = {stack_of(slot.name) for slot in slots if slot.layer is not None}
     for rule in rules:
@@ -254,7 +259,7 @@ def check_matches(
         if not rule.optional and all(slot.rule is not rule for slot in slots):
             problems.add(
                 f"the rule `{rule}` matches no module that earlier rules left",
-                _explain(rule, slots),
+                _explain(rule, [*slots, *uncovered]),
                 parameter=parameter,
                 kind=CompositionError,
             )
@@ -309,7 +314,7 @@ def _moved(slot: Slot, stack: Stack | None, layer: int) -> str:
 
 
 def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
-    if any(rule.matches(m.name, m.layer, m.kind) for m in modules):
+    if any(rule.matches(m.matched_name, m.layer, m.kind) for m in modules):
         return "Earlier rules match all of its modules: move it before them, or remove it"
     ends = sorted({m.name.removesuffix(".weight").rpartition(".")[2] for m in modules})
     layers = {m.layer for m in modules if m.layer is not None}

@@ -217,7 +217,9 @@ def _plan_of_modules(
     }
     vocabularies = settle_vocabulary(filled, ends, adapters, composition, problems)
     filled = sorted(vocabularies.slots, key=lambda slot: slot.in_full)
-    check_matches(rules, filled, adapters, depth.num_layers, composition, problems)
+    covered = {slot.name for slot in filled}
+    uncovered = [slot for slot in (*slots, *saved) if slot.name not in covered]
+    check_matches(rules, filled, adapters, depth.num_layers, composition, problems, uncovered=uncovered)
     plan = Plan(
         composition, rules, adapters, depth.num_layers, {slot.name: slot for slot in filled},
         base_source=depth.base, notes=(*depth.notes, *vocabularies.notes),

@@ -214,7 +214,7 @@ def settle_vocabulary(
         problems: collects clashes of tokens, and new tokens that would get no row, or only part of one.
         base: the base, if it has been opened.
     """
-    if not any(ends.values()) or _are_alike(slots, ends, experts, base):
+    if not (slots and any(ends.values())) or _are_alike(slots, ends, experts, base):
         return Vocabularies(list(slots))
     table = _token_table(ends, experts, composition, slots, base, problems)
     if problems:

@@ -99,6 +99,14 @@ def test_all_mistakes_are_reported_together(math: Path, swahili: Path) -> None:
     assert "modules w1" in message
     assert "no rule covers" in message
     assert "'swahili' contributes no module" in message
+    assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj in layers 0-5" in message
+
+
+def test_rules_that_cover_nothing(expert: Callable[..., Path]) -> None:
+    """The rows of the embedding have no rule either."""
+    adapter = expert(seed=3, target_modules=["q_proj", "embed_tokens"])
+    with refused(CompositionError, "allocation", match="adapt embed_tokens, q_proj in layers 0-5"):
+        adapterswap.compose(allocation({"modules": "w1", "expert": "math"}), {"math": adapter})
 
 
 def test_a_rule_beyond_the_layers_is_one_mistake(math: Path, swahili: Path) -> None:
