@@ -537,8 +537,11 @@ def _answers(
                 pairs = [f"{name} holds what belongs in {swapped[name]}" for name in held]
                 answers.append(f"{_counted(held, 'tensor')} in another's place: {and_more(pairs, _SHOWN)}")
             if rest:
-                what = f"neither {whose}" if base is None else f"neither {whose} nor a weighted sum"
-                answers.append(f"{_counted(rest, 'tensor')} {what} with the experts: {and_more(rest, _SHOWN)}")
+                what = "tensor" if base else "module"
+                answers.append(
+                    f"{_counted(rest, what)} neither {whose} nor a weighted sum with the experts: "
+                    f"{and_more(rest, _SHOWN)}"
+                )
     answers += remarks
     names = tuple(dict.fromkeys([*differing, *(finding.name for finding in odd)]))
     notes = []
