@@ -87,11 +87,24 @@ def compose_command(run: Run, cell: Cell) -> str | None:
 
 
 def evaluate_command(run: Run, cell: Cell) -> str:
-    """The `adapterswap evaluate` that evaluates the output of `compose_command` on the cell's tasks."""
+    """The `adapterswap evaluate` that evaluates the output of `compose_command` on the cell's tasks.
+
+    A line for each engine, if tasks that generate and the others were asked in two.
+    """
     settings: Mapping[str, Any] = run.described.get("settings", {})
+    if "loglikelihood" not in (settings.get("engine") or {}):
+        return _evaluate_command(run, cell, cell.tasks, settings)
+    values = next(result.results for result in run.results if result.cell.cell == cell.cell)
+    generated = tuple(task for task in cell.tasks if values[task].cut is not None)
+    others = tuple(task for task in cell.tasks if task not in generated)
+    parts = (generated, settings), (others, {**settings, **settings.get("loglikelihood", {}), "engine": None})
+    return "\n".join(_evaluate_command(run, cell, tasks, own) for tasks, own in parts if tasks)
+
+
+def _evaluate_command(run: Run, cell: Cell, tasks: Sequence[str], settings: Mapping[str, Any]) -> str:
     base_model = ["--base-model", _source(run.described["base_model"]), "--adapter", cell.cell]
     words = ["adapterswap", "evaluate", *(["--base-model", cell.cell] if _is_merged(run, cell) else base_model)]
-    words += ["--tasks", ",".join(cell.tasks)]
+    words += ["--tasks", ",".join(tasks)]
     for key in _SETTINGS:
         if settings.get(key) is not None:
             words += [f"--{key.replace('_', '-')}", str(settings[key])]

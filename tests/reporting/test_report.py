@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,21 @@ def test_settings_of_the_recipe_are_in_the_command(tmp_path: Path) -> None:
     run.described["settings"].update(dtype="bfloat16", language_fidelity=True, engine=engine)
     again = evaluate_command(run, run.results[0].cell)
     assert "--dtype bfloat16 --language-fidelity --engine vllm --engine-args max_num_seqs=4" in again
+    # Two engines: the first task generated its answers.
+    own = {
+        "loglikelihood": {"device": "cpu", "dtype": "float32"},
+        "engine": {**engine, "loglikelihood": "transformers"},
+    }
+    run.described["settings"].update(own)
+    first, *others = run.results[0].results
+    results = {name: replace(value, cut=0 if name == first else None) for name, value in run.results[0].results.items()}
+    run = replace(run, results=(replace(run.results[0], results=results),))
+    generated, compared = evaluate_command(run, run.results[0].cell).split("\n")
+    assert f"--tasks {first} " in generated
+    assert "--dtype bfloat16 --language-fidelity --engine vllm" in generated
+    assert f"--tasks {','.join(others)} " in compared
+    assert "--dtype float32" in compared
+    assert "--engine" not in compared
 
 
 def test_another_reference(written: Written) -> None:
