@@ -124,10 +124,15 @@ def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callab
 
 
 @pytest.mark.slow
-def test_an_error_of_one_or_of_all_is_reported_once(folder: Path) -> None:
+def test_an_error_of_one_is_reported_once(folder: Path) -> None:
     error_message = error(launch(HERE / "in_processes.py", folder, "failing"))
     assert error_message == "Error: Process 1 fails. Correct it."
     assert not (folder / "failing").exists()
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_an_error_of_all_is_reported_once(folder: Path) -> None:
     requested = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw", "--adapter", folder / "none"]
     assert "none" in error(launch("-m", "adapterswap", *requested))
 

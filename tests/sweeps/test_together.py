@@ -42,6 +42,7 @@ def cells(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_killed_processes_resumed_by_one_write_the_same(content: Content, tmp_path: Path) -> None:
     """The number of processes is no setting: a folder that two began may be completed by one."""
