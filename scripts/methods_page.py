@@ -58,6 +58,7 @@ def _worth() -> str:
     table, line = _markdown(_methods(results)), _markdown(_training(results))
     seeds, sizes = results["seeds"], results["sizes"]
     few = [str(number) for number in results["few"]]
+    planned = "" if len(seeds) == 10 else " (ten were planned)"
     return f"""
 ## What they are worth in the lab
 
@@ -69,8 +70,8 @@ million parameters. It says nothing about other scenes or sizes.
 python benchmarks/methods_lab.py comparison --seeds {len(seeds)}    # resumes if it was stopped
 ```
 
-* **Seeds** {seeds[0]} to {seeds[-1]}, {len(seeds)} of them: each a base and its experts. Seeds 0 to 4, on which the
-  scene was designed, are not among them. Every base was pretrained for this run.
+* **Seeds** {seeds[0]} to {seeds[-1]}, {len(seeds)} of them{planned}: each a base and its experts. Seeds 0 to 4, on
+  which the scene was designed, are not among them. Every base was pretrained for this run.
 * **Budget.** Each method and control has at most {results["budget"]} configurations (column `tried`; written down in
   `benchmarks/methods_lab.py` before the run). They are evaluated on {sizes["development"]} development problems in
   xx, and the best (the first of several equals) is tested on {sizes["test"]:,} others. Weights are merged in full and
