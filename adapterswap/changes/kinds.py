@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from adapterswap.experts.adapter import LoraModule, OpaqueModule
+from adapterswap.experts.adapter import LoraModule, OpaqueModule, Part
 from adapterswap.files.tensorfile import Tensor
 
 
@@ -136,3 +136,10 @@ class Opaque:
 
 
 Change = LowRank | Whole | Opaque
+
+
+def change_of(part: Part, path: Path) -> Change:
+    """What a part of an adapter's file does to its module, before the base is known."""
+    if isinstance(part, LoraModule):
+        return LowRank(part, path)
+    return Opaque(part, path) if isinstance(part, OpaqueModule) else Whole(path, part.tensors, part.rows)

@@ -13,9 +13,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from adapterswap.errors import (
     AdapterswapError,
@@ -149,15 +150,34 @@ ADAPTER_FILES = [
 
 
 @dataclass(frozen=True)
-class LoraModule:
+class _Part:
+    """What an adapter's file holds of one module of the base.
+
+    Attributes:
+        name: the module's full name in the base model.
+        layer: the index of its transformer layer, or None.
+    """
+
+    name: str
+    layer: int | None
+
+    @cached_property
+    def kind(self) -> Kind:
+        """Attention, mlp or other, by the name."""
+        return kind_of(self.name)
+
+    def at(self, name: str, layer: int | None) -> Self:
+        """The same under another name, or in another layer."""
+        return replace(self, name=name, layer=layer)
+
+
+@dataclass(frozen=True)
+class LoraModule(_Part):
     """An adapted weight W (out×in) and its factors: ΔW = s·B·A with A (rank×in) and B (out×rank).
 
     For an embedding, A is (rank×vocabulary) and B (width×rank): PEFT's `lora_embedding_A` and `lora_embedding_B`.
 
     Attributes:
-        name: the module's full name in the base model.
-        layer: the index of its transformer layer, or None.
-        kind: attention, mlp or other.
         rank, alpha, rslora: as PEFT resolves them for this module.
         scale: s, which is α/√r (rsLoRA) or α/r.
         a, b: the places of the factors in the file.
@@ -169,9 +189,6 @@ class LoraModule:
             apart.
     """
 
-    name: str
-    layer: int | None
-    kind: Kind
     rank: int
     alpha: float
     rslora: bool
@@ -182,6 +199,11 @@ class LoraModule:
     base: Tensor | None = None
     parameter: bool = False
     experts: int = 1
+
+    @property
+    def lora(self) -> LoraModule:
+        """The factors."""
+        return self
 
     @property
     def in_features(self) -> int:
@@ -214,22 +236,19 @@ class LoraModule:
 
 
 @dataclass(frozen=True)
-class FullModule:
+class FullModule(_Part):
     """A module trained in full (PEFT's `modules_to_save`): its whole weights W, not ΔW; or only the trained rows of W.
 
     Attributes:
-        name, layer, kind: as for `LoraModule`.
         tensors: the places of its parameters in the file, by their name within the module (`weight`, `bias`).
         rows: the rows of the weight that the only tensor holds, in order (`trainable_token_indices`); empty for all.
         tied: for TRAINABLE_TOKENS, modules tied to this one, under whose names PEFT stores the same rows again.
     """
 
-    name: str
-    layer: int | None
-    kind: Kind
     tensors: Mapping[str, Tensor]
     rows: tuple[int, ...] = ()
     tied: Mapping[str, Tensor] = field(default_factory=dict)
+    lora = None
 
     @property
     def width(self) -> tuple[int, ...]:
@@ -248,13 +267,12 @@ class FullModule:
 
 
 @dataclass(frozen=True)
-class OpaqueModule:
+class OpaqueModule(_Part):
     """A module whose change is not just a product of two factors.
 
     It can be copied. It can be averaged if the base's weights are available, or if it `is_linear`.
 
     Attributes:
-        name, layer, kind: as for `LoraModule`.
         method: the usual name of its kind: DoRA, OFT, …
         peft_type: PEFT's name of its kind.
         tensors: the places of its tensors in the file, by the end of their keys.
@@ -264,9 +282,6 @@ class OpaqueModule:
         lora: the factors, for a variant of LoRA.
     """
 
-    name: str
-    layer: int | None
-    kind: Kind
     method: str
     peft_type: str
     tensors: Mapping[str, Tensor]
@@ -274,6 +289,9 @@ class OpaqueModule:
     values: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     lora: LoraModule | None = None
+
+    def at(self, name: str, layer: int | None) -> Self:
+        return replace(self, name=name, layer=layer, lora=self.lora and self.lora.at(name, layer))
 
     @property
     def is_linear(self) -> bool:
@@ -308,15 +326,13 @@ class Adapter:
         source: the folder, and its name or Hub id.
         config: the content of adapter_config.json.
         file: the safetensors file's header.
-        modules: the LoRA modules by full name, sorted by layer (modules outside the layers first), then by name.
-        saved: the modules trained in full (`modules_to_save`), in the same order.
-        opaque: the modules whose change is not a product of two factors (DoRA, OFT, …), in the same order.
+        parts: everything that it changes, by full name, in the order of `by_layer`.
         container: the list of layers in the base, such as `model.layers`; None if no module has a layer, or there are
             several lists.
         kept_layers: the layers of a slice, whose other layers were cut away; None for a whole expert.
         ignored: modules in the file that its own config does not target. PEFT would not load them, so they are not part
             of the expert.
-        renamed: whether the file uses other names than `modules`, because of wrappers (`_orig_mod.`, `module.`, …), or
+        renamed: whether the file uses other names than `parts`, because of wrappers (`_orig_mod.`, `module.`, …), or
             of another class or version of the model.
         original: new name → name in the file, without wrappers, for modules that were renamed; see `experts.names`.
         base_fingerprints: the local base's weights, by the record in its folder; empty if that does not say.
@@ -327,14 +343,12 @@ class Adapter:
     source: Source
     config: AdapterConfig
     file: TensorFile
-    modules: Mapping[str, LoraModule]
-    saved: Mapping[str, FullModule]
+    parts: Mapping[str, Part]
     container: str | None
     kept_layers: KeptLayers | None = None
     ignored: tuple[str, ...] = ()
     renamed: bool = False
     original: Mapping[str, str] = field(default_factory=dict)
-    opaque: Mapping[str, OpaqueModule] = field(default_factory=dict)
     base_fingerprints: Mapping[str, str] = field(default_factory=dict)
     trained_on: str | None = None
 
@@ -353,10 +367,20 @@ class Adapter:
     def name(self) -> str:
         return str(self.source)
 
-    @property
-    def parts(self) -> dict[str, Part]:
-        """Everything that it changes, by name; modules that it holds in full come last."""
-        return {**self.modules, **self.opaque, **self.saved}
+    @cached_property
+    def modules(self) -> Mapping[str, LoraModule]:
+        """The LoRA modules."""
+        return {name: part for name, part in self.parts.items() if isinstance(part, LoraModule)}
+
+    @cached_property
+    def saved(self) -> Mapping[str, FullModule]:
+        """The modules trained in full (`modules_to_save`), or whose tokens were trained."""
+        return {name: part for name, part in self.parts.items() if isinstance(part, FullModule)}
+
+    @cached_property
+    def opaque(self) -> Mapping[str, OpaqueModule]:
+        """The modules whose change is not a product of two factors (DoRA, OFT, …)."""
+        return {name: part for name, part in self.parts.items() if isinstance(part, OpaqueModule)}
 
     @property
     def ties_factors(self) -> bool:
@@ -366,11 +390,10 @@ class Adapter:
         """
         return self.config.tied and any(module.layer is None for module in self.factors.values())
 
-    @property
-    def factors(self) -> dict[str, LoraModule]:
+    @cached_property
+    def factors(self) -> Mapping[str, LoraModule]:
         """The modules with factors A and B, by name: those of LoRA and of its variants."""
-        variants = {name: part.lora for name, part in self.opaque.items() if part.lora is not None}
-        return {**self.modules, **variants}
+        return {name: part.lora for name, part in self.parts.items() if part.lora is not None}
 
     @property
     def vocabulary(self) -> dict[str, LoraModule | FullModule]:
@@ -378,13 +401,13 @@ class Adapter:
         parts: dict[str, LoraModule | FullModule] = {**self.factors, **self.saved}
         return {name: part for name, part in parts.items() if is_vocabulary(name, part.layer) or name in self.tokens}
 
-    @property
-    def tokens(self) -> dict[str, FullModule]:
+    @cached_property
+    def tokens(self) -> Mapping[str, FullModule]:
         """The embeddings and heads with single trained rows (`trainable_token_indices`), by name."""
         return {name: part for name, part in self.saved.items() if part.rows}
 
 
-_Module = TypeVar("_Module", bound=Part)
+_AnyPart = TypeVar("_AnyPart", bound=Part)
 
 
 def open_adapter(reference: str | Path) -> Adapter:
@@ -457,7 +480,7 @@ def read_adapter(source: Source) -> Adapter:
                 raise ExpertError(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
             layer = layer_of(name, container)
             rows = _trained_rows(name, layer, own_tensors, config, folder) if TOKENS in own_tensors else ()
-            read.append(FullModule(name, layer, kind_of(name), own_tensors, rows, tied.get(name, {})))
+            read.append(FullModule(name, layer, own_tensors, rows, tied.get(name, {})))
     if config.trained_tokens and not any(TOKENS in own_tensors for own_tensors in saved.values()):
         problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
     kept = None
@@ -469,13 +492,8 @@ def read_adapter(source: Source) -> Adapter:
         )
     problems.raise_if_any()
     return Adapter(
-        source, config, file,
-        modules=by_layer({part.name: part for part in read if isinstance(part, LoraModule)}),
-        saved=by_layer({part.name: part for part in read if isinstance(part, FullModule)}),
-        opaque=by_layer({part.name: part for part in read if isinstance(part, OpaqueModule)}),
-        container=container, kept_layers=kept, ignored=ignored, renamed=renamed,
-        base_fingerprints=recorded_base(folder),
-    )  # fmt: skip
+        source, config, file, by_layer(read), container, kept, ignored, renamed, base_fingerprints=recorded_base(folder)
+    )
 
 
 def _tied_rows(
@@ -605,10 +623,10 @@ def _check_feedforward(
             problems.add(f"{folder}: {name} scales its {side}, but {CONFIG} says that it {says} feedforward", _MISMATCH)
 
 
-def by_layer(modules: Mapping[str, _Module]) -> dict[str, _Module]:
-    """The modules in the usual order: those without a layer first, then by layer and name."""
-    ordered = sorted(modules.values(), key=lambda m: (-1 if m.layer is None else m.layer, m.name))
-    return {module.name: module for module in ordered}
+def by_layer(parts: Iterable[_AnyPart]) -> dict[str, _AnyPart]:
+    """Parts by name: those without a layer first, then by layer and name; modules in full come last."""
+    ordered = sorted(parts, key=lambda p: (isinstance(p, FullModule), -1 if p.layer is None else p.layer, p.name))
+    return {part.name: part for part in ordered}
 
 
 def _ignored(
@@ -754,8 +772,8 @@ def _lora(
         raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, but {CONFIG} says {rank}", _MISMATCH)
     alpha = config.alpha_of(name)
     module = LoraModule(
-        name, layer_of(name, container), kind_of(name), rank, alpha, config.rslora, scale(rank, alpha, config.rslora),
-        a, b, factors.embedding, factors.base, parameter, experts,
+        name, layer_of(name, container), rank, alpha, config.rslora, scale(rank, alpha, config.rslora), a, b,
+        factors.embedding, factors.base, parameter, experts,
     )  # fmt: skip
     return _variant(module, factors, config, folder) if config.dora or config.lora_bias or factors.extras else module
 
@@ -778,8 +796,7 @@ def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, 
     tensors = {key.removeprefix(stem): tensor for key, tensor in tensors.items()}
     settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
     return OpaqueModule(
-        module.name, module.layer, module.kind, config.title, config.peft_type, {**tensors, **factors.extras},
-        settings, lora=module,
+        module.name, module.layer, config.title, config.peft_type, {**tensors, **factors.extras}, settings, lora=module
     )  # fmt: skip
 
 
@@ -801,8 +818,8 @@ def _opaque(
             "Train it without `rank_pattern`",
         )
     return OpaqueModule(
-        name, layer_of(name, container), kind_of(name), config.title, config.peft_type, tensors,
-        config.settings, config.values_of(name), shared,
+        name, layer_of(name, container), config.title, config.peft_type, tensors, config.settings,
+        config.values_of(name), shared,
     )  # fmt: skip
 
 

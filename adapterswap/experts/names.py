@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from adapterswap.errors import ExpertError
-from adapterswap.experts.adapter import Adapter, LoraModule, OpaqueModule, Part, by_layer
+from adapterswap.experts.adapter import Adapter, by_layer
 from adapterswap.model.base import Base
-from adapterswap.model.layers import kind_of, layer_of
-
-_Module = TypeVar("_Module", bound=Part)
+from adapterswap.model.layers import layer_of
 
 
 def under_canonical_names(adapter: Adapter, base: Base, expert: str, base_name: str) -> Adapter:
@@ -27,8 +24,7 @@ def under_canonical_names(adapter: Adapter, base: Base, expert: str, base_name: 
     """
     mapping: dict[str, str] = {}
     for module in adapter.parts.values():
-        lora = module.lora if isinstance(module, OpaqueModule) else module
-        shape = (lora.out_features, lora.in_features) if isinstance(lora, LoraModule) else None
+        shape = (module.lora.out_features, module.lora.in_features) if module.lora else None
         canonical = base.find(module.name, adapter.container, shape)
         if canonical is None:
             raise ExpertError(
@@ -53,31 +49,11 @@ def renamed_adapter(adapter: Adapter, mapping: Mapping[str, str], expert: str, c
     """
     if all(new == old for old, new in mapping.items()):
         return adapter
-    for parts in ({**adapter.modules, **adapter.opaque}, adapter.saved):
-        check_distinct({old: mapping[old] for old in parts}, expert)
+    check_distinct(mapping, expert)
+    parts = by_layer(part.at(mapping[old], layer_of(mapping[old], container)) for old, part in adapter.parts.items())
+    layered = any(part.layer is not None for part in parts.values())
     original = {mapping[name]: adapter.original.get(name, name) for name in adapter.parts}
-
-    def moved(module: _Module) -> _Module:
-        name = mapping[module.name]
-        place: dict[str, Any] = {"name": name, "layer": layer_of(name, container), "kind": kind_of(name)}
-        if isinstance(module, OpaqueModule) and module.lora is not None:
-            return replace(module, lora=replace(module.lora, **place), **place)
-        return replace(module, **place)
-
-    modules = {module.name: module for module in map(moved, adapter.modules.values())}
-    saved = {module.name: module for module in map(moved, adapter.saved.values())}
-    opaque = {module.name: module for module in map(moved, adapter.opaque.values())}
-    parts_moved: list[Part] = [*modules.values(), *opaque.values(), *saved.values()]
-    layered = any(part.layer is not None for part in parts_moved)
-    return replace(
-        adapter,
-        modules=by_layer(modules),
-        saved=by_layer(saved),
-        opaque=by_layer(opaque),
-        container=container if layered else None,
-        renamed=True,
-        original=original,
-    )
+    return replace(adapter, parts=parts, container=container if layered else None, renamed=True, original=original)
 
 
 def check_distinct(mapping: Mapping[str, str], whose: str) -> None:

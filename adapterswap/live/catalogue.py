@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import AdapterswapError, CompositionError, Problems, check_type
-from adapterswap.experts.adapter import Adapter, LoraModule, OpaqueModule, Part, open_adapter
+from adapterswap.experts.adapter import Adapter, OpaqueModule, Part, open_adapter
 from adapterswap.experts.keys import LORA_PARTS
 from adapterswap.files.folders import scratch_folder
 from adapterswap.files.numbers import open_files, read_numbers
@@ -81,10 +81,10 @@ def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
 
 def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
     """The tensors of an adapted module in the file, each with its tensor in the model; None if there is none."""
-    lora = part.lora if isinstance(part, OpaqueModule) else part
-    assert isinstance(lora, LoraModule)
     loaded = factors(layer, name)
-    pairs: list[tuple[Tensor, Any]] = [(lora.a, loaded and loaded.a), (lora.b, loaded and loaded.b)]
+    pairs: list[tuple[Tensor, Any]] = []
+    if part.lora is not None:
+        pairs = [(part.lora.a, loaded and loaded.a), (part.lora.b, loaded and loaded.b)]
     if isinstance(part, OpaqueModule):
         extra = beside(layer, name)
         pairs += [(place, extra.get(key)) for key, place in part.tensors.items() if key in LORA_PARTS]

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import ArgumentError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, by_layer
+from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
 from adapterswap.experts.config import AdapterConfig, parse_adapter_config, scale
 from adapterswap.experts.keys import LORA
 from adapterswap.files.tensorfile import Tensor, TensorFile
-from adapterswap.model.layers import NumLayers, kind_of, layer_container, layer_of, stacked_layers_in_config
+from adapterswap.model.layers import NumLayers, layer_container, layer_of, stacked_layers_in_config
 from adapterswap.model.sources import Source
 from adapterswap.planning.rules import BASE
 from adapterswap.planning.targets import Target, check_expert
@@ -303,7 +303,7 @@ class Inventory:
                 kind=ExpertError,
             )
         file = TensorFile(Path(name), {}, 0, 0, b"", ())
-        bare = Adapter(Source(Path(name), name), config, file, {}, {}, None)
+        bare = Adapter(Source(Path(name), name), config, file, {}, None)
         with problems.collect():
             check_expert(bare, f"the adapter {name!r}", Target.LIVE)
         layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
@@ -313,7 +313,7 @@ class Inventory:
             if name in wrapper.modules_to_save
         }
         container = layer_container([*layers, *saved_modules])
-        modules, opaque = {}, {}
+        parts: list[Part] = []
         for module, layer in layers.items():
             tensors = factors(layer, name)
             if tensors is None or tensors.a.dim() != 2:
@@ -325,7 +325,6 @@ class Inventory:
                 lora = LoraModule(
                     name=module,
                     layer=layer_of(module, container),
-                    kind=kind_of(module),
                     rank=rank,
                     alpha=alpha,
                     rslora=rslora,
@@ -336,25 +335,15 @@ class Inventory:
                     parameter=parameter_of(layer) is not None,
                     experts=getattr(layer, "num_experts", 1),
                 )
-                if parts := beside(layer, name):
-                    opaque[module] = OpaqueModule(
-                        module, lora.layer, lora.kind, config.title, LORA,
-                        {part: _placeless(f"{module}.{part}", tensor) for part, tensor in parts.items()},
-                        {"use_dora": config.dora, "lora_bias": config.lora_bias}, lora=lora,
-                    )  # fmt: skip
-                else:
-                    modules[module] = lora
-        saved = {
-            module: FullModule(
-                module, layer_of(module, container), kind_of(module),
-                {key: _placeless(f"{module}.{key}", parameter) for key, parameter in saved_module.state_dict().items()},
-            )
-            for module, saved_module in saved_modules.items()
-        }  # fmt: skip
+                extra = {part: _placeless(f"{module}.{part}", t) for part, t in beside(layer, name).items()}
+                settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
+                variant = OpaqueModule(module, lora.layer, config.title, LORA, extra, settings, lora=lora)
+                parts.append(variant if extra else lora)
+        for module, whole in saved_modules.items():
+            tensors_in_full = {key: _placeless(f"{module}.{key}", tensor) for key, tensor in whole.state_dict().items()}
+            parts.append(FullModule(module, layer_of(module, container), tensors_in_full))
         problems.raise_if_any()
-        return replace(
-            bare, modules=by_layer(modules), saved=by_layer(saved), container=container, opaque=by_layer(opaque)
-        )
+        return replace(bare, parts=by_layer(parts), container=container)
 
     def _read_config(self, name: str) -> AdapterConfig:
         """The adapter's config, checked by the rules for adapter_config.json."""

@@ -114,7 +114,8 @@ def _own_weight(module: Any) -> Comparable | None:
 
 def without_copies(adapter: Adapter) -> Adapter:
     """The adapter without the copies of the base's weights that it carries."""
-    return replace(adapter, modules={name: replace(module, base=None) for name, module in adapter.modules.items()})
+    bare = {name: replace(module, base=None) for name, module in adapter.modules.items()}
+    return replace(adapter, parts={**adapter.parts, **bare})
 
 
 @contextmanager
@@ -239,10 +240,8 @@ def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
 def slice_of(adapter: Adapter, layers: str, num_layers: NumLayers | None) -> Adapter:
     """The adapter with only `layers` of it."""
     plan = slice_layers(adapter, layers, num_layers=num_layers)
-    modules = {name: module for name, module in adapter.modules.items() if plan.slots[name].terms}
-    opaque = {name: part for name, part in adapter.opaque.items() if plan.slots[name].terms}
-    saved = {name: adapter.saved[name] for name, module in plan.saved.items() if module.terms}
-    return replace(adapter, modules=modules, opaque=opaque, saved=saved, kept_layers=KeptLayers.of(layers))
+    parts = {name: part for name, part in adapter.parts.items() if plan.slots[name].terms}
+    return replace(adapter, parts=parts, kept_layers=KeptLayers.of(layers))
 
 
 def layers_taken(

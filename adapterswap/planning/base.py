@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
+from adapterswap.experts.adapter import Adapter, Part, by_layer
 from adapterswap.experts.keys import is_bias
 from adapterswap.experts.names import under_canonical_names
 from adapterswap.files.hashes import sha256_of
@@ -122,31 +122,10 @@ def outside_the_layers(
             reference = reference_of({name: adapter}, base_model)
             base_config = config or (cached_base_config(reference) if reference else None)
             if base_config is not None and deepest < num_layers + layers_ahead(base_config):
-                adapter = _cut_off(adapter, num_layers)
+                outside = (p.at(p.name, None) if (p.layer or 0) >= num_layers else p for p in adapter.parts.values())
+                adapter = replace(adapter, parts=by_layer(outside))
         adapters[name] = adapter
     return adapters
-
-
-def _cut_off(adapter: Adapter, num_layers: int) -> Adapter:
-    """The adapter, with its modules from layer `num_layers` on counted as outside the layers."""
-
-    def lora(module: LoraModule) -> LoraModule:
-        return replace(module, layer=None) if (module.layer or 0) >= num_layers else module
-
-    def full(module: FullModule) -> FullModule:
-        return replace(module, layer=None) if (module.layer or 0) >= num_layers else module
-
-    def opaque(module: OpaqueModule) -> OpaqueModule:
-        if (module.layer or 0) < num_layers:
-            return module
-        return replace(module, layer=None, lora=None if module.lora is None else lora(module.lora))
-
-    return replace(
-        adapter,
-        modules=by_layer({name: lora(module) for name, module in adapter.modules.items()}),
-        saved=by_layer({name: full(module) for name, module in adapter.saved.items()}),
-        opaque=by_layer({name: opaque(module) for name, module in adapter.opaque.items()}),
-    )
 
 
 def _depth_on_this_machine(

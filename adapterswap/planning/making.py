@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
-from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.changes.kinds import Change, Whole, change_of
 from adapterswap.changes.locating import Located, TiedHead, locate_all
 from adapterswap.errors import (
     ArgumentError,
@@ -21,7 +21,7 @@ from adapterswap.errors import (
     UnsupportedError,
     check_type,
 )
-from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, by_layer
+from adapterswap.experts.adapter import Adapter, FullModule, and_more, by_layer
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.model.layers import (
     NumLayers,
@@ -197,14 +197,14 @@ def _plan_of_modules(
         for name, part in adapter.parts.items()
         if not isinstance(part, FullModule)
     }
-    slots = [Slot(name, name, part.layer, part.kind, (), {}, None) for name, part in by_layer(others).items()]
+    slots = [Slot(name, name, part.layer, part.kind, (), {}, None) for name, part in by_layer(others.values()).items()]
     saved = [
         Slot(name, name, part.layer, part.kind, (), {}, None, in_full=True)
-        for name, part in by_layer(whole).items()
+        for name, part in by_layer(whole.values()).items()
         if name not in others
     ]
     changes = {
-        name: {module: _change(part, adapter) for module, part in adapter.parts.items()}
+        name: {module: change_of(part, adapter.file.path) for module, part in adapter.parts.items()}
         for name, adapter in adapters.items()
     }
     apart = composition.row_threshold is not None
@@ -226,15 +226,6 @@ def _plan_of_modules(
     )  # fmt: skip
     report(plan, Target.PLAN, problems, base_at_hand=base_at_hand or composition.base_model is not None)
     return plan
-
-
-def _change(part: Part, adapter: Adapter) -> Change:
-    """What an adapter does to one of its modules."""
-    if isinstance(part, LoraModule):
-        return LowRank(part, adapter.file.path)
-    if isinstance(part, FullModule):
-        return Whole(adapter.file.path, part.tensors, part.rows)
-    return Opaque(part, adapter.file.path)
 
 
 def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], problems: Problems) -> Plan:

@@ -452,9 +452,7 @@ def _measured(
     own_modules = [replace(module, name=names.get(name, name)) for name, module in own.items()]
     if own.keys() >= before.modules.keys():
         return tuple(own_modules)
-    renamed = renamed_adapter(
-        before, {n: names.get(n, n) for n in (*before.modules, *before.saved)}, "", after.container
-    )
+    renamed = renamed_adapter(before, {n: names.get(n, n) for n in before.parts}, "", after.container)
     own_names = {module.name for module in own_modules}
     return (
         *(
