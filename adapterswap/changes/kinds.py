@@ -8,7 +8,7 @@ weight, else ΔW.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -138,8 +138,15 @@ class Opaque:
 Change = LowRank | Whole | Opaque
 
 
-def change_of(part: Part, path: Path) -> Change:
-    """What a part of an adapter's file does to its module, before the base is known."""
+def change_of(part: Part, path: Path, *, transposed: bool = False) -> Change:
+    """What a part of an adapter's file does to its module; `transposed` as for `LowRank`."""
     if isinstance(part, LoraModule):
-        return LowRank(part, path)
-    return Opaque(part, path) if isinstance(part, OpaqueModule) else Whole(path, part.tensors, part.rows)
+        return LowRank(part, path, transposed)
+    return Opaque(part, path, transposed) if isinstance(part, OpaqueModule) else Whole(path, part.tensors, part.rows)
+
+
+def renamed(change: Change, name: str) -> Change:
+    """The change of a module under another name."""
+    if isinstance(change, LowRank):
+        return replace(change, lora=change.lora.at(name, change.lora.layer))
+    return replace(change, part=change.part.at(name, change.part.layer)) if isinstance(change, Opaque) else change

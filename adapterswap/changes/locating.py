@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from adapterswap.changes.copies import Carried
-from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Opaque, Whole
-from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Whole, change_of
+from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
 from adapterswap.experts.keys import is_bias
-from adapterswap.files.tensorfile import Tensor
+from adapterswap.files.tensorfile import FLOATS, Tensor
 from adapterswap.model.architectures import architecture_of
-from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.model.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
 
 _REMEDY = "Pass the base that the experts adapt as `base_model`"
@@ -231,18 +232,11 @@ class _Search:
         """The changes that the adapter makes, by the name of the stored tensor."""
         self._check_biases()
         changes: dict[str, Located] = {}
-        missing: list[str] = []
-        for part in self.adapter.opaque.values():
-            key = self.key(part.name)
-            if key is None:
-                missing.append(part.name)
-            else:
-                changes |= self._opaque(part, key)
         for module in self.adapter.modules.values():
             if module.parameter:
                 with self.problems.collect():
                     changes |= self._parameter(module)
-        changes |= self._low_rank(missing)
+        changes |= self._adapted()
         for saved in self.adapter.saved.values():
             changes |= self._rows(saved) if saved.rows else self._in_full(saved)
         return changes
@@ -261,28 +255,36 @@ class _Search:
                 kind=UnsupportedError,
             )
 
-    def _low_rank(self, missing: list[str]) -> dict[str, Located]:
-        """The weights of modules with LoRA. Reports those that are not stored, these and the `missing` ones."""
+    def _adapted(self) -> dict[str, Located]:
+        """The weights of modules with LoRA or another kind, and their biases if those change too. Reports those that
+        are not stored, or in another shape. PEFT compares the shapes of other kinds itself."""
         changes: dict[str, Located] = {}
+        missing: list[str] = []
         ours: dict[str, str] = {}
         theirs: dict[str, str] = {}
-        for module in (module for module in self.adapter.modules.values() if not module.parameter):
-            key = self.key(module.name)
+        for part in (*self.adapter.opaque.values(), *self.adapter.modules.values()):
+            if isinstance(part, LoraModule) and part.parameter:
+                continue
+            key, lora = self.key(part.name), part.lora
             if key is None:
-                missing.append(module.name)
+                missing.append(part.name)
                 continue
-            shape = self.parameters[key].tensor.shape
-            transposed = module.embedding or self.model.is_transposed(key)
-            expected = _expected_shape(module, transposed=transposed)
-            grows = _is_resized(module, expected, shape)
-            if grows and not self.resized:
-                self._report_resized("LoRA", module, shape[0])
-                continue
-            if not grows:
-                ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (expected, shape))
-                if shape != expected:
+            transposed = self.model.is_transposed(key) or (lora is not None and lora.embedding)
+            change = change_of(part, self.adapter.file.path, transposed=transposed)
+            if lora is not None:
+                shape = self.parameters[key].tensor.shape
+                out_in = lora.out_features, lora.in_features
+                expected = out_in[::-1] if transposed else out_in
+                grows = is_vocabulary(part.name, part.layer) and shape[1:] == expected[1:] and shape[0] < expected[0]
+                if grows and (part.on_bias or not self.resized):
+                    self._report_resized(change.method, lora, shape[0])
                     continue
-            changes[key] = Located(module.name, LowRank(module, self.adapter.file.path, transposed))
+                if not grows:
+                    ours[part.name], theirs[part.name] = ("×".join(map(str, sizes)) for sizes in (expected, shape))
+                    if shape != expected:
+                        continue
+            keys = [key, *filter(None, [self.key(part.name, "bias") if part.on_bias else None])]
+            changes |= dict.fromkeys(keys, Located(part.name, change))
         if missing:
             self._report_missing(missing)
         compare_shapes(
@@ -328,27 +330,6 @@ class _Search:
             else:
                 changes[key] = Located(saved.name, Whole.of(self.adapter.file.path, tensor))
         return changes
-
-    def _opaque(self, part: OpaqueModule, key: str) -> dict[str, Located]:
-        """The weight of a module that is not plain LoRA, and its bias if that changes too.
-
-        PEFT compares the shapes itself, except those of the factors of LoRA's variants.
-        """
-        transposed, lora = self.model.is_transposed(key), part.lora
-        if lora is not None:
-            shape = self.parameters[key].tensor.shape
-            expected = _expected_shape(lora, transposed=transposed or lora.embedding)
-            grows = _is_resized(lora, expected, shape)
-            if grows and (part.on_bias or not self.resized):
-                self._report_resized(part.method, lora, shape[0])
-                return {}
-            if shape != expected and not grows:
-                ours, theirs = ("×".join(map(str, sizes)) for sizes in (expected, shape))
-                self._report(f"{part.name} is {ours} in {self.expert}, and {theirs} in {self.where} as stored")
-                return {}
-        change = Opaque(part, self.adapter.file.path, transposed or (lora is not None and lora.embedding))
-        keys = [key, *filter(None, [self.key(part.name, "bias") if part.on_bias else None])]
-        return {key: Located(part.name, change) for key in keys}
 
     def _parameter(self, module: LoraModule) -> dict[str, Located]:
         """The stored tensors of a parameter: a matrix such as a router's weight, or one matrix per expert of a mixture,
@@ -425,24 +406,54 @@ class _Search:
         return None
 
 
-def _expected_shape(lora: LoraModule, *, transposed: bool) -> tuple[int, int]:
-    """The stored shape of the weight that the factors change: out×in, or in×out if it is transposed."""
-    return (lora.in_features, lora.out_features) if transposed else (lora.out_features, lora.in_features)
+def base_tensor(
+    base_model: str, adapter: Adapter, name: str, like: Tensor, *, rows: int | None = None
+) -> tuple[Path, Tensor]:
+    """The file and the place of the base's own tensor `name`, or of what it stores in its place: the same under another
+    name or, for a tied head, the embedding's weight. Headers decide if they can.
 
-
-def _is_resized(lora: LoraModule, expected: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Whether the factors are for an embedding or head with more rows than the model stores."""
-    return is_vocabulary(lora.name, lora.layer) and stored[1:] == expected[1:] and stored[0] < expected[0]
-
-
-def stored_tensor(adapter: Adapter, module: str, parameter: str, base: Checkpoint) -> Tensor | None:
-    """The stored tensor of a module's parameter, under whatever name; for a tied head, the embedding's.
-
-    Returns None if the base stores no such tensor.
+    Args:
+        base_model: the base's folder or Hub id.
+        adapter: the adapter that has this name for it.
+        name: the tensor's name.
+        like: the expert's tensor, whose shape it must have.
+        rows: the least number of rows, if the expert's vocabulary was resized.
     """
-    parameters = with_head(base.parameters, find_tied_head(base, {"": adapter}))
-    key = _Search("", "", adapter, parameters, base, Problems(BaseModelError)).key(module, parameter)
-    return None if key is None else parameters[key].tensor
+    base = open_checkpoint(base_model)
+    stored = base.parameters.get(name) or _tied_embedding(base, name)
+    if stored is None:
+        with suppress(AdapterswapError):  # transformers does not know the model
+            parameters = with_head(base.parameters, find_tied_head(base, {"": adapter}))
+            module, _, parameter = name.rpartition(".")
+            search = _Search("", "", adapter, parameters, base, Problems(BaseModelError))
+            stored = parameters.get(search.key(module, parameter) or "")
+    if stored is None:
+        raise BaseModelError(
+            f"the base {base_model} has no tensor {name}",
+            "Pass the base that the experts adapt",
+            parameter="base_model",
+        )
+    tensor = stored.tensor
+    shape = like.shape if rows is None else (max(rows, tensor.shape[0]), *like.shape[1:])
+    if tensor.dtype not in FLOATS or tensor.shape != shape:
+        raise BaseModelError(
+            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} in the base {base_model}, but {like.dtype} "
+            f"{list(like.shape)} in an expert",
+            "Pass the base that the experts adapt, in floating point numbers",
+            parameter="base_model",
+        )
+    return stored.path, tensor
+
+
+def _tied_embedding(base: Checkpoint, name: str) -> StoredTensor | None:
+    """The only embedding's weight, if the config ties a head of this name to it and no head is stored, whatever it is
+    called; None if this is not sure."""
+    weights = [stored for stored in base.parameters.values() if stored.name.endswith(".weight")]
+    ends = [stored.module.rpartition(".")[2] for stored in weights]
+    embeddings = [stored for stored, end in zip(weights, ends, strict=True) if end in EMBEDDINGS]
+    sure = name.removesuffix(".weight").rpartition(".")[2] in HEADS and not HEADS.intersection(ends)
+    sure = sure and base.config.get("tie_word_embeddings") is True and len(embeddings) == 1
+    return embeddings[0] if sure else None
 
 
 def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:

@@ -199,6 +199,7 @@ class LoraModule(_Part):
     base: Tensor | None = None
     parameter: bool = False
     experts: int = 1
+    on_bias = False
 
     @property
     def lora(self) -> LoraModule:

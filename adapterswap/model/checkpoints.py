@@ -10,7 +10,7 @@ No tensor is read and torch is not imported. An index is always compared with th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +26,6 @@ from adapterswap.model.architectures import architectures_in
 from adapterswap.model.base import Base, FusedParameter, base_at
 from adapterswap.model.layers import (
     EMBEDDINGS,
-    HEADS,
     KeptLayers,
     Kind,
     Stack,
@@ -365,59 +364,6 @@ def check_alone(folder: Path) -> None:
             "Pass a folder with one of them: move the other away",
             parameter="reference",
         )
-
-
-def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | None = None) -> tuple[Path, Tensor]:
-    """The file and the place of the base's tensor `key`, which must have the shape of `like`.
-
-    For a head that the config ties to the only embedding, this is the embedding's weight.
-
-    Args:
-        base_model: the base's folder or Hub id.
-        key: the tensor's key.
-        like: the expert's tensor.
-        rows: the least number of rows, if the expert's vocabulary was resized.
-    """
-    folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
-    with _about_base():
-        shards = read_shards(folder)
-    stored = [name for shard in shards for name in shard.tensors]
-    if key not in stored and _module_of(key) in HEADS:
-        with _about_base():
-            key = _tied_embedding(folder, stored) or key
-    for shard in shards:
-        tensor = shard.tensors.get(key)
-        if tensor is not None and tensor.dtype in FLOATS:
-            expected = like.shape if rows is None else tensor.shape[:1] + like.shape[1:]
-            if tensor.shape == expected and (rows is None or tensor.shape[0] >= rows):
-                return shard.path, tensor
-        if tensor is not None:
-            raise BaseModelError(
-                f"{key} is {tensor.dtype} {list(tensor.shape)} in the base {base_model}, but {like.dtype} "
-                f"{list(like.shape)} in an expert",
-                "Pass the base that the experts adapt, in floating point numbers",
-                parameter="base_model",
-            )
-    raise BaseModelError(
-        f"the base {base_model} has no tensor {key}", "Pass the base that the experts adapt", parameter="base_model"
-    )
-
-
-def _module_of(key: str) -> str:
-    """The last part of the name of the module that a weight belongs to."""
-    return key.removesuffix(".weight").rpartition(".")[2]
-
-
-def _tied_embedding(folder: Path, stored: Collection[str]) -> str | None:
-    """The only embedding's weight, if the config ties it to the head and no head is stored; None if this is not sure.
-
-    A base may store its head under another name than the model has for it: GPT-NeoX stores `lm_head` as `embed_out`.
-    """
-    embeddings = [name for name in stored if name.endswith(".weight") and _module_of(name) in EMBEDDINGS]
-    path = folder / MODEL_CONFIG
-    config = read_json(path, "Pass the base's folder, with a valid config.json") if exists(path) else {}
-    is_tied = config.get("tie_word_embeddings") is True and not any(_module_of(name) in HEADS for name in stored)
-    return embeddings[0] if is_tied and len(embeddings) == 1 else None
 
 
 def read_shards(folder: Path) -> tuple[TensorFile, ...]:

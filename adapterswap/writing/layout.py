@@ -17,13 +17,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from adapterswap.changes.locating import stored_tensor
-from adapterswap.errors import AdapterswapError, BaseModelError
+from adapterswap.changes.locating import base_tensor
+from adapterswap.errors import BaseModelError
 from adapterswap.experts.adapter import LoraModule, OpaqueModule
 from adapterswap.experts.config import scale
 from adapterswap.experts.keys import (
@@ -39,8 +37,6 @@ from adapterswap.experts.keys import (
     part_key,
     shared_key,
 )
-from adapterswap.files.tensorfile import Tensor
-from adapterswap.model.checkpoints import find_base_tensor, open_checkpoint
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rules import BASE
 from adapterswap.planning.slots import Slot
@@ -154,7 +150,9 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
             sources = [(t.expert, t.change.path, t.change.tensors[parameter], t.coefficient) for t in span.whole]
             for term in span.base:
                 rows = span.stop if differ else None
-                sources.append((BASE, *_base_tensor(module, parameter, tensor, plan, rows=rows), term.coefficient))
+                adapter, name = plan.adapters[module.terms[0].expert], parameter_name(module.name, parameter)
+                own = base_tensor(str(plan.composition.base_model), adapter, name, tensor, rows=rows)
+                sources.append((BASE, *own, term.coefficient))
             pieces += [Piece(*source, span.start, cut=cut) for source in sources]
         shape = (module.spans[-1].stop, *tensor.shape[1:]) if differ else tensor.shape
         axis, key = (0 if differ else None), parameter_key(module.name, parameter, wrapped=wrapped)
@@ -200,27 +198,6 @@ def _tokens_trained(module: Slot) -> OutputTensor:
             offset += count
     shape = (len(module.tokens), *owner.change.tensor.shape[1:])
     return OutputTensor(parameter_key(module.name, TOKENS), _common_dtype(pieces), shape, 0, tuple(pieces))
-
-
-def _base_tensor(
-    module: Slot, parameter: str, like: Tensor, plan: Plan, *, rows: int | None = None
-) -> tuple[Path, Tensor]:
-    """The base's own tensor, by the name that the experts have for it or else by the name that the base stores.
-
-    The second needs transformers, which takes seconds to import.
-    """
-    base_model, key = plan.composition.base_model, parameter_name(module.name, parameter)
-    assert base_model is not None
-    try:
-        return find_base_tensor(base_model, key, like, rows=rows)
-    except BaseModelError as error:
-        stored, (holder, _, name) = None, key.rpartition(".")
-        with suppress(AdapterswapError):
-            adapter = plan.adapters[module.terms[0].expert]
-            stored = stored_tensor(adapter, holder, name, open_checkpoint(base_model))
-        if stored is None or stored.name == key:
-            raise error from None
-        return find_base_tensor(base_model, stored.name, like, rows=rows)
 
 
 def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> Layout:

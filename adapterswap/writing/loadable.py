@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from adapterswap.changes.copies import Comparable, is_one_weight, stored_weight
-from adapterswap.changes.kinds import Change, LowRank, Opaque
+from adapterswap.changes.kinds import renamed
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
 from adapterswap.experts.adapter import Adapter, LoraModule, and_more
 from adapterswap.experts.keys import KINDS, factor_key, is_fused
@@ -29,7 +29,7 @@ from adapterswap.model.layers import HEADS, is_ahead, language_config, layer_con
 from adapterswap.model.sources import base_config, cached_base_config, find_source
 from adapterswap.planning.base import named_base
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.slots import Slot, Term
+from adapterswap.planning.slots import Slot
 from adapterswap.planning.targets import WORDS, Target, check
 from adapterswap.writing.outputs import Form, Layout, Names
 
@@ -247,16 +247,8 @@ def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _renamed(slot: Slot, name: str) -> Slot:
-    def renamed(term: Term[Change]) -> Term[Change]:
-        if isinstance(term.change, LowRank):
-            return replace(term, change=replace(term.change, lora=replace(term.change.lora, name=name)))
-        if isinstance(term.change, Opaque):
-            part = term.change.part
-            lora = None if part.lora is None else replace(part.lora, name=name)
-            return replace(term, change=replace(term.change, part=replace(part, name=name, lora=lora)))
-        return term
-
-    return replace(slot, name=name, terms=tuple(map(renamed, slot.terms)))
+    terms = tuple(replace(term, change=renamed(term.change, name)) for term in slot.terms)
+    return replace(slot, name=name, terms=terms)
 
 
 def loadable_form(plan: Plan, form: Form) -> Form:
