@@ -14,15 +14,7 @@ from pathlib import Path
 
 from adapterswap.experts.adapter import LoraModule, OpaqueModule, Part
 from adapterswap.files.tensorfile import Tensor
-
-
-@dataclass(frozen=True)
-class ExpertRows:
-    """Rows `start` to `stop` of one expert's matrix in a mixture."""
-
-    expert: int
-    start: int
-    stop: int
+from adapterswap.model.base import ExpertRows
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapterswap.changes.copies import Carried
-from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Whole, change_of
+from adapterswap.changes.kinds import Change, LowRank, Whole, change_of
 from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
 from adapterswap.experts.keys import is_bias
@@ -225,7 +225,7 @@ class _Search:
         key = self._by_name(module, parameter)
         if key is None:
             with suppress(BaseModelError):  # not a transformers model
-                key = self.model.stored_key(module, parameter, self.adapter.container)
+                key = self.model.stored_key(f"{module}.{parameter}", self.adapter.container)
         return key
 
     def changes(self) -> dict[str, Located]:
@@ -364,10 +364,7 @@ class _Search:
                 "unknown order",
                 _MERGE_WITH_PEFT,
             )
-        return {
-            part.key: Located(module.name, LowRank(module, path, within=ExpertRows(part.expert, part.start, part.stop)))
-            for part in fused.parts
-        }
+        return {key: Located(module.name, LowRank(module, path, within=rows)) for key, rows in fused.parts.items()}
 
     def _report(self, message: str) -> None:
         self.problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
@@ -402,7 +399,7 @@ class _Search:
     def _source_of(self, module: str, parameter: str) -> str | None:
         """See `Checkpoint.source_of`; None for a model that transformers does not know."""
         with suppress(BaseModelError):
-            return self.model.source_of(module, parameter, self.adapter.container)
+            return self.model.source_of(f"{module}.{parameter}", self.adapter.container)
         return None
 
 

@@ -108,17 +108,20 @@ def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
             f"{module.name} is a fused parameter of {module.experts} experts in {expert}: its ΔW is not computed here",
             "Compose it with linear methods, into an adapter of the exact layout",
         )
+    return _read_factors(expert, file, module)
+
+
+def _read_factors(expert: str, file: int, module: LoraModule) -> Factors:
+    """All of A and B, with the scale in B."""
     b = read_numbers(expert, file, module.b)
     return Factors.scaled(read_numbers(expert, file, module.a), b, module.scale, module.name)
 
 
 def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
     """The factors of each matrix of a mixture's fused parameter, or of any other module's one weight."""
+    joined = _read_factors(expert, file, module)
     if module.experts == 1:
-        return [read_factors(expert, file, module)]
-    joined = Factors.scaled(
-        read_numbers(expert, file, module.a), read_numbers(expert, file, module.b), module.scale, module.name
-    )
+        return [joined]
     a = joined.a.reshape(module.experts, module.rank, module.in_features)
     b = joined.b.reshape(module.out_features, module.rank, module.experts)
     return [Factors(a[i], np.ascontiguousarray(b[:, :, i])) for i in range(module.experts)]

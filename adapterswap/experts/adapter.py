@@ -38,8 +38,6 @@ from adapterswap.experts.keys import (
     TRAINED_TOKENS,
     FactorTensors,
     PartTensors,
-    check_dtypes,
-    check_names,
     factor_key,
     part_key,
     sort_keys,
@@ -442,8 +440,6 @@ def read_adapter(source: Source) -> Adapter:
         kind=TRAINED_TOKENS if config.peft_type == TRAINABLE_TOKENS else KINDS.get(config.peft_type),
         tokens=bool(config.trained_tokens),
     )  # fmt: skip
-    check_names([*parts, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems)
-    check_dtypes(file, folder, problems)
     parameters: set[str] = set()
     with problems.collect():
         trial = None if problems else _try_in_base(config, parts, saved, file, folder)

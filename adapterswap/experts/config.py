@@ -330,7 +330,7 @@ _OF_TOKENS = {
 }  # fmt: skip
 
 # Values of init_lora_weights that change the base's weights, in lower case because PEFT ignores the case of some.
-_CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
+CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 # Values that leave the base's weights unchanged. PEFT ignores the case of the first two.
 _PLAIN_INITS = ("gaussian", "mica", "eva", "orthogonal")
 
@@ -343,7 +343,7 @@ _SIMPLER = "Write the patterns as plain module names"
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
 
 
-def _version(text: Any) -> tuple[int, int]:
+def version_of(text: Any) -> tuple[int, int]:
     """The first two numbers of PEFT's version; 0.0 if a config does not say it."""
     match = re.match(r"(\d+)\.(\d+)", str(text))
     return (int(match[1]), int(match[2])) if match else (0, 0)
@@ -427,7 +427,7 @@ class AdapterConfig:
 
     def is_at_least(self, version: tuple[int, int]) -> bool:
         """Whether this version of PEFT, or a later one, wrote the config; False if the config does not say."""
-        return _version(self.peft_version) >= version
+        return version_of(self.peft_version) >= version
 
     @property
     def holds_regexes(self) -> bool:
@@ -515,7 +515,7 @@ def _unknown(
     because that version may give them a meaning.
     """
     unknown = tuple(sorted(key for key in content.keys() - known_keys if content[key]))
-    if (version := _version(content.get("peft_version"))) > _PEFT:
+    if (version := version_of(content.get("peft_version"))) > _PEFT:
         for key in unknown:
             problems.add(
                 f"{where}: the key {shown(key)} is unknown here, but may change what the adapter computes in PEFT "
@@ -529,7 +529,7 @@ def _unknown(
 def _refuse_init(init: Any, where: str, problems: Problems) -> None:
     """Report an init that changed the base's weights. What an init did to A and B is in the tensors."""
     text = init.lower() if isinstance(init, str) else ""
-    if text.startswith(_CHANGING_INITS):
+    if text.startswith(CHANGING_INITS):
         problems.add(
             f"{where}: init_lora_weights is {shown(init)}, which changed the base's weights",
             "Save it with PEFT's path_initial_model_for_weight_conversion, which converts it to a plain LoRA",
@@ -621,7 +621,7 @@ def _refuse_combinations(content: Mapping[str, Any], where: str, problems: Probl
 
 def _refuse_settings(content: Mapping[str, Any], where: str, problems: Problems) -> None:
     """Report settings of another kind that PEFT refuses."""
-    kind, version = content["peft_type"], _version(content.get("peft_version"))
+    kind, version = content["peft_type"], version_of(content.get("peft_version"))
     remedy = "Train the adapter again with this version of PEFT"
     if kind == "OFT" and "oft_block_size" not in content:
         problems.add(f"{where}: there is no oft_block_size: PEFT cannot load OFT of versions before 0.14", remedy)

@@ -263,7 +263,7 @@ def sort_keys(
     biases: bool = False,
     tokens: bool = False,
 ) -> SortedKeys:
-    """Sort the tensors by what their keys mean; unknown keys are reported.
+    """Sort the tensors by what their keys mean; unknown keys are reported, and names and dtypes that cannot be used.
 
     Args:
         file: the header.
@@ -299,8 +299,16 @@ def sort_keys(
             parts[name] = found
         elif pair := _pair_factors(name, found, folder, problems):
             parts[name] = pair
+    saved = tensors["saved"]
+    for name in (*parts, *(f"{module}.{parameter}" for module in saved for parameter in saved[module])):
+        if not re.fullmatch(r"[\w.-]+", name):  # names are printed, and written as regexes into PEFT's configs
+            problems.add(f"{folder}: {name!r} is not a valid module name", "Save the adapter again with PEFT")
+    for tensor in file.tensors.values():
+        if tensor.dtype not in FLOATS:
+            remedy = f"Save it as one of {', '.join(FLOATS)}"
+            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", remedy, kind=UnsupportedError)
     renamed = any(stored != key for stored, key in canonical.items())
-    return SortedKeys(parts, tensors["saved"], tensors["shared"].get("", {}), renamed)
+    return SortedKeys(parts, saved, tensors["shared"].get("", {}), renamed)
 
 
 class _Rules(NamedTuple):
@@ -413,21 +421,6 @@ def _refuse_whole(names: list[str], folder: Path, problems: Problems) -> None:
         "If it was trained, name its module in modules_to_save of adapter_config.json",
         kind=UnsupportedError,
     )
-
-
-def check_names(names: Iterable[str], folder: Path, problems: Problems) -> None:
-    """Refuse names with special characters: names are printed, and written as regexes into PEFT's configs."""
-    for name in names:
-        if not re.fullmatch(r"[\w.-]+", name):
-            problems.add(f"{folder}: {name!r} is not a valid module name", "Save the adapter again with PEFT")
-
-
-def check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
-    """Refuse tensors of dtypes that are not used in arithmetic."""
-    for tensor in file.tensors.values():
-        if tensor.dtype not in FLOATS:
-            remedy = f"Save it as one of {', '.join(FLOATS)}"
-            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", remedy, kind=UnsupportedError)
 
 
 def _pair_factors(name: str, found: Mapping[str, Tensor], folder: Path, problems: Problems) -> FactorTensors | None:

@@ -205,10 +205,9 @@ def shape_of(module: Any) -> Shape | None:
 
 
 @dataclass(frozen=True)
-class StoredPart:
-    """A stored tensor that holds the rows `start` to `stop` of one expert's matrix."""
+class ExpertRows:
+    """Rows `start` to `stop` of one expert's matrix in a mixture."""
 
-    key: str
     expert: int
     start: int
     stop: int
@@ -223,14 +222,14 @@ class FusedParameter:
         shape: its shape.
         transposed: whether each matrix is in×out, as PEFT sees it.
         key: the stored tensor that equals the parameter; None if there is none.
-        parts: otherwise the stored tensors whose rows form its matrices; empty if they do not have this form.
+        parts: otherwise the stored tensors that hold the rows of its matrices; empty if they do not have this form.
     """
 
     name: str
     shape: tuple[int, int, int]
     transposed: bool
     key: str | None
-    parts: tuple[StoredPart, ...]
+    parts: Mapping[str, ExpertRows]
 
 
 class Base(Mapping[str, Weight]):
@@ -360,10 +359,6 @@ class Base(Mapping[str, Weight]):
         name, rule, _ = self.convert(key)
         return None if rule else name
 
-    def name_of(self, key: str) -> str | None:
-        """The first name of the parameter that holds exactly a checkpoint's key; None if there is none."""
-        return self.parameters.get(self.rename(key) or "")
-
     def find(self, module: str, container: str | None, shape: Shape | None = None) -> str | None:
         """The canonical name of a module; None if no module of the model fits, or several do.
 
@@ -383,6 +378,12 @@ class Base(Mapping[str, Weight]):
             return f"{parent}{within}{end}" if parent and f"{parent}.experts" in self._shapes else None
         fitting = (name for name in self._candidates(module, container) if self._fits(name, shape))
         return next(fitting, None)
+
+    def find_parameter(self, name: str, container: str | None) -> str | None:
+        """The canonical name of a parameter, by that of its module; see `find`."""
+        module, _, parameter = name.rpartition(".")
+        found = self.find(module, container)
+        return found and f"{found}.{parameter}"
 
     @cached_property
     def _shapes(self) -> dict[str, Shape | None]:
@@ -495,11 +496,11 @@ def _parts(
     shape: tuple[int, int, int],
     sources: Iterable[tuple[str, Any, str | None]],
     stored: Mapping[str, tuple[int, ...]],
-) -> tuple[StoredPart, ...]:
+) -> dict[str, ExpertRows]:
     """The place of each stored matrix, if transformers only stacks matrices and concatenates their rows."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    parts: list[StoredPart] = []
+    parts: dict[str, ExpertRows] = {}
     matrices: dict[int, dict[int, str]] = {}
     for key, rule, pattern in sources:
         kinds = [type(operation) for operation in rule.operations]
@@ -508,18 +509,18 @@ def _parts(
         below = (kinds, dims) == ([MergeModulelist, Concatenate], [0, 1])
         number = _EXPERT.search(key)
         if number is None or not (below or (stacked and len(rule.source_patterns) == 1)):
-            return ()
+            return {}
         matrices.setdefault(int(number[1]), {})[rule.source_patterns.index(pattern)] = key
     if set(matrices) != set(range(shape[0])):
-        return ()
+        return {}
     for expert, keys in matrices.items():
         start = 0
         for _, key in sorted(keys.items()):
             sizes = stored[key]
             if len(sizes) != 2 or sizes[1] != shape[2]:
-                return ()
-            parts.append(StoredPart(key, expert, start, start + sizes[0]))
+                return {}
+            parts[key] = ExpertRows(expert, start, start + sizes[0])
             start += sizes[0]
         if start != shape[1]:
-            return ()
-    return tuple(parts)
+            return {}
+    return parts

@@ -222,23 +222,20 @@ class Checkpoint:
         names = {key: self.base.rename(key) for key in self._shapes}
         return {name: key for key, name in names.items() if name is not None}
 
-    def stored_key(self, module: str, parameter: str, container: str | None) -> str | None:
-        """The key under which the checkpoint stores a parameter of an expert's module; None if it does not.
+    def stored_key(self, parameter: str, container: str | None) -> str | None:
+        """The key under which the checkpoint stores a parameter; None if it does not.
 
         Args:
-            module: the module's name in the expert, which may differ from the checkpoint's.
-            parameter: the parameter's name within the module, such as `weight`.
+            parameter: its full name in an expert, which may differ from the checkpoint's.
             container: the expert's list of layers.
         """
-        name = self.base.find(module, container)
-        return None if name is None else self._stored_keys.get(f"{name}.{parameter}")
+        return self._stored_keys.get(self.base.find_parameter(parameter, container) or "")
 
-    def source_of(self, module: str, parameter: str, container: str | None) -> str | None:
-        """A stored tensor from which transformers computes a parameter of an expert's module, rather than renaming it:
-        it may hold queries, keys and values. None if there is none. The arguments are those of `stored_key`.
+    def source_of(self, parameter: str, container: str | None) -> str | None:
+        """A stored tensor from which transformers computes a parameter, rather than renaming it: it may hold queries,
+        keys and values. None if there is none. The arguments are those of `stored_key`.
         """
-        name = self.base.find(module, container)
-        return self._sources.get(f"{name}.{parameter}")
+        return self._sources.get(self.base.find_parameter(parameter, container) or "")
 
     @cached_property
     def _sources(self) -> Mapping[str, str]:

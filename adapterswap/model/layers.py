@@ -35,6 +35,7 @@ EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "t
 HEADS = frozenset({"lm_head", "embed_out"})
 
 MAX_LAYERS = 9999  # far beyond any model; a config with more layers is not a real one
+_MOST_DIGITS = len(str(MAX_LAYERS))
 
 NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, heads
 
@@ -112,12 +113,13 @@ def check_one_list(expert: str, names: Iterable[str]) -> None:
 
 def _lists_of_layers(names: Iterable[str]) -> list[str]:
     """The lists that may hold the language model's layers."""
-    names = list(names)
-    if deep := next((name for name in names if _is_too_deep(name)), None):
+    numbered = [match for name in names if (match := _NUMBERED.match(name))]
+    if deep := next((match for match in numbered if len(match["layer"].lstrip("0")) > _MOST_DIGITS), None):
         raise ExpertError(
-            f"{deep} has a layer number above {MAX_LAYERS - 1}, but no model is that deep", "Save the weights again"
+            f"{deep.string} has a layer number above {MAX_LAYERS - 1}, but no model is that deep",
+            "Save the weights again",
         )
-    containers = sorted({match["container"][:-1] for name in names if (match := _NUMBERED.match(name))})
+    containers = sorted({match["container"][:-1] for match in numbered})
     parts = {container: container.split(".") for container in containers}
     inside = [name for name in containers if not any(map(_OTHER_PARTS.search, parts[name]))]
     if len(inside) > 1:
@@ -173,11 +175,6 @@ def before_layers(container: str) -> str:
 def within_layer(name: str, layer: int) -> str:
     """The part of a module's name after its layer: `self_attn.q_proj`."""
     return name.partition(f".{layer}.")[2]
-
-
-def _is_too_deep(name: str) -> bool:
-    match = _NUMBERED.match(name)
-    return match is not None and len(match["layer"].lstrip("0")) >= len(str(MAX_LAYERS + 1))
 
 
 def layer_of(name: str, container: str | None) -> int | None:

@@ -390,10 +390,9 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 def _content(record: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if there is none or it cannot be read."""
-    try:
-        return read_json(record)
-    except AdapterswapError:
-        return {}
+    with suppress(AdapterswapError):
+        return read_json(record) if exists(record) else {}
+    return {}
 
 
 def _inside(content: Any, key: str) -> dict[str, Any]:

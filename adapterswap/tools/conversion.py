@@ -10,7 +10,6 @@ the same, so A and B change places, transposed for each expert.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adapterswap.changes.reading import Factors
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
@@ -31,11 +29,11 @@ from adapterswap.errors import (
     reason_of,
 )
 from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter, read_adapter
+from adapterswap.experts.config import CHANGING_INITS, version_of
 from adapterswap.experts.keys import TRAINABLE_TOKENS, factor_key, parameter_key
 from adapterswap.experts.names import renamed_adapter
 from adapterswap.files.folders import check_target, scratch_folder
 from adapterswap.files.hashes import sha256_of
-from adapterswap.files.numbers import decode, finite_bytes
 from adapterswap.files.tensorfile import FLOAT_NAMES
 from adapterswap.files.text import exists, expand, read_json, shown, write_json
 from adapterswap.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint
@@ -47,13 +45,12 @@ from adapterswap.planning.composition import Composition, expert_name
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.tools.comparing import Difference, compare
-from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, write_lowered
+from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, lower, write_lowered
 from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
-from adapterswap.writing.layout import Shape, adapter_config, most_common, written_scale
+from adapterswap.writing.layout import Shape, adapter_config, most_common
 from adapterswap.writing.loadable import with_written_names
 from adapterswap.writing.outputs import Form
 from adapterswap.writing.records import CompositionRecord, ConversionRecord
-from adapterswap.writing.reduction import approximate
 
 _CURRENT = "0.19.0"  # the first version of PEFT with today's layout
 
@@ -63,8 +60,7 @@ def _is_older(folder: Path) -> bool:
     config = read_json(folder / CONFIG)
     if not config.get("target_parameters") or config.get("peft_type") != "LORA":
         return False
-    match = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
-    return match is None or (int(match[1]), int(match[2])) < (0, 19)
+    return version_of(config.get("peft_version")) < (0, 19)
 
 
 def _write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
@@ -148,7 +144,6 @@ _TOKENS = "trainable_token_indices"
 # Settings with which a LoRA is more than s·B·A, or something else.
 _VARIANTS = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config")
 _RESOLUTION = 5e-8  # of errors that are computed from inner products
-_CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
 def convert(
@@ -341,7 +336,7 @@ def _kind(folder: Path) -> str:
             f"Convert one of {', '.join(CONVERTIBLE)}",
             parameter="adapter",
         )
-    if isinstance(init, str) and init.lower().startswith(_CHANGING_INITS):
+    if isinstance(init, str) and init.lower().startswith(CHANGING_INITS):
         raise UnsupportedError(
             f"init_lora_weights is {shown(init)}, which changed the base's weights",
             "Save it with PEFT's path_initial_model_for_weight_conversion, which turns it into a plain LoRA",
@@ -394,20 +389,15 @@ def _cut(
     loaded = load_with_base(folder, base.folder, reference)
     tensors: dict[str, Any] = {}
     modules: dict[str, ConvertedModule] = {}
+    shapes: dict[str, Shape] = {}
     dtype = form.dtype or "F32"
     for change in loaded.changes(progress):
         if not np.isfinite(change.delta).all():
             raise ExpertError(f"ΔW of {change.name} holds NaN or infinity", "Train the adapter again")
-        norm = float(np.linalg.norm(change.delta.astype(np.float64)))
-        if norm == 0:
+        if not change.delta.any():
             continue
-        cut = approximate(change.delta, rank=form.max_rank, error=form.max_error)
-        a, b = (
-            decode(finite_bytes(values, dtype, change.name), dtype, values.shape)
-            for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
-        )
-        error = float(np.linalg.norm((change.delta - Factors(a, b).b @ a).astype(np.float64))) / norm
-        modules[change.name] = ConvertedModule(change.name, a.shape[0], norm, error)
+        bounds = {"rank": form.max_rank, "error": form.max_error}
+        modules[change.name], shapes[change.name], (a, b) = lower(change.name, change.delta, True, dtype, **bounds)
         tensors[factor_key(change.name, "A", embedding=False)] = a
         tensors[factor_key(change.name, "B", embedding=False)] = b
     if not modules:
@@ -415,7 +405,6 @@ def _cut(
     for name, tensor in loaded.saved.items():
         module, _, parameter = name.rpartition(".")
         tensors[parameter_key(module, parameter, wrapped=module in modules)] = tensor.float().numpy()
-    shapes = {name: Shape(module.rank, *written_scale(module.rank, True, 1.0)) for name, module in modules.items()}
     rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     save_file(tensors, out / WEIGHTS)
     content = adapter_config(

@@ -260,16 +260,8 @@ def write_lowered(
     shapes = {module.name: Shape(module.rank, module.alpha, module.scale) for module in adapter.modules.values()}
     config = adapter.config
     for weight, delta in _changes(adapter, base):
-        norm = float(np.linalg.norm(delta.astype(np.float64)))
-        cut = approximate(delta, rank=rank, error=error)
-        alpha, scale = written_scale(cut.factors.a.shape[0], config.rslora, 1.0)
-        a, b = (
-            decode(finite_bytes(values, dtype, weight.name), dtype, values.shape)
-            for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
-        )
-        written = float(np.linalg.norm((delta - Factors.scaled(a, b, scale, weight.name).rows()).astype(np.float64)))
-        lowered[weight.name] = ConvertedModule(weight.name, a.shape[0], norm, written / norm)
-        shapes[weight.name] = Shape(a.shape[0], alpha, scale)
+        module, shape, (a, b) = lower(weight.name, delta, config.rslora, dtype, rank=rank, error=error)
+        lowered[weight.name], shapes[weight.name] = module, shape
         tensors[factor_key(weight.name, "A", embedding=weight.embedding)] = _torch(a, dtype)
         tensors[factor_key(weight.name, "B", embedding=weight.embedding)] = _torch(b, dtype)
     _write(tensors, out / WEIGHTS)
@@ -280,6 +272,21 @@ def write_lowered(
     )  # fmt: skip
     write_json(out / CONFIG, content)
     return lowered
+
+
+def lower(
+    name: str, delta: npt.NDArray[np.float32], rslora: bool, dtype: str, *, rank: int | None, error: float | None
+) -> tuple[ConvertedModule, Shape, tuple[Any, Any]]:
+    """ΔW as LoRA: what it loses, its rank and scale, and A and B with numbers that `dtype` holds."""
+    norm = float(np.linalg.norm(delta.astype(np.float64)))
+    cut = approximate(delta, rank=rank, error=error)
+    a, b = (
+        decode(finite_bytes(values, dtype, name), dtype, values.shape)
+        for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
+    )
+    shape = Shape(a.shape[0], *written_scale(a.shape[0], rslora, 1.0))
+    lost = float(np.linalg.norm((delta - Factors.scaled(a, b, shape.scale, name).rows()).astype(np.float64)))
+    return ConvertedModule(name, shape.rank, norm, lost / norm), shape, (a, b)
 
 
 def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.NDArray[np.float32]]]:

@@ -64,7 +64,7 @@ class Side:
         """The model's name for a checkpoint's key; for one expert of a mixture, its name inside the mixture."""
         if (name := self.name_of(key)) is not None or self.base.rename(key) is not None:
             return name
-        return _name_in(key, self.base, self.checkpoint.container)
+        return self.base.find_parameter(key, self.checkpoint.container)
 
 
 def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
@@ -99,10 +99,10 @@ def read_side(checkpoint: Checkpoint) -> Side:
 
 def counterpart(name: str, ours: Side, theirs: Side) -> str | None:
     """Their name for our parameter `name`; None unless that name maps back to ours."""
-    their_name = _name_in(name, theirs.base, ours.base.container)
+    their_name = theirs.base.find_parameter(name, ours.base.container)
     return (
         their_name
-        if their_name is not None and _name_in(their_name, ours.base, theirs.base.container) == name
+        if their_name is not None and ours.base.find_parameter(their_name, theirs.base.container) == name
         else None
     )
 
@@ -119,16 +119,10 @@ def is_outside(name: str, ours: Side, theirs: Side) -> bool:
     if any(layer_of(name, container) is not None for container in containers):
         return False
     if name not in ours.parameters:  # transformers does not load it
-        return _name_in(name, ours.base, ours.checkpoint.container) is None
+        return ours.base.find_parameter(name, ours.checkpoint.container) is None
     if not ours.base.is_multimodal or counterpart(name, ours, theirs) in theirs.parameters:
         return False
     return not name.startswith(before_layers(ours.base.container or ""))
-
-
-def _name_in(parameter: str, base: Base, container: str | None) -> str | None:
-    module, _, last = parameter.rpartition(".")
-    own_module = base.find(module, container)
-    return f"{own_module}.{last}" if own_module else None
 
 
 # Why an adapter does not hold a parameter, in the words that users read.
