@@ -368,7 +368,7 @@ class AdapterConfig:
         auto_mapping: the classes that PEFT's AutoPeftModel needs if there is no task type, as PEFT wrote them.
         modules_to_save: modules trained in full, by the end of their name.
         targets: the modules for which PEFT loads LoRA factors.
-        peft_type: LORA, TRAINABLE_TOKENS, or another kind of `peft_kinds.KINDS`.
+        peft_type: LORA, TRAINABLE_TOKENS, or another kind of `keys.KINDS`.
         dora, lora_bias: whether its modules are these variants of LoRA.
         bias: `all` or `lora_only` if biases of the base were trained too; else `none`.
         settings: for another kind than LoRA, the settings that its modules read, except those in `patterns`.
