@@ -262,7 +262,8 @@ class _Search:
         missing: list[str] = []
         ours: dict[str, str] = {}
         theirs: dict[str, str] = {}
-        for part in (*self.adapter.opaque.values(), *self.adapter.modules.values()):
+        parts: list[LoraModule | OpaqueModule] = [*self.adapter.opaque.values(), *self.adapter.modules.values()]
+        for part in parts:
             if isinstance(part, LoraModule) and part.parameter:
                 continue
             key, lora = self.key(part.name), part.lora

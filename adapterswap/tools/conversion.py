@@ -396,8 +396,8 @@ def _cut(
             raise ExpertError(f"ΔW of {change.name} holds NaN or infinity", "Train the adapter again")
         if not change.delta.any():
             continue
-        bounds = {"rank": form.max_rank, "error": form.max_error}
-        modules[change.name], shapes[change.name], (a, b) = lower(change.name, change.delta, True, dtype, **bounds)
+        made, shape, (a, b) = lower(change.name, change.delta, True, dtype, rank=form.max_rank, error=form.max_error)
+        modules[change.name], shapes[change.name] = made, shape
         tensors[factor_key(change.name, "A", embedding=False)] = a
         tensors[factor_key(change.name, "B", embedding=False)] = b
     if not modules:
