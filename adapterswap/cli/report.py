@@ -56,7 +56,7 @@ def report_command(
     on the test set itself, is shown next to it. Differences to the reference have intervals over experts and documents.
 
     Args:
-        reference: Method to compare the others with.  [default: soup]
+        reference: Method to compare the others with.  [default: task expert, or soup if --methods leaves it out]
         methods: Methods to rank and test; `compositions` means all that compose something.  [default: all]
         units: Pairs, experts or seeds to include.  [default: all]
         figures: Folder to write figures to: PDF, SVG and PNG.
@@ -89,7 +89,7 @@ def report_command(
     if dry_run:
         check_targets([expand(run) for run in runs], target, figures, overwrite=overwrite)
     style = TableStyle(list(rows) or None, _names(columns), percent, label, caption, wide)
-    with working("reading the run" if len(runs) == 1 else "reading the runs"):
+    with working("computing the report"):
         results = report(
             runs, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
             seed=seed, figures=None if dry_run else figures, column_width=column_width, table=style,

@@ -101,7 +101,7 @@ def sweep_command(
         workers: With --ray: number of processes.  [default: one per GPU]
         trust_task_code: Let the files in include_path run their own Python code.
         freeze: Evaluate nothing; register what will be compared and chosen, with a hash.
-        reference: With --freeze: method to compare the others with.  [default: soup]
+        reference: With --freeze: method to compare the others with.  [default: as in a report]
         methods: With --freeze: methods to test.  [default: all]
         out_path: Folder to write, or to resume.
         overwrite: Replace the sweep in the folder.

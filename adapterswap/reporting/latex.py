@@ -83,6 +83,9 @@ class TableStyle:
         label: for `\\ref`.
         caption: LaTeX that replaces the caption on how the numbers were computed.
         wide: use `table*`, which spans both columns of a page.
+
+    Raises:
+        ArgumentError: a column is unknown, `label` is not a valid label, or the braces of `caption` are not balanced.
     """
 
     rows: Sequence[str] | None = None
@@ -91,6 +94,19 @@ class TableStyle:
     label: str | None = None
     caption: str | None = None
     wide: bool = False
+
+    def __post_init__(self) -> None:
+        _check_names("column", self.columns, list(COLUMNS))
+        if self.label is not None and not _LABEL.fullmatch(self.label):
+            raise ArgumentError(
+                f"{self.label!r} is not a valid label", "Use only letters, digits and : . _ / + -", parameter="label"
+            )
+        if self.caption is not None and not _is_balanced(self.caption):
+            raise ArgumentError(
+                f"the braces of the caption {self.caption!r} are not balanced",
+                "Close each brace, or write \\{ and \\}",
+                parameter="caption",
+            )
 
 
 @dataclass(frozen=True)
@@ -184,29 +200,14 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     head = _head(report, targets, columns)
     body = [f"{' & '.join(line)} \\\\" for line in lines.values()]
     metrics = "; ".join(dict.fromkeys(f"{_tex(each.task)} ({_tex(each.metric)})" for each in targets))
-    caption = f"{metrics} over {report.units}. {_how(targets, columns, style)}{_reduced(rows)}"
+    caption = f"{metrics} over {report.units}. {_how(report, targets, columns, style)}{_reduced(rows)}"
     return _table(style, spec, head, body, caption if style.caption is None else style.caption)
 
 
 def _check(report: Report, style: TableStyle) -> None:
     rows = [row for target in report.targets for row in target.rows]
     row_names = list(dict.fromkeys(name for row in rows for name in (row.family, row.label)))
-    for kind, chosen, names in (("row", style.rows, row_names), ("column", style.columns, list(COLUMNS))):
-        for name in chosen or ():
-            if name not in names:
-                remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
-                raise ArgumentError(f"unknown {kind} {name!r}", remedy, parameter=f"{kind}s")
-        if chosen is not None and not chosen:
-            raise ArgumentError(f"`{kind}s` is empty", f"Use some of: {', '.join(names)}", parameter=f"{kind}s")
-    if style.label is not None and not _LABEL.fullmatch(style.label):
-        raise ArgumentError(
-            f"{style.label!r} is not a valid label", "Use only letters, digits and : . _ / + -", parameter="label"
-        )
-    if style.caption is not None and not _is_balanced(style.caption):
-        raise ArgumentError(
-            f"the braces of the caption {style.caption!r} are not balanced", "Close each brace, or write \\{ and \\}",
-            parameter="caption",
-        )  # fmt: skip
+    _check_names("row", style.rows, row_names)
     for target in report.targets if style.percent else ():
         spreads = [spread for row in target.rows for spread in (row.spread, row.papers) if spread is not None]
         beyond = [value for spread in spreads for value in (spread.min, spread.max) if not 0 <= value <= 1]
@@ -216,6 +217,15 @@ def _check(report: Report, style: TableStyle) -> None:
                 "Leave out `percent`",
                 parameter="percent",
             )
+
+
+def _check_names(kind: str, chosen: Sequence[str] | None, names: Sequence[str]) -> None:
+    for name in chosen or ():
+        if name not in names:
+            remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
+            raise ArgumentError(f"unknown {kind} {name!r}", remedy, parameter=f"{kind}s")
+    if chosen is not None and not chosen:
+        raise ArgumentError(f"`{kind}s` is empty", f"Use some of: {', '.join(names)}", parameter=f"{kind}s")
 
 
 def _is_balanced(text: str) -> bool:
@@ -258,6 +268,8 @@ def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> 
         "units": f"over {report.units}", "reference": f"against {_tex(report.reference)}", "languages": "languages",
         "papers": "papers' protocol", "": "",
     }  # fmt: skip
+    if _is_single(columns):
+        groups["reference"] = ""
     names = [groups[COLUMNS[name].group] for name in columns]
     lines = []
     if len(targets) > 1:
@@ -268,6 +280,11 @@ def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> 
         lines += _spanning([names] * len(targets))
     heads = [COLUMNS[name].head for name in columns] * len(targets)
     return [*lines, f"method & {' & '.join(heads)} \\\\"]
+
+
+def _is_single(columns: Sequence[str]) -> bool:
+    """Whether a single column compares with the reference, whose name is wider than the column: the caption has it."""
+    return [COLUMNS[name].group for name in columns].count("reference") == 1
 
 
 def _spanning(heads: Sequence[Sequence[str]]) -> list[str]:
@@ -325,10 +342,11 @@ def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
     return [mark(text) for text in texts]
 
 
-def _how(targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -> str:
+def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -> str:
     """How the numbers in these columns were computed, once for all targets or, if they differ, for each target."""
     parts = ["In percent."] * style.percent
     parts += _by_target(targets, _documents)
+    parts += [f"Compared with {_tex(report.reference)}."] * _is_single(columns)
     if "stderr" in columns and not all(target.of_corpus for target in targets):
         parts.append("s.e.: standard error over documents.")
     if {"ci", "interval"} & {*columns}:

@@ -39,7 +39,7 @@ from adapterswap.reporting.reading import ReportSource
 from adapterswap.reporting.relations import GridCell, Indicator, Ranking, ZoneGrid, grids, indicators, ranking
 from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, read_samples
 from adapterswap.sweeps.grid import composition_of
-from adapterswap.sweeps.recording import Preregistration, default_reference, read_frozen
+from adapterswap.sweeps.recording import REFERENCES, Preregistration, default_reference, read_frozen
 from adapterswap.sweeps.results import prompts_file, read_prompts, samples_file
 
 _NOT_OPTIONS = {"task", "language", "allocation", "allow_negative", "chains"}
@@ -367,7 +367,7 @@ def make_report(
 
     Args:
         source: from `open_source`.
-        reference: a family of the run.
+        reference: a family of the run; by default the task expert, or soup if `methods` leaves it out.
         methods: the families to rank and test, see `included_methods`; tables show all.
         units: the pairs, experts or seeds to compute everything over, see `with_units`.
         draws: of the bootstrap.
@@ -385,12 +385,12 @@ def make_report(
     source = replace(source, run=with_units(source.run, units))
     run = source.run
     families = list(dict.fromkeys(result.cell.family for result in run.results))
-    reference = default_reference(families) if reference is None else reference
+    ranked = included_methods(run, methods)
+    reference = default_reference(ranked) if reference is None else reference
     if reference not in families:
         raise ArgumentError(
             f"the run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
         )
-    ranked = included_methods(run, methods)
     lead = _lead(run, families, reference)
     targets = [task for task in run.tasks.values() if task.role == "target" and choices(run, task)]
     if not targets:
@@ -483,13 +483,10 @@ def _lead(run: Run, families: list[str], reference: str) -> str:
 
 
 def _shown(all_choices: list[Choice], lead: str, reference: str) -> list[Choice]:
-    """The lead, the reference, and what the lead should improve on: the task expert, or else the base."""
-    names = dict.fromkeys([lead, reference])
-    for name in ("task expert", "base"):
-        if len(names) < 3:
-            names[name] = None
-    shown = [table_choice(all_choices, name) for name in names]
-    return [choice for choice in shown if choice is not None] if all(shown[:2]) else []
+    """The lead, the reference, and a third method for orientation: the first other one of `REFERENCES`."""
+    first, second, *others = (table_choice(all_choices, name) for name in dict.fromkeys([lead, reference, *REFERENCES]))
+    shown = [choice for choice in (first, second, *others) if choice is not None]
+    return shown[:3] if first is not None and second is not None else []
 
 
 def _development(source: ReportSource) -> ZoneGrid:

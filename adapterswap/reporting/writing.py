@@ -163,7 +163,8 @@ def report(
             reported as one if they were evaluated under the same conditions.
         out_path: a folder to write report.html, tables.tex, tables.csv and summary.json to; by default nothing is
             written.
-        reference: the method with which the others are compared; by default soup.
+        reference: the method with which the others are compared; by default the task expert, or soup if
+            `methods` leaves it out.
         methods: the methods to rank and test; `compositions` stands for all that compose something. By
             default all, with the base and single experts, which raise Friedman's χ². Tables show every method.
         units: the pairs (`math1+sw1`), experts (`sw1`) or seeds (`seed 3`) over which everything is computed; by

@@ -279,7 +279,7 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 PREREGISTRATION_FORMAT = "adapterswap-preregistration/1"
-REFERENCES = ("soup", "task expert", "math expert", "base")
+REFERENCES = ("task expert", "math expert", "soup", "base")
 _COMPARED = ("base_model", "experts", "num_layers", "tasks", "task_files", "settings", "cells")
 _REMEDY = "Restore it, or delete it and report that the run was not pre-registered"
 
@@ -301,7 +301,7 @@ class Preregistration:
 
 
 def default_reference(families: Sequence[str]) -> str:
-    """The default reference: the first of `REFERENCES` among the families, otherwise the first family."""
+    """The first of `REFERENCES` among the families that are tested, otherwise the first of them."""
     return next((family for family in REFERENCES if family in families), families[0])
 
 
@@ -318,7 +318,7 @@ def freeze(
     Args:
         prepared: the sweep, from `prepare`.
         out_path: the folder of the sweep.
-        reference: the method that the others will be compared with; by default soup, as in a report.
+        reference: the method that the others will be compared with; by default as in a report.
         methods: the methods that will be ranked and tested; by default all.
         dry_run: check everything and write nothing.
 
@@ -336,7 +336,11 @@ def freeze(
             f"`methods` names {len(set(methods))}, but a comparison needs two", "Name two or more",
             parameter="methods",
         )  # fmt: skip
-    chosen = reference if reference is not None else default_reference(families)
+    chosen = (
+        reference
+        if reference is not None
+        else default_reference([family for family in families if methods is None or family in methods])
+    )
     content = {
         "format": PREREGISTRATION_FORMAT, "adapterswap_version": __version__,
         "sweep": dict(prepared.described),

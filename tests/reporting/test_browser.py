@@ -86,7 +86,7 @@ def test_missing_values_sort_last(show: Open) -> None:
     for _ in range(2):
         button.click()
         last = page.locator("#target-1 table").first.locator("tbody tr").last
-        assert last.locator("th").inner_text() == "soup"
+        assert last.locator("th").inner_text() == "task expert"
 
 
 def test_every_figure_is_drawn(show: Open) -> None:

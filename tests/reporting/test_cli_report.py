@@ -133,14 +133,14 @@ def test_a_style_that_is_none_is_refused(lab: Path) -> None:
 
 def test_a_lab_run(lab: Path) -> None:
     report = make_report(open_source(lab), draws=200)
-    assert (report.kind, report.units, report.reference, report.lead) == ("lab", "seeds", "soup", "layer swap")
-    swap, soup = row(report, "layer swap"), row(report, "soup")
+    assert (report.kind, report.units, report.reference, report.lead) == ("lab", "seeds", "math expert", "layer swap")
+    swap, expert = row(report, "layer swap"), row(report, "math expert")
     place = list(METHODS).index("layer swap")
     assert swap.spread is not None
-    assert soup.spread is not None
+    assert expert.spread is not None
     assert swap.spread.mean == pytest.approx((place + 1.5) / 20)
     assert swap.difference is not None
-    assert swap.difference.mean == pytest.approx(swap.spread.mean - soup.spread.mean)
+    assert swap.difference.mean == pytest.approx(swap.spread.mean - expert.spread.mean)
     assert swap.english == pytest.approx(swap.spread.mean)
     assert [chosen.unit[2] for chosen in swap.chosen] == [f"seed {seed}" for seed in range(4)]
     (grid,) = report.grids

@@ -118,7 +118,7 @@ def test_a_preregistration_of_one_run_is_shown_with_the_differences(tmp_path: Pa
     content = {
         "format": PREREGISTRATION_FORMAT,
         "sweep": json.loads((second / "sweep.json").read_text()),
-        "comparison": {"reference": "soup", "methods": None},
+        "comparison": {"reference": "task expert", "methods": None},
     }
     (second / "preregistration.json").write_text(json.dumps(content))
     assert make_report(open_source(first), draws=20).preregistration is None

@@ -127,14 +127,14 @@ def test_differences_are_those_of_units(written: Written) -> None:
     task = read_run(written.run).tasks[SW]
     outcome = row(written.report, "partition B").difference
     assert outcome is not None
-    scores: dict[str, dict[Any, float]] = {"soup": {}, "partition B": {}}
+    scores: dict[str, dict[Any, float]] = {"task expert": {}, "partition B": {}}
     for result in read_run(written.run).results:
         if result.cell.family in scores:
-            pair = result.cell.task_expert + result.cell.language_expert
+            pair = result.cell.task_expert + result.cell.language_expert  # of a task expert alone: (it,)
             docs = result.results[SW].docs
             scores[result.cell.family][pair] = float(np.mean([docs[doc] for doc in task.report]))
     for unit, value in outcome.by_unit:
-        assert value == pytest.approx(scores["partition B"][unit[:2]] - scores["soup"][unit[:2]])
+        assert value == pytest.approx(scores["partition B"][unit[:2]] - scores["task expert"][unit[:1]])
     assert np.mean([value for _, value in outcome.by_unit]) == pytest.approx(outcome.mean)
     each = planned(written.report, "differences")
     (drawn,) = (one for one in each.data["rows"] if one["label"] == "partition B")

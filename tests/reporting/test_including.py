@@ -38,12 +38,30 @@ def test_only_compositions_are_ranked(written: Written) -> None:
 
 
 def test_without_the_reference_every_two_are_compared(written: Written) -> None:
-    report = reported(written.run, methods=["layer_swap", "partition B", "base"])
+    report = reported(written.run, reference="soup", methods=["layer_swap", "partition B", "base"])
     assert report.ranking is not None
     ranks = report.ranking.ranks
     assert ranks.reference is None
     assert len(ranks.comparisons) == 3
     assert all(each.wilcoxon is not None for each in ranks.comparisons)
+
+
+@pytest.mark.parametrize(
+    ("methods", "reference"),
+    [
+        (None, "task expert"),
+        (["soup", "task expert"], "task expert"),
+        (["compositions"], "soup"),
+        (["layer_swap", "base"], "base"),
+        (["partition B", "layer_swap"], "layer_swap"),  # the run's first
+    ],
+)
+def test_the_default_reference_is_tested_itself(written: Written, methods: list[str] | None, reference: str) -> None:
+    report = reported(written.run, methods=methods)
+    assert report.reference == reference
+    assert report.ranking is not None
+    assert report.ranking.ranks.reference is not None
+    assert all(each.difference is None or each.difference.to.startswith(reference) for each in report.targets[0].rows)
 
 
 def test_units_are_those_of_the_named_experts(written: Written) -> None:

@@ -112,7 +112,7 @@ def test_tables_name_what_their_intervals_are_over(tmp_path: Path, tasks: int, l
         "language_experts": {f"s{i}": "s" for i in range(languages)},
     }
     requested = recipe(**sides, retention=[], compositions=[{"bottom": 5}])
-    report = reported(craft(tmp_path / "run", requested, documents=8))
+    report = reported(craft(tmp_path / "run", requested, documents=8), reference="soup")
     assert f"bootstrap over {over}, " in latex_table(report)
     assert f"Intervals are over {over}.\n" in render_page(report)
 
@@ -213,7 +213,7 @@ def test_missing_cells_are_reported_and_left_out(tmp_path: Path) -> None:
     def finished(cell: Cell) -> bool:
         return not (cell.family == "soup" and cell.task_expert == ("math1",)) and cell.composition.get("top") != 2
 
-    report = reported(craft(tmp_path / "run", documents=10, finished=finished))
+    report = reported(craft(tmp_path / "run", documents=10, finished=finished), reference="soup")
     assert report.missing == {"soup": 3, "layer_swap": 27}
     soup = row(report, "soup")
     assert (len(soup.chosen), soup.expected) == (6, 9)
@@ -316,14 +316,14 @@ def test_a_corpus_score_is_not_described_as_split(tmp_path: Path) -> None:
 
 def test_rows_whose_intervals_are_over_something_else_are_named(tmp_path: Path) -> None:
     requested = recipe(compositions=[{"bottom": 5}, {"name": "reset", "bottom": 5, "language": "base"}], retention=[])
-    report = reported(craft(tmp_path / "run", requested, documents=8), reference="task expert")
+    report = reported(craft(tmp_path / "run", requested, documents=8))
     overs = {each.label: each.difference.over for each in report.targets[0].rows if each.difference}
     assert overs["reset"] == overs["base"] == ("task experts", "documents")
     assert overs["soup"] == overs["layer_swap"] == ("task experts", "language experts", "documents")
     assert "reset: task experts and documents" in latex_table(report)
     joint = {f"joint{i}": "j" for i in range(3)}
     requested = recipe(compositions=[{"bottom": 5}], retention=[], extra={"joint": list(joint)})
-    report = reported(craft(tmp_path / "joint", requested, documents=8))
+    report = reported(craft(tmp_path / "joint", requested, documents=8), reference="soup")
     result = row(report, "joint").difference
     assert result is not None
     assert result.over == ("task experts", "language experts", "adapters", "documents")
@@ -357,7 +357,8 @@ def test_a_difference_of_ranks_states_its_reversed_sign(tmp_path: Path) -> None:
     report = reported(folder)
     apart = row(report, "base").difference
     assert report.ranking is not None
-    ranked = next(each for each in report.ranking.ranks.comparisons if {each.one, each.other} == {"base", "soup"})
+    pair = {"base", "task expert"}
+    ranked = next(each for each in report.ranking.ranks.comparisons if {each.one, each.other} == pair)
     assert apart is not None
     assert ranked.difference == pytest.approx(-apart.mean)
     assert "its sign is reversed" in render_page(report)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from refusals import refused
 
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError
@@ -33,10 +35,10 @@ def plain(cell: str) -> str:
 
 
 def test_rows_and_columns_in_the_requested_order(written: Written) -> None:
-    style = TableStyle(rows=["soup", "layer_swap", "base"], columns=["max", "mean", "difference", "effect", "p"])
+    style = TableStyle(rows=["task expert", "layer_swap", "base"], columns=["max", "mean", "difference", "effect", "p"])
     text = latex_table(written.report, style)
     rows = body(text)
-    assert [cells[0] for cells in rows] == ["soup", "layer\\_swap, default", "layer\\_swap, selected", "base"]
+    assert [cells[0] for cells in rows] == ["task expert", "layer\\_swap, default", "layer\\_swap, selected", "base"]
     for cells in rows:
         spread = row(written.report, cells[0].replace("\\", "")).spread
         assert spread is not None
@@ -44,14 +46,21 @@ def test_rows_and_columns_in_the_requested_order(written: Written) -> None:
     assert rows[0][3:] == ["--", "--", "--"]
     ranking = written.report.ranking
     assert ranking is not None
-    (found,) = (
-        each for each in ranking.ranks.comparisons if {each.one, each.other} == {"soup", "layer_swap, selected"}
-    )
+    pair = {"task expert", "layer_swap, selected"}
+    (found,) = (each for each in ranking.ranks.comparisons if {each.one, each.other} == pair)
     assert found.wilcoxon is not None
     sign = 1 if found.one == "layer_swap, selected" else -1
     assert plain(rows[2][4]) == f"{sign * found.effect:.3f}"
     assert rows[2][5] == f"{found.wilcoxon:.3f}"
     assert "corrected by Holm" in text
+    assert "\\multicolumn{3}{c}{against task expert}" in text
+
+
+def test_a_single_column_of_differences_leaves_its_reference_to_the_caption(written: Written) -> None:
+    for columns, in_head in ((["mean", "difference"], False), (["difference", "interval"], True)):
+        head, caption = latex_table(written.report, TableStyle(columns=columns)).split("\\midrule")
+        assert ("against task expert" in head) == in_head
+        assert ("Compared with task expert." in caption) != in_head
 
 
 def test_the_best_is_bold_and_the_second_underlined(written: Written) -> None:
@@ -117,16 +126,19 @@ def test_lines_are_as_wide_as_the_table(written: Written, two: Report) -> None:
 @pytest.mark.parametrize(
     ("style", "parameter"),
     [
-        (TableStyle(rows=["sou"]), "rows"), (TableStyle(rows=[]), "rows"),
-        (TableStyle(columns=["average"]), "columns"), (TableStyle(columns=[]), "columns"),
-        (TableStyle(label="a}b"), "label"), (TableStyle(label=""), "label"), (TableStyle(caption="a}b{"), "caption"),
-        (TableStyle(caption="50\\"), "caption"),
+        ({"columns": ["average"]}, "columns"), ({"columns": []}, "columns"), ({"label": "a}b"}, "label"),
+        ({"label": ""}, "label"), ({"caption": "a}b{"}, "caption"), ({"caption": "50\\"}, "caption"),
     ],
 )  # fmt: skip
-def test_invalid_styles(written: Written, style: TableStyle, parameter: str) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        latex_table(written.report, style)
-    assert caught.value.parameter == parameter
+def test_invalid_styles_are_refused_before_anything_is_computed(style: dict[str, Any], parameter: str) -> None:
+    with refused(ArgumentError, parameter):
+        TableStyle(**style)
+
+
+@pytest.mark.parametrize("rows", [["sou"], []])
+def test_unknown_rows(written: Written, rows: list[str]) -> None:
+    with refused(ArgumentError, "rows"):
+        latex_table(written.report, TableStyle(rows=rows))
 
 
 def test_only_shares_have_percent(written: Written) -> None:

@@ -74,21 +74,22 @@ def test_differences_are_paired_by_expert_and_document(written: Written) -> None
     soups = {(r.cell.task_expert, r.cell.language_expert): r for r in cells(written.run, "soup")}
     experts = {r.cell.task_expert: r for r in cells(written.run, "task expert")}
     apart = [
-        mean(experts[task_expert], SW, task.report) - mean(soup, SW, task.report)
+        mean(soup, SW, task.report) - mean(experts[task_expert], SW, task.report)
         for (task_expert, _), soup in soups.items()
     ]
-    result = row(written.report, "task expert").difference
+    result = row(written.report, "soup").difference
     assert result is not None
-    assert (result.units, result.to) == (9, "soup")
+    assert (result.units, result.to) == (9, "task expert")
     assert result.mean == pytest.approx(np.mean(apart))
     assert result.low is not None
     assert result.high is not None
     assert result.low < result.mean < result.high
-    assert row(written.report, "soup").difference is None
-    joint = row(written.report, "joint SFT")
-    assert joint.spread is not None
-    assert joint.difference is not None
-    assert (joint.spread.units, joint.difference.units) == (2, 18)  # each goes with every pair
+    assert row(written.report, "task expert").difference is None
+    for reference, units in (("task expert", 2 * 3), ("soup", 2 * 9)):  # each goes with every expert and pair
+        joint = row(reported(written.run, reference=reference), "joint SFT")
+        assert joint.spread is not None
+        assert joint.difference is not None
+        assert (joint.spread.units, joint.difference.units) == (2, units)
 
 
 def test_a_score_of_a_whole_corpus_has_no_error(written: Written) -> None:
@@ -105,13 +106,12 @@ def test_ranks_over_pairs(written: Written) -> None:
         "base", "task expert", "language expert", "joint SFT", "soup", "layer_swap, selected", "partition B"
     )  # fmt: skip
     assert (ranking.ranks.settings, ranking.dropped, ranking.left_out) == (9, 0, ())
-    soup, swap = (row(written.report, name).spread for name in ("soup", "layer_swap, selected"))
-    (found,) = (
-        each for each in ranking.ranks.comparisons if (each.one, each.other) == ("soup", "layer_swap, selected")
-    )
-    assert soup is not None
+    names = ("task expert", "layer_swap, selected")
+    expert, swap = (row(written.report, name).spread for name in names)
+    (found,) = (each for each in ranking.ranks.comparisons if (each.one, each.other) == names)
+    assert expert is not None
     assert swap is not None
-    assert found.difference == pytest.approx(soup.mean - swap.mean)
+    assert found.difference == pytest.approx(expert.mean - swap.mean)
     assert found.wilcoxon is not None
 
 
@@ -157,12 +157,12 @@ def test_the_landscape(written: Written) -> None:
 
 def test_examples_are_documents_on_which_scores_differ(written: Written) -> None:
     (found,) = written.report.disagreements
-    assert (found.one, found.other, found.language) == ("layer_swap, selected", "soup", "sw")
+    assert (found.one, found.other, found.language) == ("layer_swap, selected", "task expert", "sw")
     assert 0 < len(found.examples) <= 6
     for example in found.examples:
-        swap, soup, expert = example.outputs
-        assert swap.score != soup.score
-        assert expert.method == "task expert"
+        swap, expert, soup = example.outputs
+        assert swap.score != expert.score
+        assert soup.method == "soup"
         assert example.question.startswith("Swali: ")
         assert str(2 * example.doc_id) in example.question
         assert example.target == str(example.doc_id)
@@ -230,13 +230,13 @@ def test_settings_of_the_recipe_are_in_the_command(tmp_path: Path) -> None:
 
 
 def test_another_reference(written: Written) -> None:
-    report = reported(written.run, reference="layer_swap")
+    report, other = (reported(written.run, reference=name) for name in ("layer_swap", "soup"))
     default, selected = (row(report, f"layer_swap, {kind}") for kind in ("default", "selected"))
     assert default.difference is selected.difference is None
     soup = row(report, "soup").difference
     assert soup is not None
     assert soup.to == "layer_swap, selected"
-    assert math.isclose(soup.mean, -(row(written.report, "layer_swap, selected").difference or soup).mean)
+    assert math.isclose(soup.mean, -(row(other, "layer_swap, selected").difference or soup).mean)
     assert report.lead != "layer_swap"
 
 

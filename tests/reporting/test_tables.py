@@ -129,12 +129,12 @@ def test_summary_is_json_without_outputs(written: Written) -> None:
 def test_the_page_ranks_the_right_way_round(written: Written) -> None:
     ranks = written.page.split('id="ranks"')[1].split("</section>")[0]
     for method in ("base", "partition B"):  # one listed before the reference, one after it
-        spread, soup = row(written.report, method).spread, row(written.report, "soup").spread
+        spread, expert = row(written.report, method).spread, row(written.report, "task expert").spread
         assert spread is not None
-        assert soup is not None
+        assert expert is not None
         result = re.search(rf'data-value="{method}">.*?</td>\s*<td data-value="([^"]+)"', ranks, flags=re.DOTALL)
         assert result is not None
-        assert float(result[1]) == pytest.approx(spread.mean - soup.mean)
+        assert float(result[1]) == pytest.approx(spread.mean - expert.mean)
 
 
 def test_the_page_shows_every_figure_and_every_task(written: Written) -> None:
