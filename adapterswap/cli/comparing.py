@@ -142,6 +142,8 @@ def diff_command(
             _print_differences([*rows, comparison.total], "module" if by_module else "layer")
         if comparison.saved:
             _print_saved(comparison.saved)
+    for remark in comparison.remarks:
+        note(f"Warning: {remark}")
     if max_distance is not None and (farther := _farther(comparison, max_distance)):
         print_errors(f"{line}." for line in farther)
         sys.exit(1)

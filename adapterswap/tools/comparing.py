@@ -123,10 +123,12 @@ class Comparison:
     Attributes:
         modules: every LoRA module that either has, in the order of layers.
         saved: every module that either holds in full, in the same order.
+        remarks: which adapter is a slice whose other layers were counted as unchanged.
     """
 
     modules: tuple[Difference, ...]
     saved: tuple[SavedDifference, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         overall = self.total
@@ -161,6 +163,7 @@ class Comparison:
             "layers": {row.name: row.as_json() for row in self.layers},
             "modules": {module.name: module.as_json() for module in self.modules},
             "saved": {module.name: module.as_json() for module in self.saved},
+            "remarks": list(self.remarks),
         }
 
 
@@ -185,7 +188,13 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
     both = under_one_name({"one": _opened(one, "one"), "other": _opened(other, "other")}, None, problems)
     problems.raise_if_any()
     pair = both["one"], both["other"]
-    return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)))
+    slices = {} if pair[0].kept_layers == pair[1].kept_layers else dict(zip(("first", "second"), pair, strict=True))
+    remarks = (
+        f"the {place} adapter, {adapter.name}, is a slice with the {adapter.kept_layers}; others count as ΔW = 0"
+        for place, adapter in slices.items()
+        if adapter.kept_layers is not None
+    )
+    return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)), tuple(remarks))
 
 
 def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:

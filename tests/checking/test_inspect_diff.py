@@ -115,6 +115,19 @@ def test_diff_sees_embeddings(expert: Experts, run: Run) -> None:
     assert output["distance"] == near(float((deltas[0] - deltas[1]).norm() / deltas[0].norm()), depth=2)
 
 
+def test_diff_says_that_layers_which_a_slice_lacks_count_as_unchanged(math: Path, run: Run, tmp_path: Path) -> None:
+    cut = tmp_path / "shell"
+    assert run("slice", math, "--layers", "0", "-o", cut, "--num-layers", str(LAYERS)).exit_code == 0
+    for pair, place in (((cut, math), "first"), ((math, cut), "second")):
+        output = parsed(run("diff", *pair, "--json"))
+        (remark,) = output["remarks"]
+        assert remark == f"the {place} adapter, shell, is a slice with the layers 0; others count as ΔW = 0"
+        assert remark in run("diff", *pair).stderr
+        assert output["layers"]["0"]["distance"] == 0
+    for pair in ((cut, cut), (math, math)):
+        assert parsed(run("diff", *pair, "--json"))["remarks"] == []
+
+
 def test_diff_refuses_full_weights(base: Callable[[str], Path], math: Path, run: Run) -> None:
     for pair in ((base("llama"), math), (math, base("llama"))):
         refused = run("diff", *pair)
