@@ -142,6 +142,26 @@ def _skip_collection() -> None:
         gc.freeze()
 
 
+_BARE = ("Got unexpected", "No such command")
+
+
+def _usage(error: click.UsageError) -> str:
+    """click's message; where neither it nor a similar name says what to do, with the command that shows help."""
+    message = printable(error.format_message())
+    if error.ctx is None:
+        return message
+    if isinstance(error, click.NoSuchOption):
+        name, word = error.option_name, error.option_name.lstrip("-")
+        flags = [flag for param in error.ctx.command.params for flag in param.opts if flag.startswith("--")]
+        near = [flag for flag in flags if word in flag[2:].split("-")] or error.possibilities or []
+        message = f"No such option {name!r}." + f" Did you mean {' or '.join(near)}?" * bool(near)
+    elif not isinstance(error, click.MissingParameter | click.BadOptionUsage) and not message.startswith(_BARE):
+        return message
+    if "Did you mean" in message:
+        return message
+    return f"{message.rstrip('.')}. See `{error.ctx.command_path} -h`."
+
+
 class _Commands(click.Group):
     """A click group that imports a command when you use it."""
 
@@ -206,7 +226,7 @@ class _Commands(click.Group):
         except click.exceptions.NoArgsIsHelpError:  # its message is the help
             raise
         except click.UsageError as error:
-            click.echo(f"Error: {printable(error.format_message())}", err=True)
+            click.echo(f"Error: {_usage(error)}", err=True)
             sys.exit(WRONG_REQUEST)
         except MemoryError:
             problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)

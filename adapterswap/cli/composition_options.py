@@ -154,9 +154,12 @@ def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None
 
     if path is None or path.endswith((".yaml", ".yml")):
         return any_plan_from_options(options, recipe=path, base_model=base_model)
-    if any(value not in (None, (), False) for value in options.values()):
-        raise click.UsageError("Pass either an adapter or options that say what to compose.")
-    return adapter_plan(path, base_model)
+    if used := [key for key, value in options.items() if key != "num_layers" and value not in (None, (), False)]:
+        raise ArgumentError(
+            f"`{used[0]}` only applies to a composition, not to the adapter {path}",
+            "Leave out the option or the adapter", parameter=used[0],
+        )  # fmt: skip
+    return adapter_plan(path, base_model, options["num_layers"])
 
 
 def composition_from_options(

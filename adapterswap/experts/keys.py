@@ -303,10 +303,12 @@ def sort_keys(
     for name in (*parts, *(f"{module}.{parameter}" for module in saved for parameter in saved[module])):
         if not re.fullmatch(r"[\w.-]+", name):  # names are printed, and written as regexes into PEFT's configs
             problems.add(f"{folder}: {name!r} is not a valid module name", "Save the adapter again with PEFT")
-    for tensor in file.tensors.values():
-        if tensor.dtype not in FLOATS:
-            remedy = f"Save it as one of {', '.join(FLOATS)}"
-            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", remedy, kind=UnsupportedError)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in file.tensors.values()):
+        if dtype not in FLOATS:
+            first, *others = (tensor.name for tensor in file.tensors.values() if tensor.dtype == dtype)
+            named = f"{first} and {len(others)} more tensors are" if others else f"{first} is"
+            remedy = f"Save {'them' if others else 'it'} as one of {', '.join(FLOATS)}"
+            problems.add(f"{folder}: {named} {dtype}", remedy, kind=UnsupportedError)
     renamed = any(stored != key for stored, key in canonical.items())
     return SortedKeys(parts, saved, tensors["shared"].get("", {}), renamed)
 

@@ -188,12 +188,13 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:
         return shipped[str(reference)]
+    remedy = f"Use a YAML file, or {near_names(str(reference), kind)}"
+    if exists(path / "adapter_config.json"):
+        if kind == "compose":
+            remedy = "Pass experts with `task_expert` and `language_expert`"
+        raise ArgumentError(f"{reference} is an adapter, not a recipe", remedy, parameter="recipe")
     reason = "is a folder" if path.is_dir() else "is neither a file nor a shipped recipe"
-    raise NotFoundError(
-        f"the recipe {reference} {reason}",
-        f"Use a YAML file, or {near_names(str(reference), kind)}",
-        parameter="recipe",
-    )
+    raise NotFoundError(f"the recipe {reference} {reason}", remedy, parameter="recipe")
 
 
 def near_names(name: str, kind: str = "") -> str:

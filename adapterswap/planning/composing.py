@@ -71,7 +71,7 @@ def slice_layers(
     try:
         kept = KeptLayers.of(layers)
     except ValueError as error:
-        raise ArgumentError(f"`layers`: {error}", remedy, parameter="layers") from None
+        raise ArgumentError(f"`layers`: {str(error).partition(';')[0]}", remedy, parameter="layers") from None
     try:
         kept = KeptLayers.of(layers, stack)
     except ValueError as error:
@@ -369,7 +369,9 @@ def _compose(
     return make_plan(composition, opened)
 
 
-def adapter_plan(reference: Adapter | str | Path, base_model: str | Path | None = None) -> Plan:
+def adapter_plan(
+    reference: Adapter | str | Path, base_model: str | Path | None = None, num_layers: int | None = None
+) -> Plan:
     """The plan that takes every module from one adapter; of a slice, those that it has."""
     adapter = reference if isinstance(reference, Adapter) else open_expert(reference)
     if isinstance(adapter, Checkpoint):
@@ -378,7 +380,9 @@ def adapter_plan(reference: Adapter | str | Path, base_model: str | Path | None 
         )
     name = expert_name(adapter, {}, "expert")
     composition = Composition(
-        allocation=whole_rules(name, adapter), base_model=None if base_model is None else str(base_model)
+        allocation=whole_rules(name, adapter),
+        base_model=None if base_model is None else str(base_model),
+        num_layers=num_layers,
     )
     return make_plan(composition, {name: adapter})
 
