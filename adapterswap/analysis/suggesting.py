@@ -275,7 +275,7 @@ def prepare(
             parameter=f"{missing[0]}_texts",
         )
     if not missing and base_model is None:
-        raise ArgumentError("texts need a base model to read them", "Pass `base_model`", parameter="base_model")
+        raise ArgumentError("measuring texts needs a base model", "Pass `base_model`", parameter="base_model")
     if limit < 1:
         raise ArgumentError(f"`limit` is {limit}; at least one text is needed", "Pass 1 or more", parameter="limit")
     if BASE in (task_expert, language_expert):

@@ -527,7 +527,8 @@ def _trained_rows(
         raise ExpertError(f"{folder}: {name} has both trained tokens and full weights", "Save the adapter again")
     if len(shape) != 2 or shape[0] != len(rows):
         raise ExpertError(
-            f"{folder}: {name} holds {list(shape)} trained tokens, but {CONFIG} names {len(rows)} of them", _MISMATCH
+            f"{folder}: {name} has trained tokens of shape {list(shape)}, but {CONFIG} names {len(rows)} tokens",
+            _MISMATCH,
         )
     if len(set(rows)) < len(rows):
         twice = next(row for row in rows if rows.count(row) > 1)
@@ -761,8 +762,8 @@ def _lora(
     experts = a.shape[0] // rank if parameter and a.shape[0] % rank == 0 else 1
     if experts > 1 and not config.is_at_least((0, 19)):
         raise UnsupportedError(
-            f"{folder}: {name} is a fused parameter with LoRA in the layout of PEFT before 0.19, which swaps in and "
-            "out for most models. Later versions of PEFT read it wrongly or not at all",
+            f"{folder}: {name} is a fused parameter with LoRA in the layout of PEFT before 0.19, which exchanges "
+            "inputs and outputs for most models. Later versions of PEFT misread it or refuse it",
             "Convert it with `adapterswap convert`, which compares it with its base",
         )
     if a.shape[0] != rank * experts:
