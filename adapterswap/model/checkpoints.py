@@ -354,13 +354,18 @@ def copy_small_files(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def check_alone(folder: Path) -> None:
-    """Check that a folder of full weights holds no adapter, which transformers would add to them."""
-    if exists(folder / ADAPTER_CONFIG):
+    """Check that a folder of full weights is not an adapter and holds none, which transformers would add to them."""
+    if not exists(folder / ADAPTER_CONFIG):
+        return
+    if not exists(folder / MODEL_CONFIG):
         raise ExpertError(
-            f"{folder} holds both an adapter and full weights, and transformers would load both",
-            "Pass a folder with one of them: move the other away",
-            parameter="reference",
+            f"{folder} is an adapter, not a full model", "Pass the folder of the full model", parameter="reference"
         )
+    raise ExpertError(
+        f"{folder} holds both an adapter and full weights, and transformers would load both",
+        "Pass a folder with one of them: move the other away",
+        parameter="reference",
+    )
 
 
 def read_shards(folder: Path) -> tuple[TensorFile, ...]:

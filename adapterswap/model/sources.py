@@ -135,10 +135,12 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
     if is_folder(path):
         return Source(path, printable(path.resolve().name))
     if exists(path):
-        raise ArgumentError(
-            f"{reference} is a file, but the {what} must be a folder", "Pass the folder that holds it",
-            parameter=parameter,
-        )  # fmt: skip
+        remedy = f"Pass the {what}'s folder, or a Hub id such as org/name@revision"
+        if path.suffix == ".gguf":
+            remedy = "Pass the folder from which the GGUF file was made"
+        elif any(exists(path.parent / name) for name in (CONFIG, "config.json")):
+            remedy = "Pass the folder that holds it"
+        raise ArgumentError(f"{reference} is a file, but the {what} must be a folder", remedy, parameter=parameter)
     hub_id = parse_hub_id(reference) if isinstance(reference, str) else None
     if hub_id is None or (hub_id.subfolder and what == _BASE):
         first = str(reference).partition("/")[0]

@@ -166,6 +166,8 @@ def test_an_adapter_in_the_folder(tmp_path: Path) -> None:
         open_base(str(base))
     with refused(ExpertError, "reference", match="holds both an adapter and full weights"):
         adapterswap.open_expert(base)
+    with refused(BaseModelError, "base_model", match="is an adapter, not a full model"):
+        open_base(str(adapter))
 
 
 def test_another_file_named_by_the_config(tmp_path: Path) -> None:

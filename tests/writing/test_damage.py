@@ -418,7 +418,7 @@ def test_inputs_that_are_not_files(pair: tuple[Path, Path], refused: Callable[..
         ("./org/name", "does not exist"),
         ("~nosuchuser/adapter", "does not exist"),
         ("x" * 5000, "x does not exist"),
-        ("/dev/null", "is a file, but the expert must be a folder"),
+        ("/dev/null", "is a file, but the expert must be a folder. Pass the expert's folder"),
         ("org/name@../../x", "does not exist"),
         ("org/name@/etc", "does not exist"),
     ],
