@@ -134,8 +134,9 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
         )
     if is_folder(path):
         return Source(path, printable(path.resolve().name))
+    how = f" as `{parameter}`" if what == _BASE else ""
+    remedy = f"Pass the {what}'s folder{how}, or a Hub id such as org/name@revision"
     if exists(path):
-        remedy = f"Pass the {what}'s folder, or a Hub id such as org/name@revision"
         if path.suffix == ".gguf":
             remedy = "Pass the folder from which the GGUF file was made"
         elif any(exists(path.parent / name) for name in (CONFIG, "config.json")):
@@ -146,11 +147,7 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
         first = str(reference).partition("/")[0]
         hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
         why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
-        raise NotFoundError(
-            f"the path {reference} does not exist{why_local}",
-            f"Pass the {what}'s folder, or a Hub id such as org/name@revision",
-            parameter=parameter,
-        )
+        raise NotFoundError(f"the path {reference} does not exist{why_local}", remedy, parameter=parameter)
     return _download(hub_id, files, what, parameter)
 
 
