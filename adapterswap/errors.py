@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-_MOST = 20  # problems in one error; a wrong config could otherwise repeat the same one for every module
+_MOST = 20  # problems in one error
+_ALIKE = 3  # of one expert with one remedy: a wrong config would otherwise repeat the same problem for every module
 _LENGTH = 1000  # characters of one problem
 _REASON = 200  # characters of a library's error
 
@@ -72,7 +73,8 @@ class AdapterswapError(Exception):
         )
         self.omitted = omitted
         if omitted:
-            self.problems += (Problem(f"{omitted} more problems were found", "Correct these first"),)
+            counted = "problem was" if omitted == 1 else "problems were"
+            self.problems += (Problem(f"{omitted} more {counted} found", "Correct these first"),)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[partial[AdapterswapError], tuple[tuple[Problem, ...]]]:
@@ -173,7 +175,7 @@ class Problem:
 
 
 class Problems:
-    """Collect mistakes and raise them together; beyond the first 20 they are only counted.
+    """Collect mistakes and raise them together; many that are alike, and those beyond the first 20, are only counted.
 
     >>> problems = Problems(ExpertError)
     >>> problems.add("rank 0 is not positive", "Choose a rank of 1 or more", parameter="rank")
@@ -220,10 +222,19 @@ class Problems:
     def _keep(self, problem: Problem) -> None:
         if problem in self._problems:
             return
-        if len(self._problems) < _MOST:
+        if len(self._problems) < _MOST and not self._is_repeated(problem):
             self._problems[problem] = None
         else:
             self._omitted += 1
+
+    def _is_repeated(self, problem: Problem) -> bool:
+        """Whether an expert's problem follows others with the same remedy; fields of a recipe are all shown."""
+
+        def group(each: Problem) -> tuple[type, str, str]:
+            return each.kind, each.remedy, each.message.partition(": ")[0]
+
+        expert = issubclass(problem.kind, ExpertError | UnsupportedError)
+        return expert and sum(group(other) == group(problem) for other in self._problems) >= _ALIKE
 
 
 def _common(kinds: Iterable[type[AdapterswapError]]) -> type[AdapterswapError]:

@@ -314,8 +314,18 @@ def test_all_mistakes_of_both_experts_are_reported_together(
 def test_the_same_mistake_everywhere_is_counted(pair: tuple[Path, Path], run: Callable[..., Result]) -> None:
     adapter(pair[1], tensors(layers=30, rank=3))
     lines = run(*compose(*pair, "out")).stderr.splitlines()
-    assert len(lines) == 21
-    assert lines[-1] == "Error: 40 more problems were found. Correct these first."
+    assert len(lines) == 4
+    assert lines[-1] == "Error: 57 more problems were found. Correct these first."
+
+
+def test_the_same_mistake_in_both_experts_is_reported_for_each(
+    pair: tuple[Path, Path], run: Callable[..., Result]
+) -> None:
+    for path in pair:
+        adapter(path, tensors(layers=30, rank=3))
+    lines = run(*compose(*pair, "out")).stderr.splitlines()
+    assert [sum(line.startswith(f"Error: {path}: ") for line in lines) for path in pair] == [3, 3]
+    assert lines[-1] == "Error: 114 more problems were found. Correct these first."
 
 
 @pytest.mark.parametrize("options", [(), ("--method", "soup"), ("--method", "soup", "--max-rank", 1)])
