@@ -107,7 +107,7 @@ def test_compose_writes_and_reports(run: Callable[..., Result], math: Path, swah
 def test_one_folder_under_two_names_is_reported(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
     result = run("compose", "-t", math, "-l", math, "-o", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0
-    assert "are the same folder" in result.stderr
+    assert "are the same folder\n" in result.stderr
 
 
 def test_a_dry_run_writes_nothing(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def _print_adapter(prepared: Prepared) -> None:
         for name in united.others:
             note(f"Warning: {name} has a different tokenizer; the result uses the one of {united.owner}")
     for first, second in _same(plan):
-        note(f"Warning: {first} and {second} are the same folder, so everything comes from one expert")
+        note(f"Warning: {first} and {second} are the same folder")
     print_magnitudes(prepared.resolved.magnitudes, prepared.resolved.kept_share())
     _print_errors(prepared)
 

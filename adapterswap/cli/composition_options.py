@@ -310,7 +310,8 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
         if not equals or not name or not value:
             raise click.UsageError(f"--parameter {setting!r} is not NAME=VALUE.")
         if name in values or name in fields:
-            raise click.UsageError(f"--parameter {name} was passed twice.")
+            both = "twice by --parameter" if name in values else f"both by {flag_of(name)} and by --parameter"
+            raise click.UsageError(f"{name} was passed {both}.")
         values[name] = value
     return {"parameters": values} if values else {}
 

@@ -335,7 +335,7 @@ def _filled(
         more = f" and {len(uncovered) - 1} more" if len(uncovered) > 1 else ""
         problems.add(
             f"no rule covers {uncovered[0]}{more}",
-            "End the allocation with a rule that matches everything, such as {expert: NAME}",
+            "End with a rule for everything else, such as {expert: NAME} or, as text, NAME",
             parameter="allocation",
             kind=CompositionError,
         )
