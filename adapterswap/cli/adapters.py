@@ -291,10 +291,9 @@ def _print_conversion(conversion: Conversion) -> None:
     rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     kind = f"{conversion.peft_type}{', pickled' if conversion.pickled else ''}"
     echo(f"{kind}: {len(conversion.modules)} modules, {rank}")
-    note(
-        f"relative error of ΔW: {conversion.relative_error:.2g} over all modules, {conversion.worst.error:.2g} at most "
-        f"({conversion.worst.name})"
-    )
+    worst = conversion.worst
+    at_most = f", {worst.error:.2g} at most ({worst.name})" if worst.error else ""
+    note(f"relative error of ΔW: {conversion.relative_error:.2g} over all modules{at_most}")
 
 
 _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
