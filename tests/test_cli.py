@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from conftest import LAYERS
 
 from adapterswap.cli import COMMANDS, find_command
 
@@ -102,6 +103,35 @@ def test_compose_writes_and_reports(run: Callable[..., Result], math: Path, swah
     assert again.stdout == ""
     assert "--overwrite" in again.stderr
     assert run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", "--overwrite").exit_code == 0
+
+
+def test_requests_that_mix_two_ways_to_ask_say_which_to_leave_out(
+    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    pair, out = ["-t", math, "-l", swahili], ["-o", tmp_path / "out"]
+    ties = ["--method", "ties", "--density", 0.5, "--parameter", "density=0.3", "--max-rank", 8]
+    for words, message in (
+        (
+            ["compose", math, *out],
+            "is an adapter, not a recipe. Pass experts with --task-expert and",
+        ),
+        (["train", math, *out], "is an adapter, not a recipe. Use a YAML file"),
+        (["merge", math, *out, "--bottom", 1], "--bottom only applies to a composition, not to the adapter"),
+        (["compose", *pair, *out, *ties], "density was passed both by --density and by --parameter."),
+        (["inspect", math / "adapter_model.safetensors"], "must be a folder. Pass the folder that holds it."),
+    ):
+        result = run(*words)
+        assert (result.exit_code, result.stderr.count("Error: ")) == (2, 1)
+        assert message in result.stderr
+
+
+def test_an_adapter_is_merged_with_a_depth_that_is_passed(
+    run: Callable[..., Result], math: Path, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    words = ["merge", math, "--base-model", base("llama"), "-o", tmp_path / "out", "--dry-run"]
+    assert run(*words, "--num-layers", LAYERS).exit_code == 0
+    refused = run(*words, "--num-layers", LAYERS + 1)
+    assert (refused.exit_code, "--num-layers" in refused.stderr) == (2, True)
 
 
 def test_one_folder_under_two_names_is_reported(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
