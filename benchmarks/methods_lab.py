@@ -5,7 +5,7 @@
 A seed is a base and its experts. Each method has at most eight configurations, which were fixed before the comparison
 was run; the first of a list is the method's default, if the list has it, and wins ties. They are evaluated on
 development problems in xx, as full float32 weights, and only the chosen ones on the test set. A seed with a seed-N.json
-is finished, so the same command resumes a stopped run; a seed takes about six minutes on one core.
+is finished, so the same command resumes a stopped run; a seed takes about nine minutes on one core.
 
 FOLDER/results.json becomes docs/lab_methods.json, of which scripts/methods_page.py makes the tables of docs/methods.md.
 Seeds 0 to 4 were used to design scenes and training.

@@ -58,20 +58,21 @@ def _worth() -> str:
     table, line = _markdown(_methods(results)), _markdown(_training(results))
     seeds, sizes = results["seeds"], results["sizes"]
     few = [str(number) for number in results["few"]]
-    planned = "" if len(seeds) == 10 else " (ten were planned)"
     return f"""
 ## What they are worth in the lab
 
 Two experts of the [lab](lab.md)'s scene `{results["scene"]}`, English math and the language xx without math, are
-combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.4
-million parameters. It says nothing about other scenes or sizes.
+combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.3
+million parameters. It says nothing about other scenes or sizes. **The bases are the lab's former ones**, with two
+heads. Those that ship have four; two of their seeds, with the methods that the table lacks, are
+[in the lab's page](lab.md#every-method).
 
 ```bash
 python benchmarks/methods_lab.py comparison --seeds {len(seeds)}    # resumes if it was stopped
 ```
 
-* **Seeds** {seeds[0]} to {seeds[-1]}, {len(seeds)} of them{planned}: each a base and its experts. Seeds 0 to 4, on
-  which the scene was designed, are not among them. Every base was pretrained for this run.
+* **Seeds** {seeds[0]} to {seeds[-1]}, {len(seeds)} of them: each a base and its experts. Seeds 0 to 4, on which the
+  scene was designed, are not among them. Every base was pretrained for this run.
 * **Budget.** Each method and control has at most {results["budget"]} configurations (column `tried`; written down in
   `benchmarks/methods_lab.py` before the run). They are evaluated on {sizes["development"]} development problems in
   xx, and the best (the first of several equals) is tested on {sizes["test"]:,} others. Weights are merged in full and
