@@ -1,16 +1,18 @@
-"""The processes of a run started with torchrun or `accelerate launch`; without a launcher there is one.
+"""The processes of a run started with torchrun or `accelerate launch`, and what they do on SIGTERM.
 
-accelerate reads the environment and opens the group (gloo on CPUs, NCCL on CUDA). torch gives up on a message between
-processes after some minutes. So before they exchange one, all processes meet in a shared store, however long that
-takes.
+Without a launcher there is one process. accelerate reads the environment and opens the group (gloo on CPUs, NCCL on
+CUDA). torch gives up on a message between processes after some minutes. So before they exchange one, all processes meet
+in a shared store, however long that takes.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
@@ -31,6 +33,29 @@ def count_processes() -> int:
 def is_first() -> bool:
     """Whether this is the process of the run that prints. Works before the processes have joined."""
     return os.environ.get("RANK", "0") == "0"
+
+
+@dataclass(frozen=True)
+class TerminationHandler:
+    """What this process does on SIGTERM; a process that a library forks from it ends at once, as by default.
+
+    A forked process that waits for a lock can miss a handler written in Python, and `multiprocessing.Pool`, which
+    lm-evaluation-harness uses for standard errors, would wait for its end forever.
+    """
+
+    act: Callable[[], object]
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.act()
+
+
+def _end_by_default() -> None:
+    if isinstance(signal.getsignal(signal.SIGTERM), TerminationHandler):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_by_default)
 
 
 class Processes:

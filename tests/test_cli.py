@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from click.testing import Result
 from conftest import LAYERS
 
 from adapterswap.cli import COMMANDS, find_command
+from adapterswap.processes import TerminationHandler
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "trl", "lm_eval", "matplotlib", "accelerate")
 
@@ -248,3 +250,18 @@ def test_the_checkouts_script_and_the_module_are_the_command_line() -> None:
     for command in ([sys.executable, str(script)], [sys.executable, "-m", "adapterswap"]):
         process = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
         assert process.stdout.startswith("adapterswap, version ")
+
+
+def test_a_process_that_a_library_forks_ends_on_sigterm(run: Callable[..., Result]) -> None:
+    """With a handler of ours it could miss the signal, and the library's pool would wait for its end forever."""
+    run("methods")
+    assert isinstance(signal.getsignal(signal.SIGTERM), TerminationHandler)
+    code = """
+import os, signal
+from adapterswap.processes import TerminationHandler
+signal.signal(signal.SIGTERM, handler := TerminationHandler(lambda: None))
+if (child := os.fork()) == 0:
+    os._exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+assert os.waitpid(child, 0)[1] == 0 and signal.getsignal(signal.SIGTERM) is handler
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

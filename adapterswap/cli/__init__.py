@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -38,7 +39,7 @@ from adapterswap.errors import (
     UnsupportedError,
     printable,
 )
-from adapterswap.processes import is_first
+from adapterswap.processes import TerminationHandler, is_first
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -202,7 +203,8 @@ class _Commands(click.Group):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # no traceback for characters that a terminal cannot show
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes temporary folders
+            leave = partial(sys.exit, 128 + signal.SIGTERM)  # removes temporary folders
+            signal.signal(signal.SIGTERM, TerminationHandler(leave))
         atexit.register(_skip_collection)
         if not (sys.stderr.isatty() and is_first()):  # progress bars of libraries are for terminals only
             os.environ.update(dict.fromkeys(_BARS, "1"))

@@ -31,7 +31,7 @@ from trl import SFTConfig, SFTTrainer
 from adapterswap.errors import RunError, UnsupportedError
 from adapterswap.model.loading import OpenedBase
 from adapterswap.planning.composition import SIDES, Side
-from adapterswap.processes import Processes
+from adapterswap.processes import Processes, TerminationHandler
 from adapterswap.progress import ProgressRow
 from adapterswap.training.checkpoints import LADDER, complete, link_weights
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
@@ -146,13 +146,13 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, self._receive)
+        before = signal.signal(signal.SIGTERM, TerminationHandler(self._receive))
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _receive(self, number: int, frame: Any) -> None:
+    def _receive(self) -> None:
         self._received = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
