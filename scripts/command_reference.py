@@ -50,7 +50,7 @@ def reference() -> str:
 def _help(name: str) -> str:
     arguments = [*name.split(), "--help"]
     shown = CliRunner().invoke(main, arguments, prog_name="adapterswap", terminal_width=100, color=False)
-    return shown.output.rstrip() + "\n"
+    return shown.stdout.rstrip() + "\n"  # what a thread of another test writes to stderr is no help
 
 
 def _section(title: str, text: str) -> str:
