@@ -81,3 +81,17 @@ def test_nothing_but_the_command_line_prints() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 printing.add(name.split(".")[0])
     assert printing <= {"cli", "serving"}  # the server process prints when it is ready
+
+
+def test_choices_have_one_order() -> None:
+    """`typing` keeps one object for `Literal["a", "b"] | None` and `Literal["b", "a"] | None`: the first one that is
+    imported decides the order in which --help lists the choices.
+    """
+    orders: dict[frozenset[str], set[str]] = {}
+    for tree in MODULES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
+                choices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+                names = [ast.unparse(choice) for choice in choices]
+                orders.setdefault(frozenset(names), set()).add(", ".join(names))
+    assert [found for found in orders.values() if len(found) > 1] == []

@@ -14,11 +14,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -226,6 +228,22 @@ def rendering(*, sandboxed: bool) -> Iterator[None]:
         utils.env = before
 
 
+@contextmanager
+def from_source() -> Iterator[None]:
+    """Import modules inside the block from their source: bytecode caches are neither read nor written.
+
+    Python takes a cache for current if the source has the same size and the same second of change. A run could score
+    with an edited file's old functions, and record the hash of the new ones.
+    """
+    before = sys.dont_write_bytecode, sys.pycache_prefix
+    with TemporaryDirectory(prefix="adapterswap-") as empty:
+        sys.dont_write_bytecode, sys.pycache_prefix = True, empty
+        try:
+            yield
+        finally:
+            sys.dont_write_bytecode, sys.pycache_prefix = before
+
+
 _NAMES = re.compile(rb"^(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
 _TASK = os.path.join("lm_eval", "api", "task.py")  # the harness's file that calls a task's templates and functions
 _PATTERN = set("*?[")
@@ -312,7 +330,11 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
             _refuse_code(unsafe_tasks(matched, manager.task_index))
     problems.raise_if_any()
     try:
-        with code_allowed(unsafe_code), rendering(sandboxed=include_path is not None and not trust_task_code):
+        with (
+            code_allowed(unsafe_code),
+            rendering(sandboxed=include_path is not None and not trust_task_code),
+            from_source() if include_path is not None else nullcontext(),
+        ):
             loaded = manager.load(matched)
     except AdapterswapError:
         raise

@@ -27,7 +27,7 @@ from adapterswap.planning.rules import BASE, Rule
 
 _MARK = "merge_method"  # a key that every mergekit YAML has, and none of our recipes
 
-Dtype = Literal["float32", "float16", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 _SHARED = {
     "linear": ("normalize",),

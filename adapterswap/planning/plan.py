@@ -109,7 +109,7 @@ class Plan:
         *,
         base_model: str | Path | None = None,
         max_shard_size: str | None = None,
-        dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         dequantize: bool = False,
         device: str = "cpu",
         overwrite: bool = False,

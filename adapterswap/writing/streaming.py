@@ -78,7 +78,7 @@ class ModelForm:
     """
 
     max_shard_size: str | None = None
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     dequantize: bool | None = None
 
     def __post_init__(self) -> None:

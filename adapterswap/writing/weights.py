@@ -244,7 +244,7 @@ def merge(
     *,
     out_path: str | Path,
     max_shard_size: str | None = None,
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     dequantize: bool = False,
     device: str = "cpu",
     overwrite: bool = False,

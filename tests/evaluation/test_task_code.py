@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +176,29 @@ def test_a_tasks_fingerprint_does_not_depend_on_its_folder(
         found.append({name: task_fingerprint(task) for name, task in loaded.items()})
     assert found[0] == found[1]
     assert len(set(found[0].values())) == len(names)
+
+
+def test_an_edited_function_is_the_one_that_runs(tasks: Tasks) -> None:
+    """Python would run a cached compilation of a file that has the same size and second as before the edit."""
+    scoring = tasks.folder / "scoring.py"
+    lines = "task: own_edited", "include: ../plain.inc", "output_type: multiple_choice"
+    (tasks.folder / "edited.yaml").write_text("\n".join([*lines, "doc_to_choice: !function scoring.words"]))
+    found = []
+    for word in ("one", "two"):
+        scoring.write_text(f"def words(row):\n    return [{word!r}]\n")
+        os.utime(scoring, (1_700_000_000, 1_700_000_000))
+        program = (
+            "import sys; from adapterswap.evaluation import Settings; "
+            "from adapterswap.evaluation.tasks import load_tasks; "
+            f"settings = Settings(include_path={str(tasks.folder)!r}, trust_task_code=True); "
+            "task = load_tasks(['own_edited'], settings)['tasks']['own_edited']; "
+            "print(task.config.doc_to_choice({}))"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        found.append(run.stdout.strip() or run.stderr)
+    assert found == ["['one']", "['two']"]
+    assert not [*tasks.folder.rglob("*.pyc")]
 
 
 def test_every_place_is_named(tasks: Tasks) -> None:
