@@ -123,6 +123,7 @@ def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callab
     assert files(folder / "together") == files(folder / "alone")
 
 
+@pytest.mark.full  # as in training, of which `make test` runs one
 @pytest.mark.slow
 def test_an_error_of_one_is_reported_once(folder: Path) -> None:
     error_message = error(launch(HERE / "in_processes.py", folder, "failing"))

@@ -33,6 +33,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "sw2": {"r": 4, "use_dora": True},
     "head": {"r": 2, "target_modules": ["q_proj", "lm_head"]},
     "wide": {"r": 300, "target_modules": ["v_proj"]},
+    "later": {"r": 3, "target_modules": ["v_proj", "down_proj"]},
 }
 ROWS = ["Maji ni uhai. Haraka haraka haina baraka.", "Haba na haba", "Asiyesikia la mkuu"]
 TASKS = {
@@ -155,7 +156,8 @@ def test_every_cell_is_answered_as_by_transformers(architecture: str, tmp_path: 
     world = make_world(tmp_path, architecture)
     experts = {name: str(world / name) for name in ("sw1", "sw2")}
     content = sweep_of(world, language_experts=experts, baselines=["base", "task", "language"], compositions=[])
-    full = sweep_of(world)
+    chain = {"chain": [str(world / "sw1"), str(world / "later")]}
+    full = sweep_of(world, language_experts={"sw1": chain})
     reference = [
         sweep(SweepRecipe.model_validate(one), tmp_path / f"reference-{number}", device="cpu", dtype="float32")
         for number, one in enumerate((full, content) if ALL else (full,))
@@ -225,6 +227,7 @@ def test_what_vllm_cannot_do_is_an_error_with_its_reason(tmp_path: Path) -> None
 
 
 @needs_vllm
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 def test_engines_are_compared_by_a_command_that_prints_nothing_else(tmp_path: Path) -> None:
