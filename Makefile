@@ -21,14 +21,15 @@ test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long d
 	TESTS=all $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 	TESTS=all $(BIN)/python scripts/numerics.py -n 2 --dist loadfile --no-loadscope-reorder
 
-# Tests of reading, refusing, planning and computing, without those that train, evaluate, serve, kill processes or
-# compare with full weights. New test files in these folders are included; list them here if they are slow.
-FAST := $(filter-out tests/test_fuzz.py tests/experts/test_architectures.py tests/experts/test_hub.py tests/files/test_kill.py \
-	tests/writing/test_equivalence.py tests/writing/test_overwrite.py, \
+# Tests of reading, refusing, planning and computing, without those that train, evaluate, serve, kill processes or run
+# PEFT for every row. New test files in these folders are included; list them here if they are slow.
+SLOWER := tests/test_fuzz.py $(addprefix tests/experts/,$(addsuffix .py,test_architectures test_hub test_multimodal_names \
+	test_naming test_odd_configs)) tests/files/test_kill.py \
+	$(addprefix tests/writing/,$(addsuffix .py,test_equivalence test_kinds test_overwrite test_stacks))
+FAST := $(filter-out $(SLOWER), \
 	$(wildcard $(addsuffix /test_*.py,tests $(addprefix tests/,arithmetic changes checking experts files methods planning records writing)))) \
-	tests/recipes/test_extends.py tests/sweeps/test_grid.py tests/serving/test_manifest.py \
-	tests/reporting/test_ranks.py tests/reporting/test_tables.py tests/training/test_recipe.py \
-	tests/training/test_schedule.py tests/lab/test_world.py tests/lab/test_statistics.py
+	tests/recipes/test_extends.py tests/sweeps/test_grid.py tests/serving/test_manifest.py tests/reporting/test_ranks.py \
+	tests/training/test_recipe.py tests/training/test_schedule.py tests/lab/test_world.py tests/lab/test_statistics.py
 
 test-fast: $(STAMP)  ## the quick tests while you work: two and a half minutes on 2 cores
 	$(BIN)/ruff check .

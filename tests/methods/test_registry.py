@@ -198,6 +198,7 @@ def test_the_command_lists_methods(run: Callable[..., Result]) -> None:
     assert all(name in shown for name in BUILT_IN)
 
 
+@pytest.mark.slow
 def test_a_package_adds_a_method(package: dict[str, str], math: Path, swahili: Path, tmp_path: Path) -> None:
     options = ["-t", math, "-l", swahili, "--num-layers", 6, "--max-rank", 64, "--scale", 2]
     result = adapterswap_in(package, "compose", *options, "--method", "largest", "-o", tmp_path / "out")
