@@ -23,7 +23,7 @@ from tiers import ALL
 from .program import INPUTS, OWN, group_of
 
 HERE = Path(__file__).parent
-COUNTS = {"sweep": 60, "train": 60, "serve": 160} if ALL else {"sweep": 6, "train": 6, "serve": 16}
+COUNTS = {"sweep": 60, "train": 60, "serve": 160} if ALL else {"sweep": 4, "train": 4, "serve": 10}
 FIRST = int(os.environ.get("DISTURBANCES_FROM", "0"))
 WHAT = ["flip", "edit", "replace", "truncate", "delete", "swap"]
 

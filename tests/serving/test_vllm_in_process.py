@@ -16,7 +16,7 @@ from .environment import answers_in_process, needs_vllm
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full  # the server's tests ask the same engine
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_the_engine_answers_as_full_weights_do(
     architecture: str, served_base: Callable[[str], Path], pristine: Callable[[str], Path], tmp_path: Path

@@ -14,13 +14,14 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import Result
+from evaluation.test_task_code import Tasks
 from refusals import refused
 
 from adapterswap.errors import ArgumentError, DependencyError, RunError
 from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, sweep
 from adapterswap.sweeps.cluster import _Cluster, over_ray
 
-from .conftest import plain
+from .conftest import SETTINGS, plain
 
 Content = Callable[..., dict[str, Any]]
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
@@ -69,12 +70,16 @@ def watched(monkeypatch: pytest.MonkeyPatch, *, dying: bool = False) -> list[_Cl
 def test_two_workers_one_killed_write_what_one_process_writes(
     content: Content, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recipe names folders from here; workers may begin elsewhere."""
+    """The recipe names folders from here, and workers may begin elsewhere; they may run its tasks' code, as we may."""
     monkeypatch.chdir(world)
-    again = {"name": "again", "bottom": 1, "top": 1}
-    recipe = SweepRecipe.model_validate(
-        content(base_model="base", task_experts={"math1": "math1"}, compositions=[*FAMILIES, again])
-    )
+    own = Tasks(tmp_path)
+    requested = content(
+        base_model="base", task_experts={"math1": "math1"},
+        compositions=[*FAMILIES, {"name": "again", "bottom": 1, "top": 1}],
+        tasks=["mgsm_direct_sw", "own_function"], settings=SETTINGS | {"include_path": str(own.folder)},
+    )  # fmt: skip
+    recipe = prepare(SweepRecipe.model_validate(requested), trust_task_code=True)
+    own.marker.unlink()
     clusters, pids, killed = watched(monkeypatch), {}, []
 
     def kill(progress: SweepProgress) -> None:
@@ -92,6 +97,7 @@ def test_two_workers_one_killed_write_what_one_process_writes(
     run = sweep(recipe, tmp_path / "two", device="cpu", ray="local", workers=2, tell=kill)
     assert len(killed) == 1
     assert run.unfinished == ()
+    assert own.ran  # in a worker: the tasks are not loaded here again
     sweep(recipe, tmp_path / "one", device="cpu")
     assert plain(tmp_path / "two") == plain(tmp_path / "one")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,6 @@ import pytest
 import yaml
 from click.testing import Result
 from evaluation.test_task_code import Tasks
-from refusals import refused
-
-from adapterswap.errors import ArgumentError
-from adapterswap.sweeps import SweepRecipe, prepare, sweep
 
 Content = Callable[..., dict[str, Any]]
 
@@ -63,14 +58,3 @@ def test_a_sweep_asks_for_trust_each_time(
     assert not tasks.ran
     assert run(*command, "--trust-task-code").exit_code == 0
     assert len((out / "cells.jsonl").read_text(encoding="utf-8").splitlines()) == len(lines)
-
-
-@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-def test_workers_have_the_users_trust(over: dict[str, Any], tasks: Tasks, tmp_path: Path) -> None:
-    recipe = SweepRecipe.model_validate(over)
-    with refused(ArgumentError, "trust_task_code"):
-        prepare(recipe)
-    prepared = prepare(recipe, trust_task_code=True)
-    tasks.marker.unlink()
-    assert sweep(prepared, tmp_path / "run", device="cpu", ray="local", workers=1).unfinished == ()
-    assert tasks.ran  # in the worker: nothing is loaded here again

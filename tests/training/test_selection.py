@@ -142,7 +142,8 @@ def test_the_best_checkpoint_is_written_with_its_table(tmp_path: Path, selecting
     assert sorted(path.name for path in kept.iterdir()) == sorted(f"checkpoint-{step}" for step in found.kept)
 
 
-@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("judged", [True, False])
 def test_a_ladder_of_adapters_is_kept(
     tmp_path: Path, selecting: MakeRecipe, monkeypatch: pytest.MonkeyPatch, judged: bool
 ) -> None:
