@@ -163,7 +163,7 @@ def evaluate_command(
             base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
             out_path=out_path, overwrite=overwrite,
         )  # fmt: skip
-    unscored = [name for name in prepared.tasks if name.startswith("multijail_")]
+    unscored = [name for name in prepared.tasks["tasks"] if name.startswith("multijail_")]
     if unscored and out_path is None and not dry_run:
         raise click.UsageError(f"{unscored[0]} has no score: pass --out-path to keep the responses for a judge.")
     if dry_run:

@@ -24,6 +24,7 @@ from adapterswap.evaluation.evaluating import as_result, harness, padded, run_ha
 from adapterswap.evaluation.harness import EvaluatedModel, seed_of
 from adapterswap.evaluation.results import EvaluationResult, check_texts
 from adapterswap.evaluation.settings import Settings
+from adapterswap.evaluation.tasks import LoadedTasks
 from adapterswap.model.loading import OpenedBase, generation_config
 from adapterswap.processes import Processes
 
@@ -196,7 +197,7 @@ class Questions:
     """
 
     base: OpenedBase
-    tasks: tuple[str, ...]
+    tasks: LoadedTasks
     settings: Settings
     documents: Mapping[str, Collection[int]] | None = None
 

@@ -21,7 +21,7 @@ from adapterswap.errors import RunError
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import code_allowed, explained_task_errors, rendering
-from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.evaluation.tasks import LoadedTasks, load_tasks
 from adapterswap.processes import Processes
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class TaskPreview:
 def preview(
     tokenizer: Any,
     config: Any,
-    tasks: Sequence[str],
+    tasks: Sequence[str] | LoadedTasks,
     settings: Settings | None = None,
 ) -> list[TaskPreview]:
     """Build the prompts that `evaluate` would send to a model with this config; the arguments are `evaluate`'s."""
@@ -193,7 +193,7 @@ def preview(
 def evaluate(
     model: Any,
     tokenizer: Any,
-    tasks: Sequence[str],
+    tasks: Sequence[str] | LoadedTasks,
     settings: Settings | None = None,
     *,
     documents: Mapping[str, Collection[int]] | None = None,
@@ -276,7 +276,7 @@ def padded(tokenizer: Any) -> Any:
     return tokenizer if tokenizer.pad_token_id is not None else copy.deepcopy(tokenizer)
 
 
-def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str], settings: Settings) -> Any:
+def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str] | LoadedTasks, settings: Settings) -> LoadedTasks:
     """The harness's tasks, when everything that needs no model has been checked."""
     require("eval")
     settings.check(tokenizer)

@@ -23,7 +23,7 @@ from adapterswap.evaluation import evaluating
 from adapterswap.evaluation.languages import check_languages
 from adapterswap.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.evaluation.settings import SEED, Settings
-from adapterswap.evaluation.tasks import check_task_names, load_tasks
+from adapterswap.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
 from adapterswap.experts.adapter import Adapter, read_adapter
 from adapterswap.experts.config import is_plain
 from adapterswap.files.folders import check_target, scratch_folder
@@ -230,7 +230,7 @@ class Evaluation:
 
     Attributes:
         base: its config and tokenizer.
-        tasks: their names.
+        tasks: the loaded tasks.
         settings: how they are evaluated.
         subject: a description of what is evaluated, as plain data.
         adapter: the adapter on the base, if any.
@@ -240,7 +240,7 @@ class Evaluation:
     """
 
     base: OpenedBase
-    tasks: tuple[str, ...]
+    tasks: LoadedTasks
     settings: Settings
     subject: Mapping[str, Any]
     adapter: Source | None = None
@@ -448,6 +448,4 @@ def prepare_evaluation(
     if settings.language_fidelity:
         check_languages(loaded["tasks"])
     subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
-    return Evaluation(
-        base, tuple(names), settings, subject, source, plan, max_rank, max_error, (*inputs, base.source.folder)
-    )
+    return Evaluation(base, loaded, settings, subject, source, plan, max_rank, max_error, (*inputs, base.source.folder))

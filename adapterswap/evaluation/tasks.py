@@ -11,13 +11,13 @@ A hash covers a task's config with its includes, its documents, the rows for its
 from __future__ import annotations
 
 import fnmatch
+import glob
 import hashlib
 import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from adapterswap.errors import ArgumentError, Problems
 from adapterswap.evaluation.downloaded import LOCAL_NAMES, build_local_task, local_folders, local_names
 from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_names, normalized_language, variant_of
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
-from adapterswap.files.hashes import fingerprint
+from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, files_in, load_stock, mentioned_names
+from adapterswap.files.hashes import Stamps, fingerprint, stamps
 from adapterswap.files.text import expand
 
 _PLACES = (
@@ -60,7 +60,7 @@ def task_files(include_path: str | Path | None) -> dict[str, str]:
     if include_path is None:
         return {}
     folder = expand(include_path)
-    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder) for path in files_in(folder)]
     return {
         name.as_posix(): fingerprint(folder / name)
         for name in names
@@ -92,6 +92,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
+LoadedTasks = dict[str, Any]  # "tasks" and "groups", each by name
 MAX_SHOTS = 8  # as many exemplars as MGSM has
 _SHOTS = re.compile(r"(.+)@(\d{1,3})")
 _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
@@ -122,17 +123,21 @@ def task_names(start: str = "") -> list[str]:
     return [name for name in _OURS if name.startswith(start)] or mentioned_names(start)
 
 
-def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[str, Any]:
+def load_tasks(names: Sequence[str] | LoadedTasks, settings: Settings | None = None) -> LoadedTasks:
     """The tasks of these names, in the form that lm-evaluation-harness's `evaluate` takes.
+
+    They are loaded again if a file of the user changes that they were read from.
 
     Args:
         names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such as
             `mgsm_*_sw`; those over downloaded files, such as `flores_eng_Latn-swh_Latn`; and the harness's tasks,
             groups and tags. `NAME@2` has 2 shots whatever the
-            settings say, and keeps this name in all results.
+            settings say, and keeps this name in all results. Or loaded tasks, which are returned as they are.
         settings: tasks depend on `num_fewshot`, `gen_kwargs`, `include_path`, `trust_task_code` and
             `confirm_run_unsafe_code`.
     """
+    if isinstance(names, dict):
+        return names
     settings = settings or Settings()
     check_task_names(names, settings.include_path)
     by_shots: dict[str, list[str]] = {}
@@ -140,7 +145,7 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
         stem, shots = split_shots(name)
         by_shots.setdefault(f"@{shots}" if shots is not None else "", []).append(stem)
     problems = Problems(ArgumentError)
-    loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+    loaded: LoadedTasks = {"tasks": {}, "groups": {}}
     for suffix, stems in by_shots.items():
         with problems.collect():
             alike = _load_alike(stems, settings, suffix)
@@ -156,7 +161,7 @@ def split_shots(name: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (name, None)
 
 
-def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[str, Any]:
+def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> LoadedTasks:
     """Tasks with the same number of shots: that of the suffix of their names, else that of the settings."""
     num_fewshot = int(suffix[1:]) if suffix else settings.num_fewshot
     include_path = None if settings.include_path is None else expand(settings.include_path)
@@ -174,7 +179,7 @@ def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[s
     generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
     include = str(include_path) if include_path else None
     consent = settings.confirm_run_unsafe_code, settings.trust_task_code
-    return _load(resolved, tuple(local.items()), num_fewshot, suffix, generation, include, *consent)
+    return _kept(_Requested(resolved, tuple(local.items()), num_fewshot, suffix, generation, include, *consent))
 
 
 class _TaskNames(NamedTuple):
@@ -213,8 +218,65 @@ def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, 
             )
 
 
-# A loop over compositions loads the same tasks again and again, and the harness's data take seconds.
-@lru_cache(maxsize=16)
+class _Requested(NamedTuple):
+    """Tasks to load, and the settings on which they depend."""
+
+    names: _TaskNames
+    local: tuple[tuple[str, Path], ...]
+    num_fewshot: int | None
+    suffix: str
+    generation: str
+    include_path: str | None
+    unsafe_code: bool
+    trust_task_code: bool
+
+
+class _Kept(NamedTuple):
+    """Loaded tasks, with the stamps of the user's files that they were read from."""
+
+    loaded: LoadedTasks
+    tasks: Stamps
+    data: Stamps
+
+
+_KEPT: dict[_Requested, _Kept] = {}
+_MOST_KEPT = 16
+
+
+def _kept(requested: _Requested) -> LoadedTasks:
+    """The tasks, loaded again only if the user's files changed.
+
+    A loop over compositions needs the same tasks again and again, and the harness's data take seconds.
+    """
+    folders = {*(folder for _, folder in requested.local), *map(Path, filter(None, [requested.include_path]))}
+    now = stamps(path for folder in sorted(folders) for path in files_in(folder))
+    kept = _KEPT.pop(requested, None)
+    if kept is None or kept.tasks != now or kept.data != stamps(path for path, *_ in kept.data if path.is_file()):
+        loaded = _load(*requested)
+        kept = _Kept(loaded, now, stamps(sorted(_data_files(loaded["tasks"].values()))))
+    _KEPT[requested] = kept
+    if len(_KEPT) > _MOST_KEPT:
+        del _KEPT[next(iter(_KEPT))]  # the one that was needed longest ago
+    return kept.loaded
+
+
+def _data_files(tasks: Iterable[Any]) -> set[Path]:
+    """The files on this machine that tasks name as their data."""
+    found: set[Path] = set()
+    for task in tasks:
+        options = task.config.dataset_kwargs or {}
+        named = [task.config.dataset_path, *(options.get(key) for key in ("data_files", "data_dir"))]
+        for value in named:  # grows while it is read
+            if isinstance(value, Mapping):
+                named += value.values()
+            elif isinstance(value, list | tuple):
+                named += value
+            elif isinstance(value, str | Path):
+                for place in map(Path, glob.glob(str(value), recursive=True) or [str(value)]):
+                    found.update(files_in(place) if place.is_dir() else [place] if place.is_file() else [])
+    return found
+
+
 def _load(
     resolved: _TaskNames,
     local: tuple[tuple[str, Path], ...],
@@ -224,7 +286,7 @@ def _load(
     include_path: str | None,
     unsafe_code: bool,
     trust_task_code: bool,
-) -> dict[str, Any]:
+) -> LoadedTasks:
     from adapterswap.evaluation.harness import add_normalized, build_mgsm_task
 
     tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in resolved.mgsm}

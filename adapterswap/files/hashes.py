@@ -37,6 +37,15 @@ def fingerprint(path: Path, *, most: int = _MOST, block: int = _BLOCK) -> str:
     return digest.hexdigest()
 
 
+Stamps = tuple[tuple[Path, int, int, int, int], ...]
+
+
+def stamps(paths: Iterable[Path]) -> Stamps:
+    """What changes if one of these files is changed or replaced, without reading them."""
+    stats = ((path, path.stat()) for path in paths)
+    return tuple((path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for path, s in stats)
+
+
 def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:
     """The fingerprints of the files in a folder that match one of the patterns, by name."""
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}

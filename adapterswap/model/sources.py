@@ -31,7 +31,7 @@ from adapterswap.errors import (
     printable,
     reason_of,
 )
-from adapterswap.files.hashes import fingerprint
+from adapterswap.files.hashes import Stamps, fingerprint, stamps
 from adapterswap.files.text import exists, expand, is_folder, read_json, shown
 
 # The files by which adapters, full weights, training runs and results of adapterswap are known.
@@ -412,14 +412,13 @@ def base_fingerprints(folder: Path) -> dict[str, str]:
     """
     single = folder / MODEL_WEIGHTS
     paths = [single] if single.is_file() else sorted(folder.glob(_ALL_WEIGHTS))
-    stats = [(path, path.stat()) for path in paths if path.is_file()]
-    return dict(_fingerprints(tuple((path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for path, s in stats)))
+    return dict(_fingerprints(stamps(path for path in paths if path.is_file())))
 
 
 @lru_cache(maxsize=16)
-def _fingerprints(stamps: tuple[tuple[Path, int, int, int, int], ...]) -> dict[str, str]:
-    """The fingerprints of files, by name; `stamps` tell whether they changed."""
-    return {path.name: fingerprint(path) for path, *_ in stamps}
+def _fingerprints(files: Stamps) -> dict[str, str]:
+    """The fingerprints of files, by name."""
+    return {path.name: fingerprint(path) for path, *_ in files}
 
 
 def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:

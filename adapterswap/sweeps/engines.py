@@ -58,10 +58,7 @@ def asked_of_all(prepared: PreparedSweep) -> Asked:
 
 def _generating(prepared: PreparedSweep) -> frozenset[str]:
     """The tasks whose answers are generated."""
-    from adapterswap.evaluation.tasks import load_tasks
-
-    loaded = load_tasks(list(prepared.tasks), prepared.settings)["tasks"]
-    return frozenset(name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until")
+    return frozenset(name for name, task in prepared.harness_tasks.items() if task.OUTPUT_TYPE == "generate_until")
 
 
 def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
@@ -198,7 +195,7 @@ def _asked(
 ) -> tuple[Questions, tuple[Request, ...]]:
     from adapterswap.evaluation.asking import Questions
 
-    questions = Questions(prepared.base, tasks, prepared.settings, documents)
+    questions = Questions(prepared.base, prepared.loaded(tasks), prepared.settings, documents)
     return questions, questions.requests()
 
 

@@ -143,7 +143,7 @@ class LocalJudge:
             model = self._model
             switched = time.perf_counter()
             evaluation = evaluate(
-                model, tokenizer, tasks, prepared.settings,
+                model, tokenizer, prepared.loaded(tasks), prepared.settings,
                 documents=documents, processes=self._processes, on_progress=on_progress,
             )  # fmt: skip
             seconds = {"switch": switched - started, "evaluate": time.perf_counter() - switched}

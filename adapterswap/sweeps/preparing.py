@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,14 @@ from adapterswap.errors import (
 )
 from adapterswap.evaluation.languages import check_languages, language_of
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.tasks import check_task_names, load_tasks, task_files, task_fingerprint
+from adapterswap.evaluation.tasks import (
+    LoadedTasks,
+    check_task_names,
+    load_tasks,
+    split_shots,
+    task_files,
+    task_fingerprint,
+)
 from adapterswap.experts.adapter import Adapter, open_expert
 from adapterswap.files.hashes import sha256_of
 from adapterswap.model.checkpoints import MODEL_CONFIG, Checkpoint, model_fingerprints, open_checkpoint
@@ -41,8 +48,14 @@ from adapterswap.writing.outputs import Form
 _OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers as numbers
 
 
-def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo]]:
-    """The tasks that a recipe names, and the tasks of each language expert's pairs."""
+def named_tasks(recipe: SweepRecipe) -> dict[str, None]:
+    """The tasks, groups and patterns that a recipe names, once each."""
+    listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
+    return dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
+
+
+def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo], dict[str, Any]]:
+    """The tasks of each language expert's pairs; all tasks that a recipe names; and the harness's own."""
     groups = target_groups(recipe)
     problems = Problems(FieldError)
     loaded: dict[str, dict[str, Any]] = {}  # the recipe's names, joined → tasks
@@ -58,6 +71,7 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
     retention = load(recipe.retention) if recipe.retention else ()
     problems.raise_if_any()
     known = {name: task for tasks in loaded.values() for name, task in tasks.items()}
+    _check_own_settings({name: task for name, task in known.items() if name not in named_tasks(recipe)}, settings)
     if settings.language_fidelity:
         check_languages(known)
     targets = dict.fromkeys(task for tasks in target.values() for task in tasks)
@@ -88,7 +102,22 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
             parameter="settings.engine",
         )
     _check_directions([info for info in infos.values() if info.role == "target"])
-    return SweepTasks(target, retention), infos
+    return SweepTasks(target, retention), infos, {name: known[name] for name in infos}
+
+
+def _check_own_settings(grouped: Mapping[str, Any], settings: Settings) -> None:
+    """Refuse groups that change the settings of their tasks: a table's rows have the names of single tasks."""
+    problems = Problems(FieldError)
+    for name, task in load_tasks(list(grouped), settings)["tasks"].items() if grouped else ():
+        if task_fingerprint(task) != task_fingerprint(grouped[name]):
+            shots = grouped[name].get_config("num_fewshot")
+            problems.add(
+                f"a group in the recipe changes the settings of its task {name}",
+                f"Name the task itself instead, with its shots ({split_shots(name)[0]}@{shots or 0}), or write a task "
+                "file for it (`include_path`)",
+                parameter="tasks",
+            )
+    problems.raise_if_any()
 
 
 def _check_directions(targets: Sequence[TaskInfo]) -> None:
@@ -162,6 +191,8 @@ class PreparedSweep:
         experts: name in compositions → adapter or full checkpoint.
         sides: the same names → task, language, another role, or the expert's row of `extra`.
         tasks: name → task.
+        harness_tasks: the same names → the harness's own tasks, loaded once: a change of their files does not affect
+            a run.
         settings: how tasks are evaluated.
         grid: the cells.
         plans: cell → its plan, made when it is read; None for the base.
@@ -175,10 +206,16 @@ class PreparedSweep:
     experts: Mapping[str, Expert]
     sides: Mapping[str, str]
     tasks: Mapping[str, TaskInfo]
+    harness_tasks: Mapping[str, Any]
     settings: Settings
     grid: Grid
     plans: Plans
     described: Mapping[str, Any]
+
+    def loaded(self, names: Iterable[str] | None = None) -> LoadedTasks:
+        """These tasks, or all, in the form of `load_tasks`."""
+        chosen = self.harness_tasks if names is None else {name: self.harness_tasks[name] for name in names}
+        return {"tasks": dict(chosen), "groups": {}}
 
     @property
     def adapters(self) -> dict[str, Adapter]:
@@ -228,9 +265,7 @@ def prepare(
             (`UnsupportedError`), a task is unknown or a setting out of range (`ArgumentError`, `FieldError`), or a
             composition does not fit the experts (`CompositionError`).
     """
-    listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
-    named = dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
-    check_task_names(list(named), recipe.settings.include_path)  # first, because it is quick
+    check_task_names(list(named_tasks(recipe)), recipe.settings.include_path)  # first, because it is quick
     problems = Problems(FieldError)
     places: dict[str, tuple[str, str]] = {}
     for role, members in recipe.by_role.items():
@@ -251,7 +286,7 @@ def prepare(
     with problems.collect():
         settings.check(base.tokenizer)
     with problems.collect():
-        tasks_of_sweep, tasks = find_tasks(recipe, settings)
+        tasks_of_sweep, tasks, harness_tasks = find_tasks(recipe, settings)
     with problems.collect():
         num_layers = _num_layers(base, recipe.num_layers)
     problems.raise_if_any()
@@ -264,7 +299,7 @@ def prepare(
     plans.check(problems)
     problems.raise_if_any()
     sides = {name: side for name, (_, side) in places.items()}
-    prepared = PreparedSweep(recipe, base, num_layers, experts, sides, tasks, settings, grid, plans, {})
+    prepared = PreparedSweep(recipe, base, num_layers, experts, sides, tasks, harness_tasks, settings, grid, plans, {})
     return replace(prepared, described=_describe(prepared))
 
 

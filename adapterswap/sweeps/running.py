@@ -91,7 +91,7 @@ def estimate(
     from adapterswap.evaluation.evaluating import preview
 
     grid, base, findings = prepared.grid, prepared.base, findings or Findings()
-    previews = preview(base.tokenizer, base.config, list(prepared.tasks), prepared.settings)
+    previews = preview(base.tokenizer, base.config, prepared.loaded(), prepared.settings)
     requests = {task.name: task.num_requests for task in previews}
     tokens = {task.name: task.num_requests * (task.max_gen_toks or 0) for task in previews}
 

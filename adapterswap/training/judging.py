@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from adapterswap.errors import FieldError, Problems, RunError, UnsupportedError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.evaluating import preview
-from adapterswap.evaluation.tasks import load_tasks, task_files, task_fingerprint
+from adapterswap.evaluation.tasks import LoadedTasks, load_tasks, task_files, task_fingerprint
 from adapterswap.files.folders import replacing, sync_folder
 from adapterswap.files.text import read_json
 from adapterswap.model.loading import OpenedBase
@@ -51,6 +51,7 @@ class Examination:
         documents, requests: how many each checkpoint answers, over all tasks.
         settings: the settings of the evaluation.
         fingerprints: hashes of the tasks, and of the files of `include_path`.
+        loaded: the tasks themselves: a change of their files does not affect a run.
     """
 
     metrics: Mapping[str, tuple[str, str]]
@@ -58,6 +59,7 @@ class Examination:
     requests: int
     settings: Settings
     fingerprints: Mapping[str, str]
+    loaded: LoadedTasks
 
 
 def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> Examination:
@@ -65,8 +67,8 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
     options = recipe.judged_by
     assert options is not None
     settings = options.as_settings(recipe.folder, trust_task_code=trust_task_code)
-    previews = preview(base.tokenizer, base.config, options.tasks, settings)
     loaded = load_tasks(options.tasks, settings)
+    previews = preview(base.tokenizer, base.config, loaded, settings)
     problems = Problems(FieldError)
     for task in previews if not options.truncate else ():
         budget = task.max_gen_toks
@@ -98,7 +100,7 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
     problems.raise_if_any()
     documents, requests = sum(task.num_docs for task in previews), sum(task.num_requests for task in previews)
     prints = {f"task {name}": task_fingerprint(task) for name, task in loaded["tasks"].items()}
-    return Examination(metrics, documents, requests, settings, {**prints, **task_files(settings.include_path)})
+    return Examination(metrics, documents, requests, settings, {**prints, **task_files(settings.include_path)}, loaded)
 
 
 def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
@@ -217,7 +219,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _judge(self, state: Any) -> dict[str, Any]:
         examination = self._examination
-        result = evaluate(self._trainer.model, self._tokenizer, self._options.tasks, examination.settings)
+        result = evaluate(self._trainer.model, self._tokenizer, examination.loaded, examination.settings)
         scores = {}
         for name, (metric, filter_name) in examination.metrics.items():
             score = (result.groups.get(name) or result.tasks[name]).score(filter_name, metric)

@@ -201,6 +201,36 @@ def test_an_edited_function_is_the_one_that_runs(tasks: Tasks) -> None:
     assert not [*tasks.folder.rglob("*.pyc")]
 
 
+def test_changed_files_are_read_again(tasks: Tasks) -> None:
+    """In one process, as in a notebook: a task file, a file that it includes, its data, and a new task."""
+    settings = Settings(include_path=tasks.folder)
+
+    def loaded(name: str = "own_changing") -> tuple[str, int]:
+        task = load_tasks([name], settings)["tasks"][name]
+        return task.config.doc_to_text, len(task.eval_docs)
+
+    data, file = tasks.folder / "data.json", tasks.folder / "changing.yaml"
+    shared = tasks.folder / "shared.inc"
+    data.write_text('{"text": "a b"}\n')
+    shared.write_text((tasks.folder.parent / "plain.inc").read_text().replace("rows.json", "tasks/data.json"))
+    file.write_text("task: own_changing\ninclude: shared.inc\ndoc_to_text: one\n")
+    assert loaded() == ("one", 1)
+    file.write_text("task: own_changing\ninclude: shared.inc\ndoc_to_text: two\n")
+    assert loaded() == ("two", 1)
+    data.write_text('{"text": "a b"}\n{"text": "c d"}\n')
+    assert loaded() == ("two", 2)
+    outside = tasks.folder.parent / "elsewhere.json"
+    outside.write_text('{"text": "a b"}\n' * 3)
+    shared.write_text(shared.read_text().replace("tasks/data.json", "elsewhere.json"))
+    assert loaded() == ("two", 3)
+    outside.write_text('{"text": "a b"}\n' * 4)
+    assert loaded() == ("two", 4)
+    (tasks.folder / "new.yaml").write_text("task: own_new\ninclude: shared.inc\n")
+    assert loaded("own_new")[1] == 4
+    for path in (data, file, shared, outside, tasks.folder / "new.yaml"):
+        path.unlink()
+
+
 def test_every_place_is_named(tasks: Tasks) -> None:
     with refused(ArgumentError, "trust_task_code") as result:
         load_tasks(["own_group", "own_included", "own_metric"], Settings(include_path=tasks.folder))
