@@ -175,9 +175,13 @@ def _show(
     as_json: bool,
 ) -> None:
     """Print what will be served, the command of the engine, and a request."""
+    from adapterswap.errors import Problems
+    from adapterswap.planning.base import with_chains
     from adapterswap.serving.vllm import other_bases
 
-    manifest, cache = composer.manifest, composer.cache.root
+    manifest, cache, problems = composer.manifest, composer.cache.root, Problems()
+    _, unchecked = with_chains(experts, manifest.chains, problems, recorded=False)
+    problems.raise_if_any()  # a chain must not fail at its first request
     example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
     curl = f"curl {launch.url}/v1/completions{shown.key} -H 'Content-Type: application/json' -d '{body}'"
@@ -191,7 +195,10 @@ def _show(
     for name, adapter in experts.items():
         rank = f"rank {shown.ranks[name]}, " if shown.ranks else ""
         note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
-    for line in other_bases(experts, composer.base_model):
+    lowest = {
+        name: experts[name] for name in experts if not any(name in parts[1:] for parts in manifest.chains.values())
+    }
+    for line in (*other_bases(lowest, composer.base_model), *unchecked):
         note(f"Warning: {line}")
     if manifest.skipped:
         note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")

@@ -56,6 +56,26 @@ def unit_of(cell: Cell) -> Unit:
     return task, language, cell.short.partition("@")[0] if alone else None, others
 
 
+def rungs_of(run: Run) -> dict[str, tuple[str, int]]:
+    """Each expert that is a checkpoint of a ladder → the ladder and the step."""
+    return {
+        name: (ladder, int(step))
+        for name, described in run.described.get("experts", {}).items()
+        for ladder, _, step in [name.rpartition("-")]
+        if step.isdecimal() and described.get("source") == f"checkpoint-{step}"
+    }
+
+
+def as_trained(units: Iterable[Unit], run: Run) -> list[Unit]:
+    """The units by training runs: checkpoints of one run are not independent experts, so a ladder is one."""
+    rungs = rungs_of(run)
+
+    def run_of(side: str | None) -> str | None:
+        return side and "+".join(rungs.get(name, (name,))[0] for name in side.split("+"))
+
+    return [(run_of(task), run_of(language), variant, run_of(others)) for task, language, variant, others in units]
+
+
 def has_split(task: TaskInfo) -> bool:
     """Whether configurations can be selected on some documents and reported on others."""
     return bool(task.select and task.report)

@@ -11,6 +11,7 @@ from adapterswap.evaluation.languages import METRIC, is_same_language
 from adapterswap.reporting.choosing import (
     Choice,
     Unit,
+    as_trained,
     choices,
     has_split,
     matching,
@@ -232,8 +233,8 @@ def _row(
         choice.label,
         choice.expected,
         tasks.get(task.name),
-        _interval(choice, task, draws, seed),
-        _difference(task, choice, table_choice(all_choices, reference, choice.kind), draws, seed),
+        _interval(run, choice, task, draws, seed),
+        _difference(run, task, choice, table_choice(all_choices, reference, choice.kind), draws, seed),
         tasks,
         english[0] if english else None,
         sum(language_means) / len(language_means)
@@ -272,8 +273,8 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
     return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means))
 
 
-def _interval(choice: Choice, task: TaskInfo, draws: int, seed: int) -> tuple[float, float] | None:
-    units = list(choice.cells)
+def _interval(run: Run, choice: Choice, task: TaskInfo, draws: int, seed: int) -> tuple[float, float] | None:
+    units = as_trained(choice.cells, run)
     docs = [cell.results[task.name].docs for cell in choice.cells.values()]
     common = [doc for doc in reported(task) if docs and all(doc in scores for scores in docs)]
     if not common:
@@ -288,7 +289,7 @@ def _interval(choice: Choice, task: TaskInfo, draws: int, seed: int) -> tuple[fl
 
 
 def _difference(
-    task: TaskInfo, choice: Choice, reference: Choice | None, draws: int, seed: int
+    run: Run, task: TaskInfo, choice: Choice, reference: Choice | None, draws: int, seed: int
 ) -> ScoreDifference | None:
     if reference is None or not choice.cells or choice.family == reference.family:
         return None
@@ -303,8 +304,9 @@ def _difference(
             return None
         mean = sum(value for _, value in differences) / len(differences)
         return ScoreDifference(reference.label, len(differences), mean, None, None, (), differences)
-    interval = bootstrap(values, units, draws=draws, seed=seed)
-    over = () if interval.low is None else _varying(units)
+    trained = as_trained(units, run)
+    interval = bootstrap(values, trained, draws=draws, seed=seed)
+    over = () if interval.low is None else _varying(trained)
     by_unit = tuple(zip(units, values.mean(1).tolist(), strict=True))
     return ScoreDifference(reference.label, len(units), interval.mean, interval.low, interval.high, over, by_unit)
 

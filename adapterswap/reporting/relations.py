@@ -11,11 +11,13 @@ from adapterswap.planning.composition import Composition
 from adapterswap.reporting.choosing import (
     Choice,
     Unit,
+    as_trained,
     choices,
     full_units,
     has_split,
     is_single,
     matching,
+    rungs_of,
     score,
     table_choice,
     unit_of,
@@ -134,7 +136,11 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
     labels = {family: " or ".join(names) for family, names in kinds.items()}
     ranked = [family for family in labels if len(table.get(family, ())) * 2 >= len(settings)]
     complete = [setting for setting in settings if all(setting in table[family] for family in ranked)]
-    scores = [[table[family][setting] for family in ranked] for setting in complete]
+    trained: dict[tuple[str, Unit], list[list[float]]] = {}  # a mean over the checkpoints of a ladder is one setting
+    for task_name, unit in complete:
+        row = [table[family][task_name, unit] for family in ranked]
+        trained.setdefault((task_name, as_trained([unit], run)[0]), []).append(row)
+    scores = [[sum(column) / len(rows) for column in zip(*rows, strict=True)] for rows in trained.values()]
     ranks = rank(scores, [labels[family] for family in ranked], labels.get(reference))
     if ranks is None:
         return None
@@ -183,6 +189,8 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
                 ]
                 if len(points) > 1:
                     numbers = correlate([x for _, x, _ in points], [y for _, _, y in points])
+                    if len({*as_trained(means, run)}) < len(means):  # checkpoints of one run are not independent
+                        numbers = replace(numbers, pearson_p=None, spearman_p=None)
                     computed.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
         pearson = _corrected([indicator.correlation.pearson_p for indicator in computed])
         spearman = _corrected([indicator.correlation.spearman_p for indicator in computed])
@@ -238,12 +246,7 @@ def _ladder_grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
 
     A pair has the score of the family's configuration in tables, on all documents.
     """
-    steps = {
-        name: (ladder, int(step))
-        for name, described in run.described.get("experts", {}).items()
-        for ladder, _, step in [name.rpartition("-")]
-        if step.isdecimal() and described.get("source") == f"checkpoint-{step}"
-    }
+    steps = rungs_of(run)
     found = []
     for choice in _one_per_family(choices(run, target)):
         pairs: dict[tuple[str, str], list[GridCell]] = {}

@@ -14,7 +14,6 @@ all of them.
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
 from adapterswap.sweeps.grid import Assignment, Cell, composition_of
 from adapterswap.sweeps.preparing import PreparedSweep
-from adapterswap.sweeps.results import CellResult, TaskValue
+from adapterswap.sweeps.results import LARGEST, CellResult, TaskValue
 
 if TYPE_CHECKING:
     from adapterswap.evaluation import EvaluationResult
@@ -235,7 +234,7 @@ def as_judged(
 
 
 def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:
-    """The scores of one evaluation, as recorded; numbers that JSON cannot represent become None."""
+    """The scores of one evaluation, as recorded; what is no finite number, or a huge one, becomes None."""
     plain = {task["name"]: task["scores"] for task in evaluation.as_json()["tasks"]}
     values = {}
     for name, task in evaluation.tasks.items():
@@ -249,13 +248,17 @@ def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, 
         }
         if not prepared.tasks[name].averaged:  # a perplexity's documents have log-likelihoods, of which more is better
             docs = {}
-        plain_scores = {key: score["value"] for key, score in scores.items()}
-        value, stderr = primary["value"], primary["stderr"]
-        if not all(map(math.isfinite, docs.values())):  # without the score of a document the mean cannot be compared
+        plain_scores = {key: _usable(score["value"]) for key, score in scores.items()}
+        value, stderr = _usable(primary["value"]), _usable(primary["stderr"])
+        if None in map(_usable, docs.values()):  # without the score of a document the mean cannot be compared
             value, stderr, docs = None, None, {}
             plain_scores[f"{metric},{filter_name}"] = None
         values[name] = TaskValue(value, stderr, plain_scores, docs, task.cut)
     return values
+
+
+def _usable(score: float | None) -> float | None:
+    return score if score is not None and abs(score) <= LARGEST else None  # NaN is not
 
 
 def _samples(evaluation: EvaluationResult) -> Iterator[dict[str, Any]]:

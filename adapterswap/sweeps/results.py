@@ -22,7 +22,8 @@ from adapterswap.errors import DataError, NotFoundError
 from adapterswap.files.text import exists, expand, open_regular, read_json
 from adapterswap.sweeps.grid import Assignment, Carrier, Cell
 
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+LARGEST = 1e50  # in size: fourth powers of larger scores overflow in statistics
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
 _IF_KNOWN = Field(exclude_if=lambda value: value is None)
 
 
@@ -61,7 +62,7 @@ class TaskValue(Carrier):
     """The scores of one cell on one task.
 
     Attributes:
-        value: the primary score over all documents; None if it is not a finite number.
+        value: the primary score over all documents; None if it is not a finite number of at most `LARGEST` in size.
         stderr: its standard error; None if it is unknown.
         scores: every score, by `metric,filter`.
         docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++, perplexity),
@@ -308,9 +309,9 @@ def read_run(folder: str | Path) -> Run:
     results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
     by_id = {cell.cell: cell for cell in cells}
     for number, result in enumerate(results, 1):
-        if by_id.get(result.cell.cell) != result.cell or set(result.results) != set(result.cell.tasks):
+        if by_id.pop(result.cell.cell, None) != result.cell or set(result.results) != set(result.cell.tasks):
             raise DataError(
-                f"{folder / CELLS}: line {number} has another cell or other tasks than this sweep",
+                f"{folder / CELLS}: line {number} repeats a cell, or has another cell or other tasks than this sweep",
                 "Delete that line, and run the same sweep again",
             )
     return Run(folder, described, tasks, cells, results, rungs)

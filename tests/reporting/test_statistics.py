@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,10 @@ from scipy import stats
 
 from adapterswap.reporting import statistics
 from adapterswap.reporting.statistics import bootstrap, correlate, standard_error
+from adapterswap.sweeps.results import read_run
+
+from .crafting import craft, recipe
+from .reading import reported
 
 PAIRS = [(f"m{i}", f"s{j}") for i in range(3) for j in range(3)]
 SEEDS = [(str(i),) for i in range(5)]
@@ -216,3 +221,33 @@ def test_never_nan(points: list[tuple[float, float]]) -> None:
     result = correlate([x for x, _ in points], [y for _, y in points])
     for value in (result.pearson, result.pearson_p, result.spearman, result.spearman_p):
         assert value is None or math.isfinite(value)
+
+
+def test_checkpoints_of_one_run_are_one_expert(tmp_path: Path) -> None:
+    """Intervals, ranks and indicators do not take a ladder's checkpoints for independent experts."""
+    rungs = {side: [f"{side}-{step}" for step in (1, 2, 3)] for side in ("math", "sw")}
+    requested = recipe(task_experts={name: name for name in rungs["math"]},
+                       language_experts={name: name for name in rungs["sw"]})  # fmt: skip
+    sources = {name: {"source": f"checkpoint-{name[-1]}"} for names in rungs.values() for name in names}
+    apart = reported(craft(tmp_path / "apart", requested))
+    run = craft(tmp_path / "run", requested, changed={"experts": sources})
+    report = reported(run)
+    both = [target.rows for found in (apart, report) for target in found.targets]
+    for other, own in zip(*both, strict=True):
+        assert own.spread == other.spread
+        if own.difference is not None and other.difference is not None:
+            assert (own.difference.mean, own.difference.by_unit) == (other.difference.mean, other.difference.by_unit)
+            assert (own.difference.over, "documents" in other.difference.over) == (("documents",), True)
+    found = read_run(run)
+    task = next(iter(found.tasks.values()))
+    soups = [result.results[task.name].docs for result in found.results if result.cell.family == "soup"]
+    means = np.mean([[docs[doc] for doc in task.report] for docs in soups], axis=0)  # over pairs, then documents drawn
+    expected = bootstrap(means, draws=200)
+    (interval,) = [own.interval for own in both[1] if own.family == "soup"]
+    assert interval == pytest.approx((expected.low, expected.high))
+    assert apart.ranking is not None
+    assert apart.ranking.ranks.p is not None
+    assert report.ranking is None  # one setting
+    values = [each.correlation for each in report.indicators]
+    assert [each.spearman for each in values] == [each.correlation.spearman for each in apart.indicators]
+    assert not any(each.pearson_p or each.spearman_p for each in values)

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from peft import PeftModel
 from refusals import refused
 
+import adapterswap
 from adapterswap.errors import ArgumentError, RunError
 from adapterswap.serving import Cache, NamedComposer, plugin, read_manifest
 from adapterswap.serving.vllm import ManifestOnly, plan_launch, value_of
 
-from .conftest import make_expert
+from .conftest import load, make_expert
 
 Serve = Callable[..., Result]
 
@@ -411,3 +413,25 @@ def test_the_list_of_models_has_the_allowed_names(
 def test_other_answers_to_the_list_of_models_are_unchanged(status: int, body: bytes) -> None:
     start, sent = listed(status, body)
     assert (start["status"], sent) == (status, body)
+
+
+@pytest.mark.parametrize("order", [("math", "top"), ("top", "math")])
+def test_a_chain_is_checked_when_the_server_starts(
+    serve: Serve, served_base: Callable[[str], Path], experts: Path, tmp_path: Path, order: tuple[str, str]
+) -> None:
+    """What no record says is a note; an order that contradicts a record is an error before any request."""
+    base = served_base("llama")
+    PeftModel.from_pretrained(load(base), experts / "math").merge_and_unload().save_pretrained(tmp_path / "merged")
+    make_expert(tmp_path / "merged", tmp_path / "unrecorded", seed=9, r=2)
+    make_expert(adapterswap.merge(experts / "math", base, out_path=tmp_path / "ours"), tmp_path / "top", seed=9, r=2)
+    places = {"math": str(experts / "math"), "top": str(tmp_path / "top")}
+    manifest = tmp_path / "experts.yaml"
+    manifest.write_text(json.dumps({"experts": {"tutor": {"chain": [places[name] for name in order]}}}))
+    result = serve(experts_path=manifest)
+    assert (result.exit_code, "not trained on top" in result.stderr) == (
+        (0, False) if order[0] == "math" else (3, True)
+    )
+    manifest.write_text(json.dumps({"experts": {"tutor": {"chain": [places["math"], str(tmp_path / "unrecorded")]}}}))
+    result = serve(experts_path=manifest)
+    assert (result.exit_code, result.stderr.count("Not checked whether")) == (0, 1)
+    assert "is assumed to be the same" not in result.stderr  # the upper adapter's base is not meant to be the same

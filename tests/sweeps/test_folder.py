@@ -323,3 +323,15 @@ def test_other_folders_are_refused(run: Path, tmp_path: Path) -> None:
     (run / "prompts" / "a.jsonl").write_text("{")
     with refused(DataError):
         read_prompts(run, "a")
+
+
+def test_a_repeated_line_and_a_huge_score_are_refused(run: Path) -> None:
+    path = run / "cells.jsonl"
+    written = path.read_text()
+    path.write_text(written + written.splitlines(keepends=True)[0])
+    with refused(DataError, match=f"line {len(written.splitlines()) + 1} repeats"):
+        read_run(run)
+    path.write_text(written)
+    edited(lambda cell: scores(cell).update(value=1e300))(run)
+    with refused(DataError, match="line 2"):
+        read_run(run)

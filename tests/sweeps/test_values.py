@@ -32,3 +32,16 @@ def test_a_document_without_a_score_leaves_its_cell_without_one(odd: float, mean
     samples[1].scores["none"]["acc"] = 1.0
     (value,) = _values(result, prepared).values()
     assert value.docs == {0: 1.0, 1: 1.0, 2: 0.0}
+
+
+def test_a_score_whose_powers_overflow_counts_as_none() -> None:
+    """A broken model's perplexity, which statistics could not square."""
+    info = TaskInfo(NAME, "target", "sw", ("word_perplexity", "none"), False, 1, (), (0,), averaged=False)
+    scores = [{"metric": "word_perplexity", "filter": "none", "value": 1e300, "stderr": 1e299}]
+    result: Any = SimpleNamespace(
+        as_json=lambda: {"tasks": [{"name": NAME, "scores": scores}]},
+        tasks={NAME: SimpleNamespace(name=NAME, cut=None)},
+        samples=[],
+    )
+    (value,) = _values(result, SimpleNamespace(tasks={NAME: info})).values()  # type: ignore[arg-type]
+    assert (value.value, value.stderr, value.scores) == (None, None, {"word_perplexity,none": None})
