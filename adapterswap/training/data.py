@@ -9,8 +9,9 @@ the whole. All sources are joined, shuffled with the data seed, and the validati
 from __future__ import annotations
 
 import csv
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -56,13 +57,13 @@ def draw_rows(
         nonlocal rows_read
         for row in stream.shuffle(seed=seed, buffer_size=_BUFFER):
             rows_read += 1
-            if all(row[column] in values for column, values in allowed.items()):
+            if all(row.get(column) in values for column, values in allowed.items()):
                 yield row
 
     for _, row in zip(range(samples), rows(), strict=False):
         for column, values in drawn.items():
-            values.append(row[column])
-    return datasets.Dataset.from_dict(drawn), rows_read
+            values.append(row.get(column))
+    return datasets.Dataset.from_dict({column: _alike(values) for column, values in drawn.items()}), rows_read
 
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -127,7 +128,7 @@ def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int
     """`samples` rows of a stream, as a datasets.Dataset."""
 
     def draw() -> tuple[Any, int]:
-        columns = stream.column_names or list(next(iter(stream), {}))
+        columns = stream.column_names or list(dict.fromkeys(key for row in stream.take(_BATCH) for key in row))
         _check_columns(source, columns)
         allowed_values = {column: _values(allowed) for column, allowed in source.filter.items()}
         named = list(dict.fromkeys(name for _, name in _named_columns(source)))
@@ -152,7 +153,7 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
     if local.is_file() or (local.is_dir() and source.data_files):
         files = [local] if local.is_file() else [local / expand(name) for name in _as_list(source.data_files)]
         counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
-        return _attempt(source, lambda: _read(files, source.split, streaming=source.streaming))
+        return _attempt(source, lambda: _read(files, source))
     if local.is_dir():
         raise DataError(
             f"the dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
@@ -169,20 +170,70 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
     return _attempt(source, lambda: datasets.load_dataset(source.path, split=source.split, **arguments))
 
 
-def _read(files: Sequence[Path], split: str, *, streaming: bool) -> Any:
+def _read(files: Sequence[Path], source: DatasetSource) -> Any:
     """The rows of local files of one kind."""
     import datasets
 
-    builder = _builder(files)
+    builder, split = _builder(files), source.split
     options = _csv_options(files[0]) if builder == "csv" else {}
     names = [str(file) for file in files]
-    if streaming:
+    if source.streaming:
+        if builder == "json" and split == "train":
+            return datasets.IterableDataset.from_generator(_json_rows, gen_kwargs={"names": names})
         return datasets.load_dataset(builder, data_files=names, split=split, streaming=True, **options)
+    if builder == "json":
+        return _json_table(names, split, source)
     # A temporary cache, removed once the rows are in memory: the user's own cache is for downloads.
     with scratch_folder("rows") as cache:
         return datasets.load_dataset(
             builder, data_files=names, split=split, cache_dir=str(cache), keep_in_memory=True, **options
         )
+
+
+def _json_rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of JSON files, which hold a list or a row in each line; NaN, which JSON lacks, is a missing value.
+
+    `datasets` infers types: 18 beside 3.5 becomes 18.0, "007" beside 5 becomes 7, and a date becomes a time.
+    """
+    decode = json.JSONDecoder(parse_constant=lambda _: None).decode
+    for name in names:
+        with open(name, encoding="utf-8-sig") as file:
+            begins = file.read(1)
+            file.seek(0)
+            lines: Iterable[Any] = decode(file.read()) if begins == "[" else (decode(ln) for ln in file if ln.strip())
+            for number, row in enumerate(lines, 1):
+                if not isinstance(row, dict):
+                    raise ValueError(f"row {number} of {Path(name).name} is not an object with columns")
+                yield row
+
+
+def _json_table(names: Sequence[str], split: str, source: DatasetSource) -> Any:
+    """The rows of JSON files as a datasets.Dataset; columns that the recipe does not name are empty."""
+    import datasets
+
+    columns: dict[str, list[Any]] = {}
+    named, number = _named_columns(source), 0
+    needed = {name for _, name in named}
+    for row in _json_rows(names):
+        columns |= {key: [None] * number for key in row if key not in columns}
+        for key, values in columns.items():
+            values.append(row.get(key) if key in needed else None)
+        number += 1
+    compared = {name for key, name in named if key == "filter"} - {name for key, name in named if key != "filter"}
+    table = datasets.Dataset.from_dict(
+        {key: _alike(values, compared=key in compared) for key, values in columns.items()}
+    )
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": number})
+    return table.select([row for part in parts for row in range(part.from_, part.to)])
+
+
+def _alike(values: list[Any], *, compared: bool = False) -> list[Any]:
+    """The values of a column; texts and numbers of several types, or beyond 64 bits, all as text. Numbers that are only
+    compared stay numbers."""
+    kinds = {type(value) for value in values if value is not None}
+    huge = int in kinds and any(type(value) is int and abs(value) >= 2**63 for value in values)
+    mixed = len(kinds) > 1 and kinds <= {str, int, float, bool} and not (compared and kinds == {int, float})
+    return [None if value is None else str(value) for value in values] if huge or mixed else values
 
 
 def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
@@ -432,7 +483,7 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
         boundary_moved=int(np.sum(np.array(counts.boundary_moved)[used_rows])),
         longest=counts.longest,
         tokens=len(train.ids),
-        trained_tokens=int(train.trained.sum()),
+        trained_tokens=int(train.trained.sum() - train.trained[train.starts[:-1]].sum()),  # nothing predicts a first
         sha256=train.sha256(),
     )
     return Data(train, tuple(map(len, groups)), held_out, rows)

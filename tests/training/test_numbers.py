@@ -142,3 +142,16 @@ def test_the_validation_loss_is_per_token(
         means.append(float(losses.mean()))
     assert report.eval_losses[-1][1] == near(total / count, depth=LAYERS)
     assert report.eval_losses[-1][1] != near(sum(means) / len(means), depth=LAYERS)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_trained_tokens_are_those_with_a_loss(tmp_path: Path, make_recipe: MakeRecipe, packing: bool) -> None:
+    """Nothing predicts the first token of a row, so it has none: labels are shifted by one."""
+    text = {"path": str(tmp_path / "rows.jsonl"), "text": "{question} {answer}"}
+    options = {"packing": packing, "max_length": 12, "split_long": True}
+    recipe = make_recipe(rows=[*echo_rows(5), *echo_rows(6, words=9)], datasets=[text], training=options)
+    data = load_data(recipe, open_trainable(recipe.base_model))
+    lengths = np.diff(data.train.starts)
+    assert data.rows.trained_tokens == data.rows.tokens - len(lengths) == sum(length - 1 for length in lengths.tolist())
+    labels = [data.train.dataset()[row]["labels"][1:] for row in range(len(lengths))]
+    assert data.rows.trained_tokens == sum(label != -100 for row in labels for label in row)

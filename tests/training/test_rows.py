@@ -339,3 +339,26 @@ def test_files_elsewhere_keep_their_names(tmp_path: Path) -> None:
     assert counts.source == "rows.jsonl"
     with pytest.raises(FieldError, match="`samples`"):
         DatasetSource(path="a", text="{t}", streaming=True)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_texts_and_numbers_of_json_are_trained_on_as_they_are_written(tmp_path: Path, streamed: bool) -> None:
+    """Whatever stands beside them in the column: `datasets` would read 18.0, 7, 1.5 and a time."""
+    columns = {
+        "int beside float": ([18, 3.5, None], ["18", "3.5"]),
+        "text beside int": (["007", 5, "1.50"], ["007", "5", "1.50"]),
+        "dates": (["2020-01-01", "2020-01-02T10:00:00", "2020"], ["2020-01-01", "2020-01-02T10:00:00", "2020"]),
+        "large": ([2**70, 9007199254740993, 0.5], [str(2**70), "9007199254740993", "0.5"]),
+        "missing": ([float("nan"), 2.5, 1], ["2.5", "1"]),  # as pandas writes it
+    }
+    for name, (values, expected) in columns.items():
+        path = write_jsonl(tmp_path / f"{name}.jsonl", [{"value": value, "other": [name]} for value in values])
+        options = {"streaming": True, "samples": 5} if streamed else {}
+        assert sorted(load_rows_of(tmp_path, path=path.name, text="{value}", **options)) == sorted(expected)
+    path = write_jsonl(
+        tmp_path / "scored.jsonl", [{"t": str(i), "score": score} for i, score in enumerate([1, 1.0, 2.5])]
+    )
+    assert load_rows_of(tmp_path, path=path.name, text="{t}", filter={"score": [1]}) == ["0", "1"]
+    (tmp_path / "odd.jsonl").write_text("[1, 2]")
+    with refused(DataError, "datasets", match="row 1 of odd.jsonl is not an object"):
+        load_rows_of(tmp_path, path="odd.jsonl", text="{t}")
