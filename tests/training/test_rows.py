@@ -343,7 +343,7 @@ def test_files_elsewhere_keep_their_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_texts_and_numbers_of_json_are_trained_on_as_they_are_written(tmp_path: Path, streamed: bool) -> None:
-    """Whatever stands beside them in the column: `datasets` would read 18.0, 7, 1.5 and a time."""
+    """Whatever else is in the column: `datasets` would read 18.0, 7, 1.5 and a time."""
     columns = {
         "int beside float": ([18, 3.5, None], ["18", "3.5"]),
         "text beside int": (["007", 5, "1.50"], ["007", "5", "1.50"]),
