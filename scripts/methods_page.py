@@ -63,9 +63,8 @@ def _worth() -> str:
 
 Two experts of the [lab](lab.md)'s scene `{results["scene"]}`, English math and the language xx without math, are
 combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.3
-million parameters. It says nothing about other scenes or sizes. **The bases are the lab's former ones**, with two
-heads. Those that ship have four; two of their seeds, with the methods that the table lacks, are
-[in the lab's page](lab.md#every-method).
+million parameters. It says nothing about other scenes or sizes. The bases have the shape of those that ship, with four
+heads of 32.
 
 ```bash
 python benchmarks/methods_lab.py comparison --seeds {len(seeds)}    # resumes if it was stopped
