@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from adapterswap.analysis.analyzing import Bars, no_bars
 from adapterswap.analysis.interference import Block, measure
-from adapterswap.analysis.suggesting import PROPOSAL, expert_place
+from adapterswap.analysis.suggesting import PROPOSAL, expert_place, from_recipe
 from adapterswap.errors import ArgumentError, ExpertError, check_type
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import atomic_file, check_file
@@ -135,8 +135,9 @@ def suggest_owners(
     used = {name for rule in rules for name in rule.experts}
     proposal = Dominance(per, base is not None, sizes, rules, tuple(name for name in experts if name not in used))
     if out_path is not None:
-        content: dict[str, Any] = {"experts": {name: place for name, place in places.items() if name in used}}
-        content |= {} if base_model is None else {"base_model": str(base_model)}
+        named = {name: from_recipe(place, out_path) for name, place in places.items() if name in used}
+        content: dict[str, Any] = {"experts": named}
+        content |= {} if base_model is None else {"base_model": from_recipe(str(base_model), out_path)}
         content |= {} if num_layers is None else {"num_layers": num_layers}
         text = PROPOSAL.start.decode() + dump_yaml(content | {"rules": [rule.text for rule in rules]})
         with atomic_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:

@@ -12,6 +12,7 @@ effect of that part is KL(p_base ‖ p), summed over the tokens of the texts, in
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from adapterswap.analysis.interference import Block, Changes, measure
 from adapterswap.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import FileKind, atomic_file, check_file
-from adapterswap.files.text import expand, read_small
+from adapterswap.files.text import expand, is_folder, read_small
 from adapterswap.files.yaml import dump_yaml
 from adapterswap.live import LiveComposer
 from adapterswap.model.layers import format_layers
@@ -248,8 +249,8 @@ def suggest(
     suggestion = choose_layers(importance, form=form)
     if out_path is not None:
         experts = {"task": expert_place(task_expert), "language": expert_place(language_expert)}
-        content: dict[str, Any] = {"experts": experts}
-        content |= {} if base_model is None else {"base_model": str(base_model)}
+        content: dict[str, Any] = {"experts": {side: from_recipe(place, out_path) for side, place in experts.items()}}
+        content |= {} if base_model is None else {"base_model": from_recipe(str(base_model), out_path)}
         text = PROPOSAL.start.decode() + "".join(f"# {reason}\n" for reason in suggestion.reasons)
         text += dump_yaml(content | dict(suggestion.composition))
         with atomic_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
@@ -298,6 +299,15 @@ def expert_place(expert: Expert) -> str:
     if not isinstance(expert, Adapter):
         return str(expert)
     return str(expert.source if expert.source.revision else expert.source.folder)
+
+
+def from_recipe(place: str, recipe: str | Path) -> str:
+    """How a recipe at `recipe` names the folder that `place` is from here; Hub ids and absolute paths stay."""
+    here = os.path.realpath(expand(recipe).parent)
+    if here == os.path.realpath(os.curdir) or not is_folder(Path(place)) or os.path.isabs(place):
+        return place
+    relative = os.path.relpath(os.path.abspath(place), here)
+    return relative if relative.startswith(os.pardir) else os.path.join(os.curdir, relative)
 
 
 def _by_weights(plan: Plan, bars: Bars) -> Importance:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,25 @@ def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: P
     astray = run("suggest", *experts, "--dry-run", "-o", tmp_path / "absent" / "recipe.yaml")
     assert astray.exit_code == 3
     assert f"folder {tmp_path / 'absent'} does not exist" in astray.stderr
+
+
+@pytest.mark.parametrize("owners", [False, True])
+def test_a_recipe_in_another_folder_names_the_same_experts(
+    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners: bool
+) -> None:
+    """Not others that lie there under the same path: paths in a recipe are relative to its folder."""
+    for name, source, decoy in (("math", math, swahili), ("swahili", swahili, math)):
+        shutil.copytree(source, tmp_path / "experts" / name)
+        shutil.copytree(decoy, tmp_path / "recipes" / "experts" / name)
+    monkeypatch.chdir(tmp_path)
+    named = ["--expert", "math=experts/math", "--expert", "swahili=experts/swahili"]
+    options = named if owners else ["-t", "experts/math", "-l", "experts/swahili"]
+    contents = []
+    for folder in ("recipes", "."):
+        result = run("suggest", *options, "-o", f"{folder}/proposal.yaml")
+        assert result.exit_code == 0, result.output
+        out = f"composed-from-{Path(folder).name or 'here'}"
+        result = run("compose", f"{folder}/proposal.yaml", "-o", out)
+        assert result.exit_code == 0, result.output
+        contents.append((tmp_path / out / "adapter_model.safetensors").read_bytes())
+    assert contents[0] == contents[1]
