@@ -108,7 +108,10 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
             "Correct `path` or `split`",
             parameter="datasets",
         )
+    everything = table
     for column, allowed in source.filter.items():
+        for value in _as_list(allowed):  # one that no row has is a slip that would leave rows out
+            _filter(source, everything, column, [value])
         table = _filter(source, table, column, _as_list(allowed))
     if source.samples is not None and source.samples < len(table):
         chosen = np.random.default_rng(seed).permutation(len(table))[: source.samples]
@@ -349,14 +352,16 @@ def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) 
 
 
 def _values(allowed: Any) -> set[Any]:
-    """The allowed values, also as text: a number in the recipe may be text in a file."""
-    return {*_as_list(allowed), *map(str, _as_list(allowed))}
+    """The allowed values, also as text: a number in the recipe may be text in a file, and YAML reads `no` as false."""
+    words = {word for value in _as_list(allowed) if isinstance(value, bool) for word in _WORDS[value]}
+    return {*_as_list(allowed), *map(str, _as_list(allowed)), *words, *map(str.title, words), *map(str.upper, words)}
 
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+_WORDS = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
 _BATCH = 1000  # rows held as Python objects at once
 
 Row = Mapping[str, Any]

@@ -15,6 +15,7 @@ import pytest
 from refusals import refused
 
 from adapterswap.errors import AdapterswapError, BaseModelError, DataError, FieldError, NotFoundError
+from adapterswap.files.yaml import read_content
 from adapterswap.training.data import SourceCounts, load_rows
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.tokens import Example
@@ -362,3 +363,24 @@ def test_texts_and_numbers_of_json_are_trained_on_as_they_are_written(tmp_path: 
     (tmp_path / "odd.jsonl").write_text("[1, 2]")
     with refused(DataError, "datasets", match="row 1 of odd.jsonl is not an object"):
         load_rows_of(tmp_path, path="odd.jsonl", text="{t}")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_filter_takes_norwegian_for_no(tmp_path: Path, streamed: bool) -> None:
+    """YAML reads `[no, sv]` as false and text, and the Norwegian rows were left out."""
+    rows = [{"text": f"{lang} {i}", "lang": lang} for i in range(3) for lang in ("no", "sv", "da")]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = {"streaming": True, "samples": 9} if streamed else {}
+    (tmp_path / "source.yaml").write_text("lang: [no, sv]")
+    read = read_content(tmp_path / "source.yaml")[0]
+    texts = load_rows_of(tmp_path, path="rows.jsonl", text="{text}", filter=read, **options)
+    assert sorted(texts) == sorted(row["text"] for row in rows if row["lang"] in ("no", "sv"))
+
+
+def test_a_filter_with_a_value_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    rows = [{"text": "a", "lang": "sw", "kind": 1}, {"text": "b", "lang": "te", "kind": 2}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    with refused(DataError, "datasets", match="no row has lang in \\['swh'\\]"):
+        load_rows_of(tmp_path, path="rows.jsonl", text="{text}", filter={"lang": ["sw", "swh"]})
+    kept = load_rows_of(tmp_path, path="rows.jsonl", text="{text}", filter={"lang": ["sw"], "kind": [1, 2]})
+    assert kept == ["a"]  # some row has kind 2
