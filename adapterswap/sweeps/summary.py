@@ -128,8 +128,8 @@ def remarks(run: Run) -> list[str]:
         values = [result.results[task.name] for result in run.results if task.name in result.results]
         if unscored := sum(value.value is None for value in values):
             lines.append(
-                f"{task.name}: {unscored:,} of {len(values):,} cells have no score: it is not a finite number, or beyond 1e50. "
-                "They are left out, as if they were not finished. Check their outputs in samples/."
+                f"{task.name}: {unscored:,} of {len(values):,} cells have no score: it is not a finite number, or "
+                "beyond 1e50. They are left out, as if they were not finished. Check their outputs in samples/."
             )
         if cut := sum(value.cut or 0 for value in values):
             outputs = sum(task.num_docs for value in values if value.cut is not None)
