@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -48,8 +48,6 @@ def draw_rows(
     stream: Any, columns: Sequence[str], allowed: Mapping[str, set[Any]], *, samples: int, seed: int
 ) -> tuple[Any, int]:
     """The first matching rows of the shuffled stream, as a Dataset in memory, and how many rows were read."""
-    import datasets
-
     rows_read = 0
     drawn: dict[str, list[Any]] = {column: [] for column in columns}
 
@@ -63,7 +61,7 @@ def draw_rows(
     for _, row in zip(range(samples), rows(), strict=False):
         for column, values in drawn.items():
             values.append(row.get(column))
-    return datasets.Dataset.from_dict({column: _alike(values) for column, values in drawn.items()}), rows_read
+    return _as_dataset(drawn), rows_read
 
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -223,20 +221,30 @@ def _json_table(names: Sequence[str], split: str, source: DatasetSource) -> Any:
             values.append(row.get(key) if key in needed else None)
         number += 1
     compared = {name for key, name in named if key == "filter"} - {name for key, name in named if key != "filter"}
-    table = datasets.Dataset.from_dict(
-        {key: _alike(values, compared=key in compared) for key, values in columns.items()}
-    )
+    table = _as_dataset(columns, compared)
     parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": number})
     return table.select([row for part in parts for row in range(part.from_, part.to)])
 
 
-def _alike(values: list[Any], *, compared: bool = False) -> list[Any]:
-    """The values of a column; texts and numbers of several types, or beyond 64 bits, all as text. Numbers that are only
-    compared stay numbers."""
-    kinds = {type(value) for value in values if value is not None}
-    huge = int in kinds and any(type(value) is int and abs(value) >= 2**63 for value in values)
-    mixed = len(kinds) > 1 and kinds <= {str, int, float, bool} and not (compared and kinds == {int, float})
-    return [None if value is None else str(value) for value in values] if huge or mixed else values
+def _as_dataset(columns: Mapping[str, list[Any]], compared: Collection[str] = ()) -> Any:
+    """Columns as a datasets.Dataset. Texts and numbers of several types, or beyond 64 bits, become text.
+
+    In columns that are only compared, whole numbers and fractions stay numbers.
+    """
+    import datasets
+
+    alike = {}
+    for name, values in columns.items():
+        kinds = {type(value) for value in values if value is not None}
+        huge = int in kinds and any(type(value) is int and abs(value) >= 2**63 for value in values)
+        mixed = len(kinds) > 1 and not (name in compared and kinds == {int, float})
+        if mixed and not kinds <= {str, int, float, bool}:
+            raise ValueError(f"the column {name!r} mixes {' and '.join(sorted(kind.__name__ for kind in kinds))}")
+        alike[name] = [None if value is None else str(value) for value in values] if huge or mixed else values
+    try:
+        return datasets.Dataset.from_dict(alike)
+    except (TypeError, OverflowError) as error:  # pyarrow's, of lists and objects with values of several types
+        raise ValueError(str(error)) from None
 
 
 def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:

@@ -360,6 +360,10 @@ def test_texts_and_numbers_of_json_are_trained_on_as_they_are_written(tmp_path: 
         tmp_path / "scored.jsonl", [{"t": str(i), "score": score} for i, score in enumerate([1, 1.0, 2.5])]
     )
     assert load_rows_of(tmp_path, path=path.name, text="{t}", filter={"score": [1]}) == ["0", "1"]
+    for odd in ([{"t": "a"}, {"t": ["b"]}], [{"t": [1, "b"]}]):
+        write_jsonl(tmp_path / "odd.jsonl", odd)
+        with refused(DataError, "datasets", match="odd.jsonl"):
+            load_rows_of(tmp_path, path="odd.jsonl", text="{t}", **options)
     (tmp_path / "odd.jsonl").write_text("[1, 2]")
     with refused(DataError, "datasets", match="row 1 of odd.jsonl is not an object"):
         load_rows_of(tmp_path, path="odd.jsonl", text="{t}")
