@@ -14,14 +14,16 @@ polynomial over the tokens' CRC-32.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import unicodedata
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,14 +211,34 @@ class Screen:
         return MATH if self._exclude_math and not is_task and looks_like_math(turns) else None
 
 
+def _strings(content: Any) -> Iterator[str]:
+    """Every text in plain data."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for item in content.values() if isinstance(content, dict) else content:
+            yield from _strings(item)
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The lines of a file, or every text in JSON, whose escapes hide letters and ends of lines."""
+    content = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        yield from _strings(json.loads(content))
+    elif path.suffix == ".jsonl":
+        yield from _strings([json.loads(line) for line in content.split("\n") if line.strip()])
+    else:
+        yield from content.splitlines()
+
+
 def _file(path: Path) -> Grams:
     remedy = "Use mgsm, gsm8k_test, or a text file with one text per line, relative to the recipe's folder"
     try:
-        grams = Grams.of(path.read_text(encoding="utf-8").splitlines())
+        grams = Grams.of(_texts(path))
     except FileNotFoundError:
         raise NotFoundError(f"hygiene.overlap: {path} does not exist", remedy, parameter="hygiene.overlap") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8, or not JSON"
         raise DataError(
             f"hygiene.overlap: {path} cannot be read: {reason}", remedy, parameter="hygiene.overlap"
         ) from None

@@ -252,3 +252,29 @@ def test_a_source_of_nothing_else_is_refused(make_recipe: Callable[..., TrainRec
     rows = [{"question": f"{i} na 3?", "answer": f"{i} + 3 = {i + 3}"} for i in range(4)]
     with refused(DataError, "datasets", match="4 of 4 rows.*`side: task`"):
         estimate(make_recipe(rows=rows, hygiene={"exclude_math": True}))
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json"])
+def test_evaluations_in_json_are_found_like_those_in_lines(tmp_path: Path, suffix: str, ascii_only: bool) -> None:
+    """JSON's escapes hide the letters of a question, and its keys make a short one longer."""
+    words = [f"నీటి{i}" for i in range(9)]
+    questions = [
+        " ".join(words),
+        "Juma ana vitabu\nkumi na saba na anauza vitatu kati yake leo asubuhi sokoni mjini hapa",
+    ]
+    rows = [{"id": str(i), "question": question} for i, question in enumerate(questions)]
+    if suffix == ".txt":
+        content = "\n".join(questions)
+    elif suffix == ".json":
+        content = json.dumps({"rows": rows}, ensure_ascii=ascii_only)
+    else:
+        content = "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows)
+    (tmp_path / f"mine{suffix}").write_text(content, encoding="utf-8")
+    screen = Screen(Hygiene(overlap=[f"mine{suffix}"]), tmp_path)
+    for question in questions:
+        assert screen.judge([("", question)], is_task=True) == f"mine{suffix}", question
+    assert (
+        screen.judge([("", "Maji ya mto huu ni safi sana na watu wote wanayatumia kila siku nyumbani")], is_task=True)
+        is None
+    )
