@@ -339,7 +339,11 @@ def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list
     """Read the first `limit` texts of a file: rows of a .jsonl file with the columns of common datasets, or lines."""
     path = expand(path)
     texts = []
-    for number, line in enumerate(read_small(path, _FILES).decode("utf-8", "replace").splitlines(), 1):
+    try:
+        content = read_small(path, _FILES).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8", _FILES, parameter=parameter) from None
+    for number, line in enumerate(content.split("\n"), 1):  # `splitlines` would cut JSON at U+2028
         text = line.strip()
         if text and path.suffix == ".jsonl":
             text = _text_of_row(text, f"{path}, line {number}", parameter)
