@@ -25,7 +25,7 @@ test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long d
 # PEFT for every row. New test files in these folders are included; list them here if they are slow.
 SLOWER := tests/test_fuzz.py $(addprefix tests/experts/,$(addsuffix .py,test_architectures test_hub test_multimodal_names \
 	test_naming test_odd_configs)) tests/files/test_kill.py \
-	$(addprefix tests/writing/,$(addsuffix .py,test_equivalence test_kinds test_overwrite test_stacks))
+	$(addprefix tests/writing/,$(addsuffix .py,test_kinds test_overwrite test_stacks))
 FAST := $(filter-out $(SLOWER), \
 	$(wildcard $(addsuffix /test_*.py,tests $(addprefix tests/,arithmetic changes checking experts files methods planning records writing)))) \
 	tests/recipes/test_extends.py tests/sweeps/test_grid.py tests/serving/test_manifest.py tests/reporting/test_ranks.py \

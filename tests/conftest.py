@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any Hugging Face library is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import transformers
 from click.testing import CliRunner, Result
 from indexing import index_once
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tiers import left_out
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -48,48 +51,86 @@ def pytest_runtest_setup() -> None:
 LAYERS = 6
 LLAMA_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-# Architectures that differ where it matters: biases, transposed weights, fused projections, names of layers.
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+
+# Architectures that differ where it matters: biases, transposed weights, fused projections, names of layers, a tied
+# head, a mixture of experts, sizes. Each has its config and the modules that its experts adapt.
 CONFIGS: dict[str, tuple[type, dict[str, Any], list[str]]] = {
-    "llama": (
-        transformers.LlamaConfig,
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
-        LLAMA_PROJECTIONS,
-    ),
-    "qwen2": (
-        transformers.Qwen2Config,
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
-        LLAMA_PROJECTIONS,
-    ),
+    "llama": (transformers.LlamaConfig, SMALL, LLAMA_PROJECTIONS),
+    "qwen2": (transformers.Qwen2Config, SMALL, LLAMA_PROJECTIONS),
     "gpt2": (
         transformers.GPT2Config,
-        {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
+        {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, **ENDS},
         ["c_attn", "c_proj", "c_fc"],
     ),
     "neox": (
         transformers.GPTNeoXConfig,
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
+        {key: size for key, size in SMALL.items() if key != "num_key_value_heads"} | ENDS,
         ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     ),
+    "gemma": (
+        transformers.GemmaConfig,
+        {**SMALL, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        LLAMA_PROJECTIONS,
+    ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {**SMALL, "num_local_experts": 2},
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+    ),
+    "wide": (
+        transformers.LlamaConfig,
+        {**SMALL, "num_hidden_layers": 1, "hidden_size": 288, "intermediate_size": 400},
+        LLAMA_PROJECTIONS,
+    ),
+    "tiny": (
+        transformers.LlamaConfig,
+        {**SMALL, "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8},
+        LLAMA_PROJECTIONS,
+    ),
 }
+
+
+def random_model(architecture: str) -> PreTrainedModel:
+    config_class, options, _ = CONFIGS[architecture]
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_class(vocab_size=96, **options))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # biases start at zero, which would hide a mistake
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every stored tensor of a checkpoint, in the order of its shards."""
+    return {key: tensor for path in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(path).items()}
+
+
+def save_like(folder: Path, like: Path, state: Mapping[str, torch.Tensor], *, shards: int = 1) -> Path:
+    """A checkpoint with other weights: `like`'s small files, and `state` in one file or several with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in like.iterdir():
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            shutil.copy(path, folder / path.name)
+    if shards == 1:
+        save_file(dict(state), folder / "model.safetensors", {"format": "pt"})
+        return folder
+    names = list(state)
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[i::shards]
+        save_file({name: state[name] for name in part}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
 
 
 def load_base(folder: Path) -> PreTrainedModel:
@@ -103,15 +144,36 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(architecture: str) -> Path:
         if architecture not in made:
-            config_class, options, _ = CONFIGS[architecture]
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config_class(vocab_size=96, **options))
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):  # biases start at zero, which would hide a mistake
-                    torch.nn.init.normal_(parameter, std=0.1)
             made[architecture] = tmp_path_factory.mktemp(f"base-{architecture}")
-            model.save_pretrained(made[architecture])
+            random_model(architecture).save_pretrained(made[architecture])
         return made[architecture]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint("gemma")` is a pico base with a tokenizer file; `checkpoint("gemma", seed=1)` a full fine-tune."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(
+        architecture: str = "llama", seed: int = 0, *, dtype: torch.dtype = torch.float32, shards: int = 1
+    ) -> Path:
+        key = architecture, seed, dtype, shards
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(f"{architecture}-{seed}")
+            if key == (architecture, 0, torch.float32, 1):
+                random_model(architecture).save_pretrained(made[key])
+                (made[key] / "tokenizer.json").write_text('{"version": "1.0"}')
+                (made[key] / "chat_template.jinja").write_text("{{ messages }}")
+            else:
+                generator = torch.Generator().manual_seed(seed)
+                tuned = {
+                    name: (tensor + 0.03 * torch.randn(tensor.shape, generator=generator) * bool(seed)).to(dtype)
+                    for name, tensor in weights(make(architecture)).items()
+                }
+                save_like(made[key], make(architecture), tuned, shards=shards)
+        return made[key]
 
     return make
 
@@ -164,6 +226,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`run("compose", …)` runs the command line in this process and keeps stdout and stderr apart.
 
+    With `exit_code`, the command must end with it.
     Steps that take longer than five seconds, on a busy machine, print no lines of progress.
     """
     from adapterswap import progress
@@ -172,8 +235,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setattr(progress, "FIRST_LINE_S", float("inf"))
     monkeypatch.setattr(progress, "LINE_EVERY_S", float("inf"))
 
-    def call(*arguments: object) -> Result:
-        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    def call(*arguments: object, exit_code: int | None = None) -> Result:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        assert exit_code in (None, result.exit_code), result.output
+        return result
 
     return call
 

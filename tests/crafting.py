@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ def adapter(folder: Path, content: Tensors | None = None, settings: Mapping[str,
     (folder / WEIGHTS).write_bytes(file_bytes(*parts(tensors() if content is None else content)))
     (folder / CONFIG).write_text(json.dumps(config() if settings is None else settings))
     return folder
+
+
+def lora(
+    folder: Path, shapes: Mapping[str, tuple[int, int]], *, base: Path | None = None, rank: int = 2, seed: int = 0,
+    size: float = 1.0, **settings: Any,
+) -> Path:  # fmt: skip
+    """An adapter with random factors of these modules, each out×in; its targets are the last parts of their names."""
+    random, content = np.random.default_rng(seed), {}
+    for module, (out, into) in shapes.items():
+        for factor, shape in (("A", (rank, into)), ("B", (out, rank))):
+            data = (size * random.standard_normal(shape)).astype(np.float32).tobytes()
+            content[f"{PREFIX}{module}.lora_{factor}.weight"] = ("F32", shape, data)
+    targets = sorted({found[0] for module in shapes if (found := re.search(r"[^.]+(\.\d+)?$", module))})
+    written = config(r=rank, base_model_name_or_path=base and str(base), target_modules=targets, **settings)
+    return adapter(folder, content, written)
 
 
 def edit_header(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

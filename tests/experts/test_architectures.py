@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
-from conftest import LAYERS, load_base, logits, merged_weights
+from conftest import LAYERS, load_base, logits
 from importing import loaded
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from refusals import refused
-from safetensors.torch import save_file
 from tolerances import close
-from writing.test_equivalence import algorithm_1
 
 import adapterswap
 from adapterswap.errors import ExpertError, UnsupportedError
@@ -27,165 +22,6 @@ from adapterswap.evaluation.subjects import _with_adapter
 from adapterswap.live.loading import load_expert
 from adapterswap.model.layers import kind_of, layer_container, layer_of
 from adapterswap.model.sources import find_source
-
-ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
-NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
-
-MORE_FAMILIES: dict[str, tuple[Any, list[str]]] = {
-    "falcon": (
-        transformers.FalconConfig(
-            vocab_size=96, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, new_decoder_architecture=True,
-            num_kv_heads=2, **NO_TOKENS,
-        ),
-        ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    ),
-    "gemma": (
-        transformers.GemmaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-            num_key_value_heads=1, head_dim=8, **NO_TOKENS,
-        ),
-        ["q_proj", "o_proj", "down_proj"],
-    ),
-    "cohere": (
-        transformers.CohereConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-            **NO_TOKENS, pad_token_id=0,
-        ),
-        ["q_proj", "v_proj", "gate_proj"],
-    ),
-    "bloom": (
-        transformers.BloomConfig(vocab_size=96, hidden_size=32, n_layer=6, n_head=4, **NO_TOKENS),
-        ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    ),
-    "opt": (
-        transformers.OPTConfig(
-            vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4,
-            max_position_embeddings=64, word_embed_proj_dim=32, **NO_TOKENS, pad_token_id=0,
-        ),
-        ["q_proj", "v_proj", "fc1", "fc2"],
-    ),
-}  # fmt: skip
-
-
-def random_expert(base: Path, out: Path, *, seed: int, **options: Any) -> Path:
-    model = get_peft_model(load_base(base), LoraConfig(task_type="CAUSAL_LM", use_rslora=True, **options))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`")  # PEFT reports what it saves
-        model.save_pretrained(out)
-    return out
-
-
-@pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_more_families(family: str, tmp_path: Path) -> None:
-    config, targets = MORE_FAMILIES[family]
-    torch.manual_seed(0)
-    base = tmp_path / "base"
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
-    folders = [
-        random_expert(base, tmp_path / name, seed=seed, r=rank, lora_alpha=6, target_modules=targets)
-        for name, seed, rank in (("math", 1, 4), ("swahili", 2, 3))
-    ]
-    reference = load_base(base)
-    reference.load_state_dict(algorithm_1(*(merged_weights(base, folder) for folder in folders), **ZONES))
-    plan = adapterswap.layer_swap(*folders, **ZONES)
-    for layout in ("exact", "portable"):
-        out = adapterswap.write_adapter(plan, tmp_path / layout, layout=layout)
-        model = PeftModel.from_pretrained(load_base(base), out)
-        close(logits(model), logits(reference), depth=LAYERS)
-    kinds = {module.kind for module in plan}
-    assert kinds == {"attention", "mlp"}
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_as_peft_saves_them(tied: bool, tmp_path: Path) -> None:
-    """PEFT saves a copy of the base's embedding with its LoRA; the composition keeps it."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
-    base = tmp_path / "base"
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
-    targets = ["embed_tokens", "q_proj"] if tied else ["embed_tokens", "lm_head", "q_proj"]
-    folders = [
-        random_expert(base, tmp_path / name, seed=seed, r=4, target_modules=targets, ensure_weight_tying=tied)
-        for seed, name in enumerate(("math", "swahili"))
-    ]
-    assert any(".base_layer." in name for name in adapterswap.open_adapter(folders[0]).file.tensors)
-    experts = [PeftModel.from_pretrained(load_base(base), folder) for folder in folders]
-
-    def delta(model: torch.nn.Module, name: str) -> torch.Tensor:
-        return model.get_submodule(f"base_model.model.{name}").get_delta_weight("default")
-
-    out = adapterswap.write_adapter(adapterswap.layer_swap(*folders, **ZONES), tmp_path / "out")
-    model = PeftModel.from_pretrained(load_base(base), out)
-    expected = sum(delta(expert, "model.embed_tokens") for expert in experts) / 2
-    close(delta(model, "model.embed_tokens"), expected)
-    assert torch.equal(
-        model.get_submodule("base_model.model.model.embed_tokens").base_layer.weight,
-        load_base(base).get_input_embeddings().weight,
-    )
-
-
-def test_a_multimodal_models_language_layers(tmp_path: Path) -> None:
-    """The layers of a vision tower do not count as layers here; they are averaged like embeddings."""
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(
-            hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
-        ),
-        text_config=transformers.LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-            num_key_value_heads=2,
-        ),
-        image_token_index=95,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    base = tmp_path / "base"
-    transformers.LlavaForConditionalGeneration(config).save_pretrained(base)
-    folders = []
-    for seed, name in enumerate(("math", "swahili")):
-        model = transformers.LlavaForConditionalGeneration.from_pretrained(base)
-        peft_model = get_peft_model(model, LoraConfig(r=4, use_rslora=True, target_modules=["q_proj", "v_proj"]))
-        generator = torch.Generator().manual_seed(seed)
-        for key, parameter in peft_model.named_parameters():
-            if "lora_" in key:
-                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-        peft_model.save_pretrained(tmp_path / name)
-        folders.append(tmp_path / name)
-    plan = adapterswap.layer_swap(*folders, bottom=2, top=1)
-    assert plan.num_layers == 6
-    for name, module in plan.modules.items():
-        tower = ".vision_tower." in name
-        assert (module.layer is None) == tower
-        assert (module.owner is None) == tower
-    assert {module.layer for module in plan} == {None, *range(6)}
-    out = adapterswap.write_adapter(plan, tmp_path / "out")
-    PeftModel.from_pretrained(transformers.LlavaForConditionalGeneration.from_pretrained(base), out)
-
-
-def test_experts_inside_layers_are_of_that_layer(tmp_path: Path) -> None:
-    """A mixture of experts whose experts are modules: the first number is the layer, the second the expert."""
-    folders = []
-    for seed, name in enumerate(("math", "swahili")):
-        generator = torch.Generator().manual_seed(seed)
-        tensors = {}
-        for layer in range(4):
-            for expert in range(3):
-                key = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.w1"
-                tensors[f"{key}.lora_A.weight"] = torch.randn(2, 8, generator=generator)
-                tensors[f"{key}.lora_B.weight"] = torch.randn(8, 2, generator=generator)
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w1"]}
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
-        folders.append(tmp_path / name)
-    plan = adapterswap.layer_swap(*folders, num_layers=4, bottom=1, top=1, base_model="declared")
-    owners = {(m.layer, m.kind, m.owner) for m in plan}
-    assert owners == {(layer, "mlp", "swahili" if layer in (0, 3) else "math") for layer in range(4)}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from peft import PeftModel
+from pico import copied, in_peft
 from refusals import refused
 from transformers import AutoModelForCausalLM
 
@@ -25,8 +25,6 @@ from adapterswap.serving.composer import NamedComposer
 from adapterswap.serving.names import Manifest
 from adapterswap.serving.vllm import other_bases
 
-CONFIG = "adapter_config.json"
-
 
 class World(NamedTuple):
     """Two bases, both called `base`, and copies of two experts that may record either."""
@@ -38,9 +36,7 @@ class World(NamedTuple):
     def expert(self, name: str, *, records: str | None, base: str | None = "base") -> Path:
         """A copy of an expert whose training.json holds the weights of a base, and whose config names `base`."""
         copy = self.folder / f"{name}-{records}-{str(base).replace('/', '-')}"
-        shutil.copytree(self.experts[name], copy)
-        config = json.loads((copy / CONFIG).read_text()) | {"base_model_name_or_path": base}
-        (copy / CONFIG).write_text(json.dumps(config))
+        copied(self.experts[name], copy, base_model_name_or_path=base)
         if records is not None:
             trained = {"name": "base", "revision": None, "fingerprints": prints(self.bases[records])}
             (copy / "training.json").write_text(json.dumps({"base": trained, "losses": [float("nan")]}))
@@ -110,11 +106,8 @@ def test_two_experts_have_one_base(
 
 def full_model(world: World, name: str) -> Path:
     """A full fine-tune of the base `a` that records it."""
-    model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(world.bases["a"]), world.experts[name]
-    ).merge_and_unload()
     folder = world.folder / f"full-{name}"
-    model.save_pretrained(folder)
+    in_peft(world.bases["a"], world.experts[name]).merge_and_unload().save_pretrained(folder)
     (folder / "training.json").write_text(json.dumps({"base": {"fingerprints": prints(world.bases["a"])}}))
     return folder
 
@@ -223,9 +216,7 @@ def test_a_chain_is_refused_whatever_base_is_declared(world: World, tmp_path: Pa
     first = world.expert("math", records=None, base=str(world.bases["a"]))
     merged = adapterswap.merge(first, world.bases["a"], out_path=tmp_path / "merged")
     on_top = world.expert("swahili", records=None, base=str(merged))
-    beside = shutil.copytree(on_top, tmp_path / "beside")
-    config = json.loads((beside / CONFIG).read_text()) | {"base_model_name_or_path": str(world.bases["b"])}
-    (beside / CONFIG).write_text(json.dumps(config))
+    beside = copied(on_top, tmp_path / "beside", base_model_name_or_path=str(world.bases["b"]))
     for pair in ((first, on_top), (on_top, first)):
         for base in (None, world.bases["a"], merged):
             with refused(ExpertError, match="on top of"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 from click.testing import Result
-from planning.test_plan import rewritten
+from pico import copied, edit_json
 from refusals import refused
 
 import adapterswap
@@ -45,8 +45,9 @@ def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, 
     return make
 
 
-def deep(expert: Path, copy: Path, base: str | None, **changes: Any) -> Path:
-    return rewritten(expert, copy, base_model_name_or_path=base, **changes)
+def naming(base: str, expert: Path, copy: Path, **changes: Any) -> Path:
+    """A copy of an adapter whose config names another base."""
+    return copied(expert, copy, base_model_name_or_path=base, **changes)
 
 
 def commands(math: Path, swahili: Path, out: Path) -> dict[str, list[object]]:
@@ -65,8 +66,7 @@ def commands(math: Path, swahili: Path, out: Path) -> dict[str, list[object]]:
 def test_a_depth_other_than_the_bases_is_refused(
     name: str, run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    result = run(*commands(math, swahili, tmp_path / "out")[name])
-    assert result.exit_code == 2, result.output
+    result = run(*commands(math, swahili, tmp_path / "out")[name], exit_code=2)
     assert "32" in result.stderr
     assert "--num-layers" in result.stderr
     assert not (tmp_path / "out").exists()
@@ -84,16 +84,15 @@ def test_a_depth_other_than_the_bases_is_refused_in_python(
     with refused(CompositionError, "num_layers"):
         adapterswap.make_plan(composition, experts, num_layers=6)
     out = adapterswap.write_adapter(adapterswap.layer_swap(math, swahili, num_layers=6), tmp_path / "out")
-    record = json.loads((out / RECORD).read_text())
-    (out / RECORD).write_text(json.dumps(record | {"num_layers": 7}))
+    edit_json(out / RECORD, num_layers=7)
     with refused(CompositionError, "num_layers"):
-        verify(out, dict(zip(record["experts"], (math, swahili), strict=True)))
+        verify(out, {expert.name: expert for expert in (math, swahili)})
 
 
 def test_the_declared_base_decides_the_depth(
     math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    away = [deep(expert, tmp_path / expert.name, "org/base") for expert in (math, swahili)]
+    away = [naming("org/base", expert, tmp_path / expert.name) for expert in (math, swahili)]
     with refused(CompositionError, "num_layers"):
         adapterswap.layer_swap(*away, num_layers=7, base_model=str(base("llama")))
     plan = adapterswap.layer_swap(*away, num_layers=6, base_model=str(base("llama")))
@@ -106,7 +105,7 @@ def test_a_base_in_the_hub_cache_is_read_offline(
 ) -> None:
     """The config is read at the revision that the experts name."""
     hub_base(9, "v2" if revision is None else "main")
-    away = [deep(expert, tmp_path / expert.name, "org/base", revision=revision) for expert in (math, swahili)]
+    away = [naming("org/base", expert, tmp_path / expert.name, revision=revision) for expert in (math, swahili)]
     assert len(adapterswap.layer_swap(*away, num_layers=8).notes) == 1
     hub_base(6, revision or "main")
     with refused(CompositionError, "num_layers"):
@@ -118,11 +117,10 @@ def test_a_base_in_the_hub_cache_is_read_offline(
 def test_a_depth_that_cannot_be_checked_is_noted(
     run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    away = [deep(expert, tmp_path / name, "org/base") for name, expert in (("math", math), ("swahili", swahili))]
+    away = [naming("org/base", expert, tmp_path / name) for name, expert in (("math", math), ("swahili", swahili))]
     pair = ["-t", away[0], "-l", away[1]]
     for command in (["compose", *pair], ["slice", away[0], "--layers", "0-1"]):
-        result = run(*command, "--num-layers", 8, "-o", tmp_path / command[0])
-        assert result.exit_code == 0, result.stderr
+        result = run(*command, "--num-layers", 8, "-o", tmp_path / command[0], exit_code=0)
         assert "could not be checked" in result.stderr
         assert "could not be checked" not in (tmp_path / command[0] / "README.md").read_text()
     result = run("compose", *pair, "--num-layers", 8, "-o", tmp_path / "again", "--json")
@@ -131,10 +129,10 @@ def test_a_depth_that_cannot_be_checked_is_noted(
 
 
 def test_two_revisions_of_the_base_are_an_error(math: Path, swahili: Path, tmp_path: Path) -> None:
-    one = deep(math, tmp_path / "math", "org/base", revision="a1")
-    other = deep(swahili, tmp_path / "swahili", "org/base", revision="b2")
-    default = deep(swahili, tmp_path / "default", "org/base", revision=None)
-    main = deep(math, tmp_path / "main", "org/base", revision="main")
+    one = naming("org/base", math, tmp_path / "math", revision="a1")
+    other = naming("org/base", swahili, tmp_path / "swahili", revision="b2")
+    default = naming("org/base", swahili, tmp_path / "default", revision=None)
+    main = naming("org/base", math, tmp_path / "main", revision="main")
     for pair in ((one, other), (one, default)):
         with refused(ExpertError, match="revision"):
             adapterswap.layer_swap(*pair, num_layers=6)
@@ -148,8 +146,8 @@ def test_a_declared_revision_is_written_and_the_experts_revisions_are_recorded(
     declared: str, written: str | None, math: Path, swahili: Path, tmp_path: Path
 ) -> None:
     experts = {
-        "math": deep(math, tmp_path / "math", "org/base", revision="a1"),
-        "swahili": deep(swahili, tmp_path / "swahili", "org/base", revision="b2"),
+        "math": naming("org/base", math, tmp_path / "math", revision="a1"),
+        "swahili": naming("org/base", swahili, tmp_path / "swahili", revision="b2"),
     }
     plan = adapterswap.layer_swap(*experts.values(), num_layers=6, base_model=declared)
     out = adapterswap.write_adapter(plan, tmp_path / "out")
@@ -165,13 +163,12 @@ def test_experts_of_two_bases_are_recorded_with_a_warning(
     run: Callable[..., Result], math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     experts = {
-        "math": deep(math, tmp_path / "math", "org/base", revision="a1"),
-        "swahili": deep(swahili, tmp_path / "swahili", "org/base-instruct", revision="a1"),
+        "math": naming("org/base", math, tmp_path / "math", revision="a1"),
+        "swahili": naming("org/base-instruct", swahili, tmp_path / "swahili", revision="a1"),
     }
     pair = ["-t", experts["math"], "-l", experts["swahili"]]
     assert run("compose", *pair, "--num-layers", 6, "-o", tmp_path / "refused").exit_code == 3
-    result = run("compose", *pair, "--base-model", base("llama"), "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.stderr
+    result = run("compose", *pair, "--base-model", base("llama"), "-o", tmp_path / "out", exit_code=0)
     for name in ("math: org/base@a1", "swahili: org/base-instruct@a1"):
         assert name in result.output
         assert name in (tmp_path / "out" / "README.md").read_text()
@@ -180,8 +177,7 @@ def test_experts_of_two_bases_are_recorded_with_a_warning(
     assert named == {"math": "org/base", "swahili": "org/base-instruct"}
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == (str(base("llama")), None)
-    merged = run("merge", *pair, "--base-model", base("llama"), "-o", tmp_path / "merged")
-    assert merged.exit_code == 0, merged.stderr
+    run("merge", *pair, "--base-model", base("llama"), "-o", tmp_path / "merged", exit_code=0)
     record = json.loads((tmp_path / "merged" / RECORD).read_text())
     assert {name: each["base_model"] for name, each in record["experts"].items()} == named
     assert "swahili: org/base-instruct@a1" in (tmp_path / "merged" / "README.md").read_text()
@@ -190,7 +186,7 @@ def test_experts_of_two_bases_are_recorded_with_a_warning(
 def test_a_merge_opens_the_base_at_the_experts_revision(
     hub_base: Callable[[int, str], None], math: Path, tmp_path: Path
 ) -> None:
-    away = deep(math, tmp_path / "math", "org/base", revision="v2")
+    away = naming("org/base", math, tmp_path / "math", revision="v2")
     hub_base(6, "v2")
     plan = adapterswap.soup(away, away, num_layers=6)
     assert isinstance(plan, adapterswap.Plan)
@@ -202,7 +198,7 @@ def test_one_base_folder_under_two_names_is_one_base(
 ) -> None:
     other = tmp_path / "link"
     other.symlink_to(base("llama"))
-    away = deep(swahili, tmp_path / "swahili", str(other))
+    away = naming(str(other), swahili, tmp_path / "swahili")
     out = adapterswap.write_adapter(adapterswap.layer_swap(math, away), tmp_path / "out")
     assert json.loads((out / CONFIG).read_text())["base_model_name_or_path"] == str(base("llama"))
 
@@ -211,9 +207,7 @@ def test_full_checkpoints_without_a_depth_in_their_config(base: Callable[[str], 
     folders = []
     for name in ("math", "swahili"):
         folders.append(shutil.copytree(base("llama"), tmp_path / name))
-        config = json.loads((folders[-1] / "config.json").read_text())
-        del config["num_hidden_layers"]
-        (folders[-1] / "config.json").write_text(json.dumps(config))
+        edit_json(folders[-1] / "config.json", num_hidden_layers=...)
     adapterswap.layer_swap(*folders, num_layers=6)
     for depth in (5, 32):
         with refused(CompositionError, "num_layers"):
@@ -248,5 +242,5 @@ def test_evaluate_compares_the_depth_with_the_base_that_it_loads(
 def test_serve_says_when_an_expert_names_another_revision(
     served: str, own: str | None, remarks: int, math: Path, tmp_path: Path
 ) -> None:
-    expert = adapterswap.open_adapter(deep(math, tmp_path / "math", "org/base", revision=own))
+    expert = adapterswap.open_adapter(naming("org/base", math, tmp_path / "math", revision=own))
     assert len(other_bases({"math": expert}, served)) == remarks

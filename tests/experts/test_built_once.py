@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from matrix.architectures import ARCHITECTURES, build
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
+from pico import trained
 
 import adapterswap
 from adapterswap.live import LiveComposer
@@ -46,24 +45,15 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, dict[str, Path]]]:
-    """`trained("gpt2", ["c_attn"])` is a saved pico base and two LoRA on it."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, dict[str, Path]]]:
+    """`pair("gpt2", ["c_attn"])` is a saved pico base and two LoRA on it."""
 
     def make(architecture: str, targets: list[str], **options: Any) -> tuple[Path, dict[str, Path]]:
         folder = tmp_path_factory.mktemp(architecture)
-        torch.manual_seed(0)
         build(ARCHITECTURES[architecture]).save_pretrained(folder / "base")
         for name in ("math", "swahili"):
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
             options |= {"fan_in_fan_out": architecture == "gpt2", "task_type": "CAUSAL_LM"}
-            settings = LoraConfig(target_modules=targets, r=2, **options)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*tie_word_embeddings|.*save_embedding_layers")
-                adapted = get_peft_model(model, settings)
-                for parameter in adapted.parameters():
-                    if parameter.requires_grad:
-                        parameter.data += torch.randn(parameter.shape) * 0.05
-                adapted.save_pretrained(folder / name)
+            trained(folder / "base", LoraConfig(target_modules=targets, r=2, **options), folder / name, seed=len(name))
         return folder / "base", {name: folder / name for name in ("math", "swahili")}
 
     return make
@@ -74,8 +64,8 @@ def swapped(experts: dict[str, Path]) -> adapterswap.Plan:
     return adapterswap.compose(composition, experts)
 
 
-def test_headers_decide(built: list[str], trained: Any, tmp_path: Path) -> None:
-    _, experts = trained("llama", ["q_proj", "down_proj"])
+def test_headers_decide(built: list[str], pair: Any, tmp_path: Path) -> None:
+    _, experts = pair("llama", ["q_proj", "down_proj"])
     built.clear()
     swapped(experts).write(tmp_path / "adapter")
     swapped(experts).merge(tmp_path / "merged")
@@ -84,17 +74,17 @@ def test_headers_decide(built: list[str], trained: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma3"])
-def test_merging_into_a_tied_base(architecture: str, built: list[str], trained: Any, tmp_path: Path) -> None:
+def test_merging_into_a_tied_base(architecture: str, built: list[str], pair: Any, tmp_path: Path) -> None:
     """It is planned twice, and the copies that PEFT stored beside the embedding's LoRA are compared with the base."""
     ends = {"gpt2": ["c_attn", "wte"], "gemma3": ["q_proj", "embed_tokens"]}[architecture]
-    _, experts = trained(architecture, ends)
+    _, experts = pair(architecture, ends)
     built.clear()
     swapped(experts).merge(tmp_path / "merged")
     assert len(built) == 1
 
 
-def test_converting_modules_that_were_trained_in_full(built: list[str], trained: Any, tmp_path: Path) -> None:
-    _, experts = trained("gpt2", ["c_attn"], modules_to_save=["lm_head"])
+def test_converting_modules_that_were_trained_in_full(built: list[str], pair: Any, tmp_path: Path) -> None:
+    _, experts = pair("gpt2", ["c_attn"], modules_to_save=["lm_head"])
     built.clear()
     adapterswap.convert(experts["math"], tmp_path / "converted", saved_rank=2)
     assert len(built) == 1
@@ -112,8 +102,8 @@ def test_experts_with_names_of_two_versions(built: list[str], tmp_path: Path) ->
     assert len(built) == 1
 
 
-def test_a_running_model_is_its_own_base(built: list[str], trained: Any) -> None:
-    base, experts = trained("gemma3", ["q_proj"])
+def test_a_running_model_is_its_own_base(built: list[str], pair: Any) -> None:
+    base, experts = pair("gemma3", ["q_proj"])
     model = transformers.AutoModelForImageTextToText.from_pretrained(base)
     built.clear()
     composing = LiveComposer.from_experts(model, experts)
@@ -122,9 +112,9 @@ def test_a_running_model_is_its_own_base(built: list[str], trained: Any) -> None
     assert built == []
 
 
-def test_serving_by_name(built: list[str], trained: Any, tmp_path: Path) -> None:
+def test_serving_by_name(built: list[str], pair: Any, tmp_path: Path) -> None:
     """The shapes of the base and the tie of a copied embedding; another server with this cache needs neither."""
-    base, experts = trained("gemma3", ["q_proj", "embed_tokens"])
+    base, experts = pair("gemma3", ["q_proj", "embed_tokens"])
     manifest = Manifest(experts={name: str(folder) for name, folder in experts.items()})
     built.clear()
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS, load_base, logits
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from pico import in_peft, noisy, trained
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -25,25 +25,18 @@ Save = Callable[..., Path]
 
 @pytest.fixture
 def save(base: Callable[[str], Path], tmp_path: Path) -> Save:
-    """`save(False, target_modules=…)`: a random LoRA saved by PEFT, optionally with trained embeddings and heads."""
+    """`save(False, target_modules=…)`: a random LoRA saved by PEFT, optionally with a changed embedding and head."""
 
-    def make(save_embedding_layers: bool | str, *, trained: bool = False, **options: Any) -> Path:
-        model = get_peft_model(load_base(base("llama")), LoraConfig(r=2, task_type="CAUSAL_LM", **options))
-        torch.manual_seed(0)
-        for name, parameter in model.named_parameters():
-            whole = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-            if "lora_" in name or "modules_to_save" in name or (trained and whole):
-                parameter.data += torch.randn_like(parameter) * 0.05
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT reports what it saves
-            model.save_pretrained(tmp_path / "adapter", save_embedding_layers=save_embedding_layers)
-        return tmp_path / "adapter"
+    def make(save_embedding_layers: bool | str, *, changed: bool = False, **options: Any) -> Path:
+        model = load_base(base("llama"))
+        if changed:
+            noisy(model.lm_head, 2)
+        if changed and "model.embed_tokens" not in options["target_modules"]:
+            noisy(model.model.embed_tokens, 3)
+        config = LoraConfig(r=2, task_type="CAUSAL_LM", **options)
+        return trained(model, config, tmp_path / "adapter", save_embedding_layers=save_embedding_layers)
 
     return make
-
-
-def answers(base: Path, adapter: Path) -> torch.Tensor:
-    return logits(PeftModel.from_pretrained(load_base(base), adapter))
 
 
 @pytest.mark.parametrize(
@@ -73,17 +66,17 @@ def test_adapters_as_peft_saves_them_open(targets: Any, how: Any, copies: list[s
     ],
     ids=["layers", "full names", "modules_to_save"],
 )
-@pytest.mark.parametrize("trained", [False, True], ids=["own", "trained"])
+@pytest.mark.parametrize("changed", [False, True], ids=["own", "changed"])
 def test_whole_weights_count_as_modules_held_in_full(
-    options: dict[str, Any], whole: list[str], trained: bool, save: Save, base: Callable[[str], Path], tmp_path: Path
+    options: dict[str, Any], whole: list[str], changed: bool, save: Save, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """PEFT overwrites the base's weights with them; as modules_to_save they answer alike and leave the base alone."""
-    folder = save(True, trained=trained, **options)
+    folder = save(True, changed=changed, **options)
     opened = adapterswap.open_adapter(folder)
     assert list(opened.saved) == whole
-    expected = answers(base("llama"), folder)
+    expected = logits(in_peft(base("llama"), folder))
     out = adapterswap.slice_layers(opened, "0-5").write(tmp_path / "again")
-    close(answers(base("llama"), out), expected, depth=LAYERS)
+    close(logits(in_peft(base("llama"), out)), expected, depth=LAYERS)
     merged = adapterswap.merge(folder, base("llama"), out_path=tmp_path / "merged")
     close(logits(load_base(merged)), expected, depth=LAYERS)
 

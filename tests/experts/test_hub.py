@@ -159,10 +159,8 @@ def test_nothing_private_goes_to_a_public_repository(hub: Hub, online: Online, m
 
 
 def test_an_upload_is_checked_before_composing(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
-    without = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private")
-    assert without.exit_code == 2
-    odd = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--push-to-hub", "a/b/c")
-    assert odd.exit_code == 2
+    run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private", exit_code=2)
+    odd = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--push-to-hub", "a/b/c", exit_code=2)
     assert "--push-to-hub" in odd.stderr
     assert not (tmp_path / "out").exists()
     with pytest.raises(ArgumentError) as caught:
@@ -181,15 +179,38 @@ def test_offline_errors_do_not_suggest_logging_in(run: Callable[..., Result], ma
 
 
 def test_without_a_hub_the_folder_stays(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
-    result = run("compose", "-t", math, "-l", swahili, "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
-    assert result.exit_code == 3
+    result = run(
+        "compose",
+        "-t",
+        math,
+        "-l",
+        swahili,
+        "--bottom",
+        1,
+        "-o",
+        tmp_path / "out",
+        "--push-to-hub",
+        "org/x",
+        exit_code=3,
+    )
     assert "was written, but could not be uploaded to org/x" in result.stderr
     assert (tmp_path / "out" / "README.md").exists()
 
 
 def test_nothing_is_uploaded_without_push(hub: Hub, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
-    dry = run(
-        "compose", "-t", math, "-l", "base", "-o", tmp_path / "x", "--bottom", 1, "--push-to-hub", "a/b", "--dry-run"
+    run(
+        "compose",
+        "-t",
+        math,
+        "-l",
+        "base",
+        "-o",
+        tmp_path / "x",
+        "--bottom",
+        1,
+        "--push-to-hub",
+        "a/b",
+        "--dry-run",
+        exit_code=0,
     )
-    assert dry.exit_code == 0
     assert not hub.created

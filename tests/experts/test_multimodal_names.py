@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from matrix.architectures import ARCHITECTURES, LAYERS, build
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from pico import in_peft, trained
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -26,7 +27,6 @@ from tolerances import close
 import adapterswap
 from adapterswap import LiveComposer
 from adapterswap.errors import BaseModelError
-from adapterswap.model.loading import quiet_peft
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 NAMES = ("llava", "gemma3", "qwen2_vl", "mistral3", "smolvlm")
@@ -63,13 +63,8 @@ class World:
         self.experts: dict[tuple[str, str], Path] = {}
         self.deltas = {}
         for seed, role in enumerate(("task", "language")):
-            with quiet_peft():
-                model = get_peft_model(self.load(), LoraConfig(r=2, use_rslora=True, target_modules="all-linear"))
-            generator = torch.Generator().manual_seed(seed)
-            for key, parameter in model.named_parameters():
-                if "lora_" in key:
-                    parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-            model.save_pretrained(folder / role)
+            config = LoraConfig(r=2, use_rslora=True, target_modules="all-linear")
+            trained(self.load(), config, folder / role, seed=seed, scale=0.1)
             self.deltas[role] = self.deltas_of(folder / role)
             for version, rules in GENERATIONS.items():
                 new = folder / f"{role}-{version}"
@@ -79,11 +74,9 @@ class World:
         return self.architecture.model_class.from_pretrained(self.base, dtype=torch.float32).eval()
 
     def deltas_of(self, adapter: Path) -> dict[str, torch.Tensor]:
-        with quiet_peft():
-            model = PeftModel.from_pretrained(self.load(), adapter)
         return {
             name.removeprefix(PREFIX): module.get_delta_weight("default").detach()
-            for name, module in model.named_modules()
+            for name, module in in_peft(self.load(), adapter).named_modules()
             if hasattr(module, "get_delta_weight")
         }
 
@@ -162,19 +155,13 @@ def test_one_expert_alone(worlds: Callable[[str], World], tmp_path: Path) -> Non
 def test_more_than_lora(name: str, options: dict[str, Any], worlds: Callable[[str], World], tmp_path: Path) -> None:
     """Copied, and converted to LoRA alone, from the oldest names."""
     world = worlds(name)
-    torch.manual_seed(0)
-    with quiet_peft():
-        model = get_peft_model(world.load(), LoraConfig(r=2, target_modules=["q_proj"], **options))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += torch.randn(parameter.shape) * 0.05
-    model.save_pretrained(tmp_path / "new")
+    trained(world.load(), LoraConfig(r=2, target_modules=["q_proj"], **options), tmp_path / "new")
     old = under_names(tmp_path / "new", tmp_path / "old", renaming(BEFORE_4_52[name]))
     token_ids = torch.arange(12).reshape(1, 12) + 3
 
     def answers(folder: Path) -> torch.Tensor:
-        with quiet_peft(), torch.no_grad():
-            logits: torch.Tensor = PeftModel.from_pretrained(world.load(), folder).eval()(input_ids=token_ids).logits
+        with torch.no_grad():
+            logits: torch.Tensor = in_peft(world.load(), folder)(input_ids=token_ids).logits
         return logits
 
     plan = adapterswap.slice_layers(old, f"0-{LAYERS - 1}")

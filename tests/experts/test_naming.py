@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
+from crafting import lora
 from matrix.architectures import ARCHITECTURES
 from refusals import refused
 from safetensors.numpy import load_file, save_file
@@ -134,27 +135,6 @@ VARIANTS = {**WRAPPERS, **OLDER, **ROOTED, **STRANGE}
 assert len(VARIANTS) == 40
 
 
-def random_factors(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(seed)
-    return {
-        f"{PREFIX}{name}.lora_{factor}.weight": random.standard_normal(shape).astype(np.float32)
-        for name, (out, into) in shapes.items()
-        for factor, shape in (("A", (2, into)), ("B", (out, 2)))
-    }
-
-
-def write(folder: Path, tensors: Mapping[str, np.ndarray], base: Path) -> Path:
-    """An adapter; its targets are the last parts of the names, as in most saved adapters."""
-    folder.mkdir(parents=True)
-    save_file(dict(tensors), folder / WEIGHTS)
-    modules = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
-    content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": 2}
-    ends = {re.search(r"[^.]+(\.\d+)?$", module)[0] for module in modules}  # type: ignore[index]
-    content |= {"lora_alpha": 4, "use_rslora": True, "target_modules": sorted(ends)}
-    (folder / CONFIG).write_text(json.dumps(content))
-    return folder
-
-
 class World:
     """A base that is only a config, and two experts under its names."""
 
@@ -172,8 +152,8 @@ class World:
                 shape = tuple(part.weight.shape)
                 shapes[module] = shape if type(part).__name__ == "Linear" else shape[::-1]
         self.shapes = shapes
-        self.task = write(folder / "task", random_factors(shapes, 1), self.base)
-        self.language = write(folder / "language", random_factors(shapes, 2), self.base)
+        self.task = lora(folder / "task", shapes, base=self.base, seed=1)
+        self.language = lora(folder / "language", shapes, base=self.base, seed=2)
         self.expected = adapterswap.soup(self.task, self.language).write(folder / "expected")
 
 
@@ -184,15 +164,9 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
 
 def renamed(world: World, rename: Rename, folder: Path) -> Path:
     """The language expert under other names."""
-    tensors = load_file(world.language / WEIGHTS)
-
-    def key(old: str) -> str:
-        module, lora, factor = old.removeprefix(PREFIX).rpartition(".lora_")
-        return f"{PREFIX}{rename(module)}{lora}{factor}"
-
-    new = {key(old): tensor for old, tensor in tensors.items()}
-    assert len(new) == len(tensors)
-    return write(folder, new, world.base)
+    shapes = {rename(module): shape for module, shape in world.shapes.items()}
+    assert len(shapes) == len(world.shapes)
+    return lora(folder, shapes, base=world.base, seed=2)
 
 
 def refusal(task: Path, language: Path, out: Path) -> str | None:
@@ -249,7 +223,7 @@ def test_whose_names_are_written(worlds: Callable[[str], World], tmp_path: Path)
     world = worlds("gemma3")
     text = {name: shape for name, shape in world.shapes.items() if name.startswith("model.language_model.")}
     named = {name.replace("model.language_model.", "model."): shape for name, shape in text.items()}
-    one = write(tmp_path / "text", random_factors(named, 3), world.base)
+    one = lora(tmp_path / "text", named, base=world.base, seed=3)
     seeing, reading = adapterswap.soup(world.task, one), adapterswap.soup(one, world.task)
 
     def modules(plan: adapterswap.Plan, folder: str, **options: str) -> set[str]:
@@ -260,7 +234,7 @@ def test_whose_names_are_written(worlds: Callable[[str], World], tmp_path: Path)
     with pytest.raises(adapterswap.errors.UnsupportedError, match="vision_tower") as caught:
         reading.write(tmp_path / "no", names="task")
     assert caught.value.parameter == "names"
-    blind = write(tmp_path / "blind", random_factors(text, 4), world.base)
+    blind = lora(tmp_path / "blind", text, base=world.base, seed=4)
     assert modules(adapterswap.soup(one, blind), "text-first") == named.keys()
     assert modules(adapterswap.soup(blind, one), "text-second", names="language") == named.keys()
     assert modules(adapterswap.soup(one, blind), "language", names="language") == text.keys()
@@ -335,10 +309,8 @@ def test_modules_that_predict_further_tokens(worlds: Callable[[str], World], tmp
         for name, shape in world.shapes.items()
         if ".layers.0." in name
     }
-    experts = [
-        write(tmp_path / f"{seed}", random_factors({**world.shapes, **ahead}, seed), world.base) for seed in (1, 2)
-    ]
-    without = [write(tmp_path / f"bare-{seed}", random_factors(world.shapes, seed), world.base) for seed in (1, 2)]
+    experts = [lora(tmp_path / f"{seed}", {**world.shapes, **ahead}, base=world.base, seed=seed) for seed in (1, 2)]
+    without = [lora(tmp_path / f"bare-{seed}", world.shapes, base=world.base, seed=seed) for seed in (1, 2)]
     plan = adapterswap.compose("x+y@bottom=1,top=1,outside=language", dict(zip("xy", experts, strict=True)))
     assert {(slot.layer, slot.owner) for slot in plan if slot.name.startswith("mtp.")} == {(None, "y")}
     assert len(plan.modules) == len(world.shapes) + len(ahead)
@@ -354,7 +326,7 @@ def test_one_module_under_two_names_of_one_expert(worlds: Callable[[str], World]
     world = worlds("gemma3")
     name = "model.language_model.layers.0.self_attn.q_proj"
     both_names = {"language_model.model.layers.0.self_attn.q_proj": world.shapes[name], name: world.shapes[name]}
-    expert = write(tmp_path / "twice", random_factors(both_names, 5), world.base)
+    expert = lora(tmp_path / "twice", both_names, base=world.base, seed=5)
     with pytest.raises(AdapterswapError, match="layers"):
         adapterswap.soup(world.task, expert)
 
@@ -362,7 +334,7 @@ def test_one_module_under_two_names_of_one_expert(worlds: Callable[[str], World]
 def test_a_square_module_of_another_shape_is_refused(worlds: Callable[[str], World], tmp_path: Path) -> None:
     world = worlds("llama")
     odd = {"model.language_model.layers.0.self_attn.k_proj": (48, 32)}
-    expert = write(tmp_path / "odd", random_factors(odd, 6), world.base)
+    expert = lora(tmp_path / "odd", odd, base=world.base, seed=6)
     with pytest.raises(adapterswap.errors.ExpertError, match=r"model\.language_model\.layers\.0\.self_attn\.k_proj"):
         adapterswap.soup(world.task, expert)
 

@@ -8,20 +8,18 @@ alone decides.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import random
-import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import peft
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from pico import copied, merged_by_peft, trained
 from tolerances import close
 
 import adapterswap
@@ -102,14 +100,14 @@ class Refused(NamedTuple):
     value: Any
 
 
-World = tuple[torch.nn.Module, Path]
+World = tuple[transformers.PreTrainedModel, Path]
 Make = Callable[..., World]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """`world("llama", "LORA")` is a base and the folder of an adapter with tensors for all its linear modules."""
-    bases: dict[str, tuple[torch.nn.Module, Path]] = {}
+    bases: dict[str, World] = {}
     made: dict[tuple[str, str], World] = {}
 
     def make(architecture: str, kind: str = "LORA") -> World:
@@ -126,30 +124,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Make:
                 names = [*linear, *([embedding] if embedding != "shared" else [])]
             options = KINDS[kind](names)
             options.task_type = TASKS.get(architecture)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about Conv1D
-                adapted = get_peft_model(model, options)
-            torch.manual_seed(1)
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data + torch.randn(parameter.shape) * 0.2
             folder = tmp_path_factory.mktemp(f"{architecture}-{kind}")
-            adapted.save_pretrained(folder, save_embedding_layers=False)
+            trained(model, options, folder, scale=0.2, save_embedding_layers=False)
             made[architecture, kind] = bases[architecture][0], folder
         return made[architecture, kind]
 
     return make
 
 
-def in_peft(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor] | None:
+def in_peft(model: transformers.PreTrainedModel, folder: Path) -> dict[str, torch.Tensor] | None:
     """The weights of the model with the adapter, merged by PEFT; None if PEFT cannot load it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT warns about most odd values
-        try:
-            merged = PeftModel.from_pretrained(copy.deepcopy(model), folder).merge_and_unload()
-        except Exception:  # PEFT has no class of errors for adapters that it cannot load
-            return None
-    return {name: tensor.detach() for name, tensor in merged.state_dict().items()}
+    try:
+        return merged_by_peft(copy.deepcopy(model), folder)
+    except Exception:  # PEFT has no class of errors for adapters that it cannot load
+        return None
 
 
 def agree(world: World, changes: dict[str, Any], tmp_path: Path, *, strict: bool = False) -> str:
@@ -158,11 +146,7 @@ def agree(world: World, changes: dict[str, Any], tmp_path: Path, *, strict: bool
     `strict` means that adapterswap may also refuse what PEFT loads.
     """
     model, original = world
-    folder = tmp_path / "odd"
-    shutil.copytree(original, folder)
-    content = json.loads((folder / "adapter_config.json").read_text()) | changes
-    content = {key: value for key, value in content.items() if value is not ...}
-    (folder / "adapter_config.json").write_text(json.dumps(content))
+    folder = copied(original, tmp_path / "odd", **changes)
     expected = in_peft(model, folder)
     alone = Composition.model_validate({"allocation": [{"expert": "odd"}]})
     try:
@@ -242,8 +226,8 @@ def odd_values(architecture: str) -> dict[str, list[Any]]:
         "r": [4, 8, 0, None, 4.0, -4, True, ...],
         "use_rslora": [True, False, None, ...],
         "init_lora_weights": [
-            True, False, None, "gaussian", "eva", "orthogonal", Refused("olora"), Refused("pissa"),
-            "nonsense", "mica", ...,
+            True, False, None, 0, 1, "", "gaussian", "GAUSSIAN", "eva", "EVA", "orthogonal", "nonsense", "mica", "MiCA",
+            *map(Refused, ("olora", "OLORA", "pissa", "pissa_niter_4", "corda", "loftq", "lora_ga")), ...,
         ],
         "bias": ["none", "all", "lora_only", None, "nonsense", ...],
         "fan_in_fan_out": [True, False, None, ...],
@@ -265,6 +249,7 @@ def odd_values(architecture: str) -> dict[str, list[Any]]:
         "megatron_config": [None, {}, {"a": 1}],
         "layer_replication": [None, [], Refused([[0, 2]])],
         "use_qalora": [False, None, Refused(True)],
+        "revision": [None, ...],
         "inference_mode": [True, False, None, ...],
         "an_unknown_key": [None, 1, {"a": []}],
         "runtime_config": [None, {}, {"ephemeral_gpu_offload": True}],
@@ -282,6 +267,8 @@ def cases() -> list[Any]:
                 changes = {key: value.value if strict else value}
                 if key == "layers_pattern":
                     changes["layers_to_transform"] = [1]
+                if value == "eva":
+                    changes["eva_config"] = {}
                 marks = [pytest.mark.full] if architecture != "llama" and at % 3 else []
                 found.append(pytest.param(architecture, changes, strict, id=f"{architecture}-{key}-{at}", marks=marks))
     # PEFT shortens a list of 20 names or more, and only then do the layers count.
@@ -298,6 +285,14 @@ def cases() -> list[Any]:
         changes = {"target_modules": [*names, "lm_head", "nonsense"][:count], "layers_to_transform": [1]}
         found.append(pytest.param("llama", changes, False, id=f"{count} full names of some layers"))
     return found
+
+
+def test_every_init_that_peft_lists_is_an_odd_value() -> None:
+    _, listed = get_args(get_type_hints(LoraConfig)["init_lora_weights"])
+    values = [
+        value.value if isinstance(value, Refused) else value for value in odd_values("llama")["init_lora_weights"]
+    ]
+    assert {name.partition("_niter_")[0] for name in get_args(listed)} <= {*values}
 
 
 @pytest.mark.parametrize(("architecture", "changes", "strict"), cases())

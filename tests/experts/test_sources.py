@@ -126,11 +126,9 @@ def test_composing_and_verifying_experts_of_one_repository(
 ) -> None:
     repository(cache, "org/base", {"config.json": json.dumps(BASE_CONFIG).encode()})
     experts = ("-t", "org/languages/bengali", "-l", "org/languages/swahili@v1")
-    result = run("compose", *experts, "-o", tmp_path / "out", "--bottom", 1, "--top", 1)
-    assert result.exit_code == 0, result.stderr
-    local = run("compose", "-t", tmp_path / "bengali", "-l", tmp_path / "swahili", "-o", tmp_path / "again",
-                "--bottom", 1, "--top", 1)  # fmt: skip
-    assert local.exit_code == 0, local.stderr
+    run("compose", *experts, "-o", tmp_path / "out", "--bottom", 1, "--top", 1, exit_code=0)
+    run("compose", "-t", tmp_path / "bengali", "-l", tmp_path / "swahili", "-o", tmp_path / "again",
+                "--bottom", 1, "--top", 1, exit_code=0)  # fmt: skip
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "again" / WEIGHTS).read_bytes()
     record = json.loads((tmp_path / "out" / "adapterswap.json").read_text())
     assert record["experts"]["bengali"]["source"] == "org/languages/bengali"
@@ -175,8 +173,7 @@ def test_composing_from_the_cache(math: Path, cache: Path, run: Callable[..., Re
     repository(cache, "org/base", {"config.json": json.dumps(BASE_CONFIG).encode()})
     swahili = adapter(tmp_path / "swahili", tensors(seed=1))
     zones = ("--bottom", 1, "--top", 1)
-    result = run("compose", "-t", "org/math@v1", "-l", swahili, "-o", tmp_path / "out", *zones)
-    assert result.exit_code == 0, result.stderr
+    run("compose", "-t", "org/math@v1", "-l", swahili, "-o", tmp_path / "out", *zones, exit_code=0)
     record = json.loads((tmp_path / "out" / "adapterswap.json").read_text())
     assert record["experts"]["math"]["source"] == "org/math"
     assert record["experts"]["math"]["revision"] == OLDER
@@ -217,8 +214,7 @@ def test_links_out_of_the_cache_are_not_followed(
     secret = tmp_path / "newer" / file
     (math / file).unlink()
     (math / file).symlink_to(secret)
-    result = run("inspect", "org/math")
-    assert result.exit_code == 3
+    result = run("inspect", "org/math", exit_code=3)
     assert (
         f"links to {secret}, outside the Hub's cache. Delete it from the cache and download it again." in result.stderr
     )
@@ -290,8 +286,7 @@ def test_only_the_config_of_a_named_base_is_read(tmp_path: Path, run: Callable[.
     secret.mkdir()
     (secret / "config.json").write_text("password: hunter2")
     folder = adapter(tmp_path / "math", None, config(base_model_name_or_path=str(secret)))
-    result = run("compose", "-t", folder, "-l", folder, "-o", tmp_path / "out")
-    assert result.exit_code == 3
+    result = run("compose", "-t", folder, "-l", folder, "-o", tmp_path / "out", exit_code=3)
     assert f"{secret}/config.json is not JSON" in result.stderr
     assert "hunter2" not in result.stderr
     with refused(BaseModelError, match=r"config\.json cannot be read"):

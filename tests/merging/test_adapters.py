@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAYERS, logits
+from conftest import LAYERS, logits, save_like, weights
 from tolerances import close
 
 import adapterswap
 from adapterswap.live import LiveComposer, load_experts
-from merging.conftest import equal, loaded, weights
+from merging.conftest import equal, loaded
 
 Expert = Callable[..., Path]
 
@@ -50,8 +50,6 @@ def test_merged_weights_equal_the_live_model(
 
 def test_names_as_stored_on_the_hub(model: Callable[..., Path], lora: Expert, tmp_path: Path) -> None:
     """GPT-2's own checkpoint stores `h.0.attn.c_attn.weight`, and adapters say `transformer.h.0.attn.c_attn`."""
-    from merging.conftest import save_like
-
     base = model("gpt2")
     short = {name.removeprefix("transformer."): tensor for name, tensor in weights(base).items()}
     stripped = save_like(tmp_path / "stripped", base, short)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from click.testing import Result
 from conftest import merged_weights
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
+from pico import copied, trained
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -84,11 +85,8 @@ def test_the_base_is_recognised(tmp_path: Path, base: Any, math: Path, dtype: to
 @pytest.mark.parametrize("scale", [0.5, -1.0, 8**-0.5])
 def test_another_scale_is_measured(tmp_path: Path, base: Any, math: Path, scale: float, dtype: torch.dtype) -> None:
     """The last one is what an α/r merger makes of a rank-stabilized adapter of rank 8."""
-    folder = tmp_path / "expert"
-    shutil.copytree(math, folder)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config |= {"lora_alpha": config["lora_alpha"] * scale}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    alpha = json.loads((math / "adapter_config.json").read_text())["lora_alpha"]
+    folder = copied(math, tmp_path / "expert", lora_alpha=alpha * scale)
     merged = peft_merge(base("llama"), folder, tmp_path / "merged", dtype)
     found = attribution(merged, base("llama"), x=math)
     text = f"{'-' if scale < 0 else '+'} " + {0.5: "0.5 × x", -1.0: "x"}.get(scale, "0.3536 × x")
@@ -183,13 +181,8 @@ def test_a_tied_head_that_differs(tmp_path: Path) -> None:
     )  # fmt: skip
     base, expert = tmp_path / "base", tmp_path / "expert"
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])
-    )
-    for name, parameter in model.named_parameters():
-        if "lora" in name:
-            parameter.data = 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(expert, save_embedding_layers=False)
+    lora = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])
+    trained(base, lora, expert, scale=0.1, save_embedding_layers=False)
     found = attribution(peft_merge(base, expert, tmp_path / "merged"), base, x=expert)
     assert (found.equal, found.differing) == (False, ("lm_head.weight",))
     assert found.answers == (

@@ -84,12 +84,10 @@ def test_merging_into_dequantized_weights(
 def test_without_it_a_quantized_base_is_refused(
     quantized: Path, math: Path, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
-    result = run("merge", math, "--base-model", quantized, "-o", tmp_path / "out")
-    assert result.exit_code == 3
+    result = run("merge", math, "--base-model", quantized, "-o", tmp_path / "out", exit_code=3)
     assert "--dequantize" in result.stderr
     assert not (tmp_path / "out").exists()
-    result = run("merge", math, "--base-model", quantized, "-o", tmp_path / "out", "--dequantize")
-    assert result.exit_code == 0, result.stderr
+    result = run("merge", math, "--base-model", quantized, "-o", tmp_path / "out", "--dequantize", exit_code=0)
     assert "is quantized" in result.stderr
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAYERS, logits
+from conftest import LAYERS, logits, weights
 from tolerances import close
 
 import adapterswap
-from merging.conftest import ARCHITECTURES, State, equal, loaded, weights
+from merging.conftest import ARCHITECTURES, State, equal, loaded
 
 PARTS = {
     "attention": re.compile(r"self_attn|\.attn\.|\.attention\."),
@@ -58,12 +58,12 @@ def algorithm_1(
     return merged
 
 
-def same_weights(actual: State, wanted: State, owned: Callable[[str], bool]) -> None:
-    """Bit-equal where one expert owns a tensor; the rounding of a sum elsewhere."""
+def same_weights(actual: State, wanted: State, *experts: State) -> None:
+    """Bit-equal where a tensor is an expert's own; the rounding of a sum elsewhere."""
     assert actual.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert actual[name].dtype == tensor.dtype
-        if owned(name):
+        if any(tensor is expert[name] for expert in experts):
             assert torch.equal(actual[name], tensor), name
         else:
             close(actual[name], tensor, name=name)
@@ -73,6 +73,7 @@ ZONES = [
     {"bottom": 2, "top": 1},
     {"bottom": 1, "top": 1, "bottom_transition": 1, "top_transition": 2},
     {"bottom": 2, "top": 0, "bottom_transition": 1, "task_weight": 0.3, "language_weight": 1.7},
+    {"bottom": 2, "top": 1, "norms": "layer"},
 ]
 
 
@@ -80,33 +81,16 @@ ZONES = [
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_algorithm_1(architecture: str, zones: dict[str, Any], model: Callable[..., Path], tmp_path: Path) -> None:
     task, language = model(architecture, seed=1), model(architecture, seed=2)
-    plan = adapterswap.layer_swap(task, language, **zones)
+    composition = adapterswap.Composition(task="task", language="language", **zones)
+    plan = adapterswap.compose(composition, {"task": task, "language": language})
     assert plan.is_model
     assert plan.base is None
     merged = adapterswap.merge(plan, out_path=tmp_path / "out")
-    wanted = algorithm_1(weights(task), weights(language), **zones)
-    blended = {
-        layer
-        for start, count in (
-            (zones["bottom"], zones.get("bottom_transition", 0)),
-            (LAYERS - zones["top"] - zones.get("top_transition", 0), zones.get("top_transition", 0)),
-        )
-        for layer in range(start, start + count)
-    }
-    same_weights(weights(merged), wanted, lambda name: is_transformer(name) and layer_of(name) not in blended)
+    ours, theirs = weights(task), weights(language)
+    same_weights(weights(merged), algorithm_1(ours, theirs, **zones), ours, theirs)
     reference = loaded(task)
     reference.load_state_dict(loaded(merged).state_dict())
     assert torch.isfinite(logits(reference)).all()
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_norms_with_their_layer(architecture: str, model: Callable[..., Path], tmp_path: Path) -> None:
-    task, language = model(architecture, seed=1), model(architecture, seed=2)
-    composition = adapterswap.Composition(task="task", language="language", bottom=2, top=1, norms="layer")
-    plan = adapterswap.compose(composition, {"task": task, "language": language})
-    merged = adapterswap.merge(plan, out_path=tmp_path / "out")
-    wanted = algorithm_1(weights(task), weights(language), bottom=2, top=1, norms="layer")
-    same_weights(weights(merged), wanted, lambda name: layer_of(name) is not None)
 
 
 @pytest.mark.parametrize("partition", ["A", "B", "C", "Z"])
@@ -126,16 +110,7 @@ def test_partitions(partition: str, model: Callable[..., Path], tmp_path: Path) 
             wanted[name] = theirs[name]
         else:
             wanted[name] = (theirs if (layer_of(name) in outer) != (partition == "Z") else ours)[name]
-    same_weights(merged, wanted, is_transformer)
-
-
-def test_a_soup_of_several_experts_per_side(model: Callable[..., Path], tmp_path: Path) -> None:
-    experts = {f"e{seed}": model(seed=seed) for seed in (1, 2, 3)}
-    composition = adapterswap.Composition(task=("e1", "e2"), language="e3", bottom=2, top=1)
-    merged = weights(adapterswap.merge(adapterswap.compose(composition, experts), out_path=tmp_path / "out"))
-    one, two, three = (weights(folder) for folder in experts.values())
-    souped = {name: ((one[name].double() + two[name].double()) / 2).float() for name in one}
-    same_weights(merged, algorithm_1(souped, three, bottom=2, top=1), lambda name: False)
+    same_weights(merged, wanted, ours, theirs)
 
 
 def test_reset_gives_layers_back_to_the_base(model: Callable[..., Path], tmp_path: Path) -> None:
@@ -144,40 +119,3 @@ def test_reset_gives_layers_back_to_the_base(model: Callable[..., Path], tmp_pat
     merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
     ours, original = weights(task), weights(base)
     equal(merged, {n: original[n] if is_transformer(n) and layer_of(n) in {0, 1, 5} else ours[n] for n in ours})
-
-
-@pytest.mark.parametrize("scale", [0.5, 1.0])
-def test_task_arithmetic(scale: float, model: Callable[..., Path], tmp_path: Path) -> None:
-    base, task, language = model(), model(seed=1), model(seed=2)
-    plan = adapterswap.task_arithmetic(task, language, scale=scale, base_model=str(base))
-    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
-    w, one, two = (
-        {name: tensor.double() for name, tensor in weights(folder).items()} for folder in (base, task, language)
-    )
-    wanted = {n: (w[n] + scale * ((one[n] - w[n]) + (two[n] - w[n]))).float() for n in w}
-    for name in wanted:
-        close(merged[name], wanted[name], name=name)
-
-
-def test_magnitude_weights(model: Callable[..., Path], tmp_path: Path) -> None:
-    base, task, language = model(), model(seed=1), model(seed=2)
-    composition = adapterswap.Composition(
-        task="task", language="language", method="soup", weights="magnitude", base_model=str(base)
-    )
-    plan = adapterswap.compose(composition, {"task": task, "language": language})
-    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
-    original, found = weights(base), [weights(task), weights(language)]
-
-    def magnitude(state: State) -> float:
-        rows = [
-            (state[name] - tensor).abs().double().mean(-1).flatten()
-            for name, tensor in original.items()
-            if tensor.ndim > 1
-        ]
-        return float(torch.cat(rows).mean())
-
-    raw = [1 / magnitude(state) for state in found]
-    one, two = (weight / sum(raw) for weight in raw)
-    for name in original:
-        wanted = one * found[0][name].double() + two * found[1][name].double()
-        close(merged[name], wanted.float(), name=name)

@@ -16,15 +16,21 @@ import pytest
 import torch
 import transformers
 from conftest import load_base
+from crafting import lora
 from matrix.architectures import ARCHITECTURES, build
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
+from pico import copied, in_peft, merged_by_peft, trained
 from refusals import refused
 from tolerances import close
+from writing.test_fusing import of_experts
 
 import adapterswap
 from adapterswap import Composition, LiveComposer
 from adapterswap.errors import BaseModelError, ExpertError, UnsupportedError
 from adapterswap.model.loading import quiet_peft
+from adapterswap.planning.targets import WORDS, Target
+from adapterswap.serving.cache import Memo
+from adapterswap.serving.composer import base_shapes, check_fits
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 Weights = dict[str, torch.Tensor]
@@ -70,28 +76,19 @@ def train(folder: Path, name: str, seed: int, **options: Any) -> Path:
         "r": 4, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "target_parameters": PARAMETERS,
         "rank_pattern": {"q_proj": 3, "gate_up_proj": 2}, **options,
     }  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = get_peft_model(load_base(folder / "base"), LoraConfig(**settings))
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
-        model.save_pretrained(folder / name)
-    return folder / name
+    return trained(folder / "base", LoraConfig(**settings), folder / name, seed=seed)
 
 
 @cache
 def merged(folder: Path, name: str) -> Weights:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(load_base(folder / "base"), folder / name).merge_and_unload()
-    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    return merged_by_peft(folder / "base", folder / name)
 
 
-def expected(folder: Path, shares: dict[int, tuple[float, float]] = SHARES) -> Weights:
+def expected(
+    folder: Path, shares: dict[int, tuple[float, float]] = SHARES, task: str = "math", language: str = "swahili"
+) -> Weights:
     """Each expert's change, as PEFT merges it, by its share in the layer."""
-    own, math, swahili = load_base(folder / "base").state_dict(), merged(folder, "math"), merged(folder, "swahili")
+    own, math, swahili = load_base(folder / "base").state_dict(), merged(folder, task), merged(folder, language)
     result = {}
     for key, tensor in own.items():
         one, other = shares.get(int(key.split(".")[2]) if ".layers." in key else -1, (1, 0))
@@ -109,6 +106,43 @@ def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = model.eval()(torch.arange(24).reshape(2, 12) * 7 % 64).logits
     return result
+
+
+@pytest.mark.parametrize("layout", ["exact", "portable"])
+@pytest.mark.parametrize("only", [PARAMETERS, PARAMETERS[1:]], ids=["both", "one"])
+def test_copies_and_blends_are_written(
+    only: list[str], layout: Any, mixture: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The language expert adapts both parameters of a layer, or one of them."""
+    folder = mixture("qwen3_moe")
+    name = f"swahili-{len(only)}"
+    train(folder, name, 2, r=5, use_rslora=True, target_parameters=only, rank_pattern={})
+    out = composed(folder, RULES, "math", name).write(tmp_path / "out", layout=layout)
+    close(merged_by_peft(folder / "base", out), expected(folder, language=name))
+
+
+@pytest.mark.parametrize("layout", ["exact", "portable"])
+@pytest.mark.parametrize("case", ["ranks", "alphas", "rslora", "reset"])
+def test_lora_on_each_matrix_is_fused(case: str, layout: Any, mixture: Callable[[str], Path], tmp_path: Path) -> None:
+    """As PEFT saved it with transformers 4, with ranks and alphas that differ, which PEFT cannot give fused experts.
+
+    PEFT loads rank-stabilized ones with a wrong scale, so the reference is made from plain adapters of the same ΔW.
+    """
+    folder, shapes = mixture("qwen3_moe"), of_experts("qwen3_moe")
+    options = {"ranks": ((2, 3), (4, 6), False), "alphas": ((2, 2), (4, 10), False), "rslora": ((2, 3), (4, 5), True)}
+    ranks, alphas, rslora = options.get(case, ((2, 2), (4, 4), False))
+    experts, twins = [], [f"{case}-{layout}-{seed}" for seed in range(2)]
+    for seed, (twin, rank, alpha) in enumerate(zip(twins, ranks, alphas, strict=True)):
+        made: dict[str, Any] = {"base": folder / "base", "rank": rank, "seed": seed, "size": 0.2}
+        experts.append(lora(tmp_path / f"{seed}", shapes, **made, use_rslora=rslora, lora_alpha=alpha))
+        lora(folder / twin, shapes, **made, use_rslora=False, lora_alpha=alpha * (rank**0.5 if rslora else 1))
+    if case == "reset":
+        plan = adapterswap.layer_swap(experts[0], "base", bottom=1, top=1)
+        wanted = expected(folder, {0: (0, 0), 4: (0, 0)}, *twins)
+    else:
+        plan = adapterswap.layer_swap(*experts, bottom=1, top=1, bottom_transition=1)
+        wanted = expected(folder, {0: (0, 1), 1: (0.5, 0.5), 4: (0, 1)}, *twins)
+    close(merged_by_peft(folder / "base", plan.write(tmp_path / "out", layout=layout)), wanted)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -241,9 +275,7 @@ def test_live_saves_what_it_computes(mixture: Callable[[str], Path], tmp_path: P
         place / "adapter_model.safetensors" for place in (tmp_path / "live", composed(folder).write(tmp_path / "out"))
     ]
     assert files[0].read_bytes() == files[1].read_bytes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        close(now, logits(PeftModel.from_pretrained(load_base(folder / "base"), tmp_path / "out")), depth=5)
+    close(now, logits(in_peft(folder / "base", tmp_path / "out")), depth=5)
 
 
 def test_live_refuses(mixture: Callable[[str], Path], tmp_path: Path) -> None:
@@ -292,6 +324,33 @@ def test_blended_routers_are_noted(mixture: Callable[[str], Path]) -> None:
         for name, each in rules.items()
     }
     assert noted == {"swap": False, "average": True, "kept": False}
+
+
+@pytest.mark.parametrize("version", [None, "0.18.1"])
+def test_an_older_peft(version: str | None, mixture: Callable[[str], Path], tmp_path: Path) -> None:
+    """Before 0.19 PEFT stored A and B transposed, which the shapes do not reveal if a matrix is square."""
+    older = copied(mixture("qwen3_moe") / "math", tmp_path / "older", peft_version=version)
+    with refused(UnsupportedError, match=r"before 0\.19"):
+        adapterswap.open_expert(older)
+
+
+@pytest.mark.parametrize("target", [Target.VLLM, Target.LLAMA])
+def test_they_are_not_served_by_name(target: Target, mixture: Callable[[str], Path], tmp_path: Path) -> None:
+    """The base has them: the message is not of modules that it lacks."""
+    folder = mixture("qwen3_moe")
+    shapes = base_shapes(str(folder / "base"), Memo(tmp_path / "memo"))
+    with refused(
+        UnsupportedError, "experts", match=f"experts of a mixture .* {WORDS[target][0]} cannot serve"
+    ) as error:
+        check_fits(adapterswap.open_adapter(folder / "math"), shapes, "math", target)
+    assert "does not have" not in str(error.value)
+
+
+def test_adapters_by_sparse_methods_need_factors_of_modules(mixture: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = mixture("qwen3_moe")
+    plan = adapterswap.ties(folder / "math", folder / "swahili", density=0.5)
+    with refused(UnsupportedError, match="fused parameter"):
+        plan.write(tmp_path / "out", max_rank=4)
 
 
 def test_another_base_is_refused(mixture: Callable[[str], Path], tmp_path: Path) -> None:

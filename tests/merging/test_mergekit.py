@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
+from conftest import save_like, weights
 from refusals import refused
 from tolerances import close
 
 import adapterswap
 from adapterswap.errors import AdapterswapError, FieldError, UnsupportedError
-from merging.conftest import save_like, weights
 
 MODELS = ("base", "math", "swahili")
 EVERY = "- {model: math, parameters: {weight: %s}}\n- {model: swahili, parameters: {weight: %s}}\n"
@@ -37,8 +37,7 @@ def folder(base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 
 def merged(run: Callable[..., Result], folder: Path, text: str, name: str = "out") -> dict[str, torch.Tensor]:
     (folder / "recipe.yaml").write_text(text)
-    result = run("merge", folder / "recipe.yaml", "-o", folder / name, "--overwrite")
-    assert result.exit_code == 0, result.output
+    run("merge", folder / "recipe.yaml", "-o", folder / name, "--overwrite", exit_code=0)
     return weights(folder / name)
 
 
@@ -98,8 +97,7 @@ def test_passthrough_copies(run: Callable[..., Result], folder: Path) -> None:
         return {"swahili" if "embed" in key or (layer is not None and layer < 2) else "math": 1}
 
     check(folder, merged(run, folder, text), weight)
-    composed = run("compose", folder / "recipe.yaml", "-o", folder / "composed", "--overwrite")
-    assert composed.exit_code == 0, composed.output
+    run("compose", folder / "recipe.yaml", "-o", folder / "composed", "--overwrite", exit_code=0)
     found, again = weights(folder / "out"), weights(folder / "composed")
     assert found.keys() == again.keys()
     assert all(torch.equal(value, again[key]) for key, value in found.items())
@@ -168,8 +166,7 @@ def test_dtypes(run: Callable[..., Result], folder: Path) -> None:
     text = "merge_method: passthrough\nmodels: [{model: math}]\ndtype: bfloat16\n"
     outcome = merged(run, folder, text)
     assert all(torch.equal(outcome[key], value.bfloat16()) for key, value in weights(folder / "math").items())
-    result = run("merge", folder / "recipe.yaml", "-o", folder / "out", "--overwrite", "--dtype", "float16")
-    assert result.exit_code == 2
+    run("merge", folder / "recipe.yaml", "-o", folder / "out", "--overwrite", "--dtype", "float16", exit_code=2)
     assert adapterswap.read_mergekit(folder / "recipe.yaml").dtype == "bfloat16"
     with refused(UnsupportedError, "dtype"):
         adapterswap.read_composition(folder / "recipe.yaml")

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import weights
 from methods import dense_methods
 from methods.test_merge_methods import CASES, own_choice, seed_of
+from pico import merged_by_peft
 from tolerances import close
 
 import adapterswap
@@ -17,7 +19,6 @@ from adapterswap import Composition
 from adapterswap.errors import AdapterswapError, UnsupportedError
 from adapterswap.methods.method import DENSITY
 from adapterswap.methods.registry import find_method
-from merging.conftest import by_peft, weights
 
 NAMES = ("task", "language")
 
@@ -57,12 +58,12 @@ def test_an_adapter_counts_as_its_full_weights(
 ) -> None:
     """With a full checkpoint, and with another adapter: what neither changes equals the base, byte for byte."""
     task, language = expert(seed=1), expert(seed=2)
-    for other, full in ((language, by_peft(base("llama"), language)), (model(seed=2), weights(model(seed=2)))):
+    for other, full in ((language, merged_by_peft(base("llama"), language)), (model(seed=2), weights(model(seed=2)))):
         composition = composition_of(case, base_model=str(base("llama")))
         plan = adapterswap.compose(composition, {"task": task, "language": other})
         merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out", overwrite=True))
         original = weights(base("llama"))
-        by_peft_task = by_peft(base("llama"), task)
+        by_peft_task = merged_by_peft(base("llama"), task)
         first = {name: by_peft_task[name] for name in original}
         second = {name: full[name] for name in original}
         expected = expected_of(case, original, [first, second])
@@ -103,7 +104,7 @@ def test_full_weights_equal_the_merged_adapter(
     in_two_steps = weights(adapterswap.merge(adapter, str(model(architecture)), out_path=tmp_path / "two"))
     for name, tensor in merged.items():
         close(tensor, in_two_steps[name], depth=16, scale=4.0, name=f"{name} ")
-    for name, tensor in by_peft(model(architecture), adapter).items():
+    for name, tensor in merged_by_peft(model(architecture), adapter).items():
         if name in merged:  # some have other names in memory
             close(merged[name], tensor, depth=16, scale=4.0, name=f"{name} by PEFT ")
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from conftest import save_like, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pico import merged_by_peft
 from tolerances import close, near
 
 import adapterswap
-from adapterswap.planning.rules import Rule
 from adapterswap.writing.streaming import ModelForm
-from adapterswap.writing.weights import prepare_model, write_model
-from merging.conftest import by_peft, equal, loaded, save_like, weights
+from adapterswap.writing.weights import prepare_model
+from merging.conftest import equal, loaded
 from merging.test_full_experts import algorithm_1, is_transformer, layer_of, same_weights
 
 
@@ -34,7 +33,7 @@ def test_an_adapter_and_a_full_checkpoint(
     assert plan.base is not None
     out = math.parent / f"mixed-{len(zones)}"
     merged = weights(adapterswap.merge(plan, out_path=out, overwrite=True))
-    full = by_peft(base("llama"), math)
+    full = merged_by_peft(base("llama"), math)
     wanted = algorithm_1(full, weights(swahili), **zones)
     close({name: merged[name] for name in wanted}, wanted)
     for name in (name for name in wanted if is_transformer(name) and layer_of(name) in {0, 5}):
@@ -42,48 +41,24 @@ def test_an_adapter_and_a_full_checkpoint(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"method": "layer_swap", "bottom": 1, "top": 1, "bottom_transition": 1},
-        {"method": "slerp"},
-        {"method": "ties", "density": 1.0, "scale": 0.7},
-        {"method": "soup", "weights": "magnitude"},
-    ],
-    ids=lambda options: options["method"],
-)
-def test_methods_on_both_kinds(
-    options: dict[str, Any], architecture: str, model: Callable[..., Path], lora: Callable[..., Path], tmp_path: Path
+def test_magnitudes_of_an_adapter_and_of_its_full_weights(
+    architecture: str, model: Callable[..., Path], lora: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """An adapter gives what its full weights give. GPT-2 stores its weights transposed compared with ΔW."""
+    """The full expert has rows that the adapter does not change, so its mean is smaller; both are recorded."""
     math, language = lora(architecture, seed=1), model(architecture, seed=2)
-    full = save_like(tmp_path / "full", model(architecture), weights(adapterswap.merge(math, out_path=tmp_path / "m")))
+    base, full = weights(model(architecture)), adapterswap.merge(math, out_path=tmp_path / "full")
     composition = adapterswap.Composition(
-        task="math", language="swahili", base_model=str(model(architecture)), **options
+        task="math", language="swahili", base_model=str(model(architecture)), method="soup", weights="magnitude"
     )
-    results = []
-    for name, expert in (("mixed", math), ("whole", full)):
-        plan = adapterswap.compose(composition, {"math": expert, "swahili": language})
-        assert plan.is_model
-        results.append(prepare_model(plan, ModelForm()))
-        write_model(results[-1], tmp_path / name)
-    if options["method"] == "soup":
-        # The full expert has rows that the adapter does not change, so its mean is smaller; both are recorded.
-        deltas = {
-            name: weights(full)[name] - tensor
-            for name, tensor in weights(model(architecture)).items()
-            if tensor.ndim > 1
-        }
-        if architecture == "gpt2":
-            deltas = {name: delta.T for name, delta in deltas.items()}
-        changed = [delta.abs().mean(1) for delta in deltas.values() if delta.any()]
-        largest = max(float(tensor.abs().max()) for tensor in weights(full).values() if tensor.ndim > 1)
-        assert results[0].magnitudes["math"] == near(float(torch.cat(changed).mean()), scale=largest)
-        assert results[1].magnitudes["math"] < results[0].magnitudes["math"]
-        return
-    mixed, whole = weights(tmp_path / "mixed"), weights(tmp_path / "whole")
-    for key, tensor in whole.items():
-        close(mixed[key], tensor, name=key)
+    mixed, whole = (
+        prepare_model(adapterswap.compose(composition, {"math": expert, "swahili": language}), ModelForm())
+        for expert in (math, full)
+    )
+    deltas = [weights(full)[name] - tensor for name, tensor in base.items() if tensor.ndim > 1]
+    rows = [(delta.T if architecture == "gpt2" else delta).abs().mean(1) for delta in deltas if delta.any()]
+    largest = max(float(tensor.abs().max()) for tensor in base.values() if tensor.ndim > 1)
+    assert mixed.magnitudes["math"] == near(float(torch.cat(rows).mean()), scale=2 * largest)
+    assert whole.magnitudes["math"] < mixed.magnitudes["math"]
 
 
 def test_shards_that_differ(model: Callable[..., Path], tmp_path: Path) -> None:
@@ -141,44 +116,6 @@ def test_dtype_of_the_result(dtype: str, model: Callable[..., Path], tmp_path: P
     assert json.loads((out / "config.json").read_text())["dtype"] == dtype
 
 
-@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "magnitude_prune"])
-def test_nonlinear_methods_on_task_vectors(method: str, model: Callable[..., Path], tmp_path: Path) -> None:
-    """Each tensor's ΔW are W - W_base; the arithmetic of one tensor is tested against mergekit elsewhere."""
-    base, task, language = model(), model(seed=1), model(seed=2)
-    values = {"density": 0.3, "scale": 0.8, **({"seed": 5} if method.startswith("dare") else {})}
-    composition = adapterswap.Composition(
-        task="task", language="language", method=method, base_model=str(base), **values
-    )
-    plan = adapterswap.compose(composition, {"task": task, "language": language})
-    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
-    rule = Rule.model_validate({"blend": {"task": 1, "language": 1}, "method": method, "density": 0.3, "lambda": 0.8})
-    original = weights(base)
-    states = {"task": weights(task), "language": weights(language)}
-    for name, tensor in original.items():
-        deltas = {who: (state[name] - tensor).numpy() for who, state in states.items()}
-        combined = rule.combine(deltas, {"task": 1.0, "language": 1.0}, seed=5, module=name.removesuffix(".weight"))
-        wanted = tensor.numpy() + combined
-        np.testing.assert_array_equal(merged[name].numpy(), wanted, err_msg=name)
-
-
-def test_slerp_uses_the_angle_of_the_task_vectors(model: Callable[..., Path], tmp_path: Path) -> None:
-    base, task, language = model(), model(seed=1), model(seed=2)
-    composition = adapterswap.Composition(
-        task="task", language="language", method="slerp", task_weight=2, base_model=str(base)
-    )
-    merged = weights(
-        adapterswap.merge(
-            adapterswap.compose(composition, {"task": task, "language": language}), out_path=tmp_path / "out"
-        )
-    )
-    original, one, two = (weights(folder) for folder in (base, task, language))
-    for name, tensor in original.items():
-        first, second = (one[name] - tensor).double(), (two[name] - tensor).double()
-        angle = torch.arccos((first * second).sum() / first.norm() / second.norm())
-        delta = (torch.sin(2 / 3 * angle) * first + torch.sin(angle / 3) * second) / torch.sin(angle)
-        close(merged[name], (tensor.double() + delta).float(), name=name)
-
-
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_allocation(
@@ -217,8 +154,5 @@ def test_tied_checkpoints_stay_tied(model: Callable[..., Path], tmp_path: Path) 
     merged = adapterswap.merge(plan, out_path=tmp_path / "out")
     assert "lm_head.weight" not in weights(merged)
     assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is True
-    same_weights(
-        weights(merged),
-        algorithm_1(weights(model("gemma", seed=1)), weights(model("gemma", seed=2)), bottom=2, top=1),
-        is_transformer,
-    )
+    ours, theirs = (weights(model("gemma", seed=seed)) for seed in (1, 2))
+    same_weights(weights(merged), algorithm_1(ours, theirs, bottom=2, top=1), ours, theirs)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import weights
+from pico import merged_by_peft
 from planning.test_sides import METHODS, combined, label
 from tolerances import close, near
 
@@ -17,32 +19,40 @@ from adapterswap.planning.describe import strip
 from adapterswap.tools.verification import verify
 from adapterswap.writing.streaming import ModelForm
 from adapterswap.writing.weights import prepare_model, write_model
-from merging.conftest import by_peft, weights
 
 Dense = dict[str, np.ndarray]
 
-SIDES = [
+FULL = (("tuned",), ("full",))
+MIXED = [
     (("math", "tuned"), ("swahili", "code")),
     (("math", "code"), ("code", "swahili")),
     (("math", "code"), ("full",)),
+]
+# Every method on full checkpoints alone, and on a mixture.
+CELLS = [(options, FULL) for options in METHODS] + [
+    (options, MIXED[number % len(MIXED)]) for number, options in enumerate(METHODS)
 ]
 
 
 def dense(folder: Path, base: Path, model: Dense) -> Dense:
     """ΔW of an adapter or a checkpoint in float64."""
-    result = by_peft(base, folder) if (folder / "adapter_config.json").exists() else weights(folder)
+    result = merged_by_peft(base, folder) if (folder / "adapter_config.json").exists() else weights(folder)
     return {name: result[name].double().numpy() - tensor for name, tensor in model.items()}
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("sides", SIDES, ids=lambda sides: "+".join("-".join(side) for side in sides))
-@pytest.mark.parametrize("options", METHODS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    ("options", "sides"),
+    [
+        pytest.param(*cell, id=f"{'-'.join(map(str, cell[0].values()))} {'+'.join(map(label, cell[1]))}")
+        for cell in CELLS
+    ],
+)
 def test_each_side_is_averaged_first(
     options: dict[str, Any], sides: tuple[tuple[str, ...], ...], base: Callable[..., Path], model: Callable[..., Path],
     expert: Callable[..., Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     experts = {"math": expert(seed=1), "code": expert(seed=3, r=4), "tuned": model(seed=4), "full": model(seed=6)}
-    experts["swahili"] = model(seed=5) if sides[0][1] == "tuned" else expert(seed=5)
+    experts["swahili"] = model(seed=5) if "tuned" in sides[0] else expert(seed=5)
     start = {name: tensor.double().numpy() for name, tensor in weights(base("llama")).items()}
     task, language = sides
     composition = Composition(
@@ -97,7 +107,12 @@ def test_the_strip_names_a_side_as_one(base: Callable[..., Path], model: Callabl
 
 @pytest.mark.parametrize(
     "options",
-    [{"method": "slerp"}, {"method": "ties", "density": 1.0}, {"method": "soup", "weights": "magnitude"}],
+    [
+        {"method": "layer_swap", "bottom": 1, "top": 1, "bottom_transition": 1},
+        {"method": "slerp"},
+        {"method": "ties", "density": 1.0},
+        {"method": "soup", "weights": "magnitude"},
+    ],
     ids=lambda options: options["method"],
 )
 def test_an_adapter_in_an_average_equals_its_full_weights(

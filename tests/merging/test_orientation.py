@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from conftest import weights
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from pico import in_peft, trained
 from refusals import refused
 from tolerances import close
 
@@ -28,7 +30,7 @@ from adapterswap.live import LiveComposer
 from adapterswap.model.checkpoints import Checkpoint, StoredTensor, read_shards
 from adapterswap.model.loading import quiet_peft
 from adapterswap.model.sources import Source
-from merging.conftest import loaded, weights
+from merging.conftest import loaded
 
 WIDTH, LAYERS = 32, 4
 EVERYTHING = ["c_attn", "c_proj", "c_fc", "wte", "lm_head"]
@@ -67,24 +69,10 @@ def lora(tmp_path: Path) -> Callable[..., Path]:
 
     def make(base: Path, targets: list[str], *, seed: int, **options: Any) -> Path:
         settings = {"r": 3, "lora_alpha": 5, "task_type": "CAUSAL_LM", "target_modules": targets, **options}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*fan_in_fan_out|.*tied|.*tie_word_embeddings|.*weight tying")
-            adapted = get_peft_model(loaded(base), LoraConfig(**settings))
-            generator = torch.Generator().manual_seed(seed)
-            for key, parameter in adapted.named_parameters():
-                if "lora_" in key or "modules_to_save" in key:
-                    parameter.data += torch.randn(parameter.shape, generator=generator) * 0.1
-            adapted.save_pretrained(tmp_path / f"expert-{seed}", save_embedding_layers=False)
-        return tmp_path / f"expert-{seed}"
+        folder = tmp_path / f"expert-{seed}"
+        return trained(base, LoraConfig(**settings), folder, seed=seed, scale=0.1, save_embedding_layers=False)
 
     return make
-
-
-def by_peft(base: Path, adapter: Path) -> PeftModel:
-    """The adapter in PEFT, not merged. For Conv1D beside Linear it always warns: it has one flag for both."""
-    with quiet_peft(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fan_in_fan_out|.*tied|.*tie_word_embeddings|.*weight tying")
-        return PeftModel.from_pretrained(loaded(base), adapter).eval()
 
 
 def deltas(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -108,7 +96,7 @@ def test_merge_equals_peft(targets: list[str], square: Callable[..., Path], lora
     adapter = lora(base, targets, seed=1)
     original = weights(base)
     merged = weights(adapterswap.merge(adapter, base, out_path=tmp_path / "out"))
-    added = deltas(by_peft(base, adapter))
+    added = deltas(in_peft(base, adapter))
     assert added.keys() <= merged.keys() == original.keys()
     for name, tensor in original.items():
         if name not in added:
@@ -123,7 +111,7 @@ def test_a_tied_head(targets: list[str], square: Callable[..., Path], lora: Any,
     base = square(tied=True)
     adapter = lora(base, targets, seed=1)
     merged = loaded(adapterswap.merge(adapter, base, out_path=tmp_path / "out"))
-    close(answers(merged), answers(by_peft(base, adapter)), depth=LAYERS)
+    close(answers(merged), answers(in_peft(base, adapter)), depth=LAYERS)
 
 
 @pytest.mark.parametrize("n_inner", [WIDTH, 2 * WIDTH])
@@ -134,9 +122,9 @@ def test_swaps_of_unlike_experts(n_inner: int, square: Callable[..., Path], lora
     flags = [json.loads((path / "adapter_config.json").read_text())["fan_in_fan_out"] for path in (task, language)]
     assert flags == [True, False]
     plan = adapterswap.layer_swap(task, language, bottom=1, top=1)
-    original, one, other = weights(base), deltas(by_peft(base, task)), deltas(by_peft(base, language))
+    original, one, other = weights(base), deltas(in_peft(base, task)), deltas(in_peft(base, language))
     merged = weights(adapterswap.merge(plan, base, out_path=tmp_path / "merged"))
-    composed = deltas(by_peft(base, adapterswap.write_adapter(plan, tmp_path / "composed")))
+    composed = deltas(in_peft(base, adapterswap.write_adapter(plan, tmp_path / "composed")))
     for name, tensor in original.items():
         layer = re.search(r"\.h\.(\d)\.", name)
         nothing = torch.zeros_like(tensor)
@@ -167,7 +155,7 @@ def test_without_the_head_peft_loads_it_without_a_warning(
     out = adapterswap.write_adapter(plan, tmp_path / "out")
     with quiet_peft():
         result = deltas(PeftModel.from_pretrained(loaded(base), out))
-    one, other = deltas(by_peft(base, task)), deltas(by_peft(base, language))
+    one, other = deltas(in_peft(base, task)), deltas(in_peft(base, language))
     for name, delta in result.items():
         close(delta, (other if ".h.0." in name else one)[name], name=name)
     assert len(result) == LAYERS
@@ -178,7 +166,7 @@ def test_modules_trained_in_full(saved: str, square: Callable[..., Path], lora: 
     base = square()
     adapter = lora(base, ["c_attn"], seed=1, modules_to_save=[saved])
     merged = loaded(adapterswap.merge(adapter, base, out_path=tmp_path / "out"))
-    close(answers(merged), answers(by_peft(base, adapter)), depth=LAYERS)
+    close(answers(merged), answers(in_peft(base, adapter)), depth=LAYERS)
     changed = [name for name, tensor in weights(base).items() if not torch.equal(tensor, merged.state_dict()[name])]
     assert any(saved in name for name in changed)
 
@@ -192,7 +180,7 @@ def test_a_model_that_transformers_does_not_know(square: Callable[..., Path], lo
     config = json.loads((base / "config.json").read_text())
     config |= {"model_type": "jais", "architectures": ["JAISLMHeadModel"], "auto_map": {"AutoConfig": "x.Y"}}
     (strange / "config.json").write_text(json.dumps(config))
-    added = deltas(by_peft(base, lora(base, ["c_attn"], seed=1)))
+    added = deltas(in_peft(base, lora(base, ["c_attn"], seed=1)))
     merged = weights(adapterswap.merge(tmp_path / "expert-1", strange, out_path=tmp_path / "out"))
     for name, delta in added.items():
         close(merged[name], weights(base)[name] + delta, name=name)

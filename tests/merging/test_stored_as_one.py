@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from pico import in_peft, trained
 from refusals import refused
 from safetensors import safe_open
 from tolerances import close
@@ -16,7 +17,6 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 import adapterswap
 from adapterswap.errors import UnsupportedError
-from adapterswap.model.loading import quiet_peft
 
 LAYERS = 2
 SIZES = {
@@ -36,17 +36,6 @@ def loaded(folder: Path) -> PreTrainedModel:
     return model
 
 
-def trained(base: Path, folder: Path, options: dict[str, Any]) -> Path:
-    with quiet_peft():
-        model = get_peft_model(loaded(base), LoraConfig(r=3, lora_alpha=5, **options))
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    model.save_pretrained(folder, save_embedding_layers=False)
-    return folder
-
-
 def answers(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = model(input_ids=torch.arange(12)[None] * 7 % 96).logits
@@ -59,7 +48,8 @@ def test_refused_with_a_remedy_that_works(architecture: str, kind: str, tmp_path
     torch.manual_seed(0)
     base, split = tmp_path / "base", tmp_path / "split"
     AutoModelForMaskedLM.from_config(getattr(transformers, f"{architecture}Config")(**SIZES)).save_pretrained(base)
-    adapter = trained(base, tmp_path / "adapter", OPTIONS[kind])
+    config = LoraConfig(r=3, lora_alpha=5, **OPTIONS[kind])
+    adapter = trained(loaded(base), config, tmp_path / "adapter", scale=0.1, save_embedding_layers=False)
     with refused(UnsupportedError, "base_model", match="transformers computes from other tensors") as refusal:
         adapterswap.merge(adapter, base, out_path=tmp_path / "merged")
     with safe_open(base / "model.safetensors", "pt") as stored:
@@ -67,8 +57,7 @@ def test_refused_with_a_remedy_that_works(architecture: str, kind: str, tmp_path
         assert named
         assert not any("q_proj" in key or "v_proj" in key for key in stored.keys())  # noqa: SIM118
     loaded(base).save_pretrained(split, save_original_format=False)
-    with quiet_peft():
-        expected = answers(PeftModel.from_pretrained(loaded(base), adapter))
+    expected = answers(in_peft(loaded(base), adapter))
     merged = adapterswap.merge(adapter, split, out_path=tmp_path / "merged")
     close(answers(loaded(merged)), expected, depth=2 * LAYERS, scale=max(1.0, float(expected.abs().max())))
     assert not torch.equal(expected, answers(loaded(base)))

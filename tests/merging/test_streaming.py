@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import weights
 from crafting import snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from adapterswap.model.loading import choose_device
 from adapterswap.writing import blocks, streaming
 from adapterswap.writing.streaming import ModelForm, Stopped, work_off
 from adapterswap.writing.weights import prepare_model
-from merging.conftest import equal, weights
+from merging.conftest import equal
 
 
 @settings(deadline=None)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from pico import in_peft, trained
 from tolerances import close
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.model.loading import quiet_peft
 from merging.conftest import loaded
 
 LAYERS = 2
@@ -46,23 +45,9 @@ def answers(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(24).reshape(2, 12) * 7 % 96, use_cache=False).logits
 
 
-def trained(base: Path, folder: Path, targets: list[str], saved: list[str]) -> Path:
-    settings = LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", target_modules=targets, modules_to_save=saved)
-    with quiet_peft(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fan_in_fan_out|.*tied|.*tie_word_embeddings|.*weight tying")
-        model = get_peft_model(loaded(base), settings)
-        generator = torch.Generator().manual_seed(1)
-        for key, parameter in model.named_parameters():
-            if "lora_" in key or "modules_to_save" in key:
-                parameter.data += torch.randn(parameter.shape, generator=generator) * 0.1
-        model.save_pretrained(folder, save_embedding_layers=False)
-    return folder
-
-
-def in_peft(base: Path, adapter: Path) -> torch.Tensor:
-    with quiet_peft(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fan_in_fan_out|.*tied|.*tie_word_embeddings|.*weight tying")
-        return answers(PeftModel.from_pretrained(loaded(base), adapter))
+def lora(base: Path, folder: Path, targets: list[str], saved: list[str]) -> Path:
+    config = LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", target_modules=targets, modules_to_save=saved)
+    return trained(base, config, folder, scale=0.1, save_embedding_layers=False)
 
 
 @pytest.fixture(params=MODELS)
@@ -79,8 +64,8 @@ def test_the_merged_model_answers_as_peft(kind: str, model: tuple[Path, str, str
     base, inner, embedding, head = model
     ends = {"embedding": [embedding], "head": [head], "both": [embedding, head]}.get(kind, [])
     saved = {"saved embedding": [embedding], "saved head": [head]}.get(kind, [])
-    adapter = trained(base, tmp_path / "adapter", [inner, *ends], saved)
-    expected = in_peft(base, adapter)
+    adapter = lora(base, tmp_path / "adapter", [inner, *ends], saved)
+    expected = answers(in_peft(base, adapter))
     merged = loaded(adapterswap.merge(adapter, base, out_path=tmp_path / "out"))
     assert float((expected - answers(loaded(base))).abs().max()) > 0.01
     close(answers(merged), expected, depth=2 * LAYERS, scale=max(1.0, float(expected.abs().max())))
@@ -88,8 +73,8 @@ def test_the_merged_model_answers_as_peft(kind: str, model: tuple[Path, str, str
 
 def test_other_adapters_leave_the_head_tied(model: tuple[Path, str, str, str], tmp_path: Path) -> None:
     base, inner, _, head = model
-    adapter = trained(base, tmp_path / "adapter", [inner], [])
+    adapter = lora(base, tmp_path / "adapter", [inner], [])
     out = adapterswap.merge(adapter, base, out_path=tmp_path / "out")
-    close(answers(loaded(out)), in_peft(base, adapter), depth=2 * LAYERS, scale=1.0)
+    close(answers(loaded(out)), answers(in_peft(base, adapter)), depth=2 * LAYERS, scale=1.0)
     assert json.loads((out / "config.json").read_text()) == json.loads((base / "config.json").read_text())
     assert not any(f"{head}.weight" in path.read_bytes().decode("latin-1") for path in out.glob("*.safetensors"))

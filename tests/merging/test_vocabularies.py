@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,18 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from conftest import save_like, weights
+from matrix.architectures import ARCHITECTURES
 from refusals import refused
 from tolerances import close
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from writing.vocabularies import ends_in_peft, merged_by_peft, with_words
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from writing.vocabularies import ends_in_peft, merged_by_peft, row_by_row, save_with_tokens, with_words
 
 import adapterswap
 from adapterswap.errors import AdapterswapError, CompositionError, ExpertError, UnsupportedError
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.plan import Plan
-from merging.conftest import loaded, save_like, weights
-from merging.test_multimodal import MODELS
+from merging.conftest import loaded
 
 LAYERS, SIZE = 3, 96
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -58,12 +57,6 @@ State = dict[str, torch.Tensor]
 Make = Callable[..., Path]
 
 
-def _noisy(model: Any, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-
-
 @pytest.fixture(scope="module")
 def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`base_of(tied=True, rows=104)`: a pico Llama with a tokenizer of 96 tokens and a chat template."""
@@ -84,27 +77,9 @@ def expert_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         if (name, tied, rows) not in made:
             made[name, tied, rows] = folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
             base = base_of(tied=tied, rows=rows)
-            tokenizer, model = AutoTokenizer.from_pretrained(base), loaded(base)
             tokens, size = FULL[name] if name in FULL else (ADAPTERS[name][1], SIZE + len(ADAPTERS[name][1]))
-            torch.manual_seed(len(made))
-            if tokens:
-                tokenizer.add_tokens(list(tokens))
-            if model.config.vocab_size != size:
-                model.resize_token_embeddings(size, mean_resizing=False)
-            if name in FULL:
-                _noisy(model, len(made))
-                model.save_pretrained(folder)
-            else:
-                settings = {"r": 4, "use_rslora": True, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # PEFT warns of ties and of saved embeddings
-                    adapted = get_peft_model(model, LoraConfig(**(settings | ADAPTERS[name][0])))
-                    generator = torch.Generator().manual_seed(1 + len(made))
-                    for key, parameter in adapted.named_parameters():
-                        if "lora_" in key or "modules_to_save" in key:
-                            parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
-                    adapted.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            options = None if name in FULL else {"target_modules": ["q_proj"], **ADAPTERS[name][0]}
+            save_with_tokens(base, folder, tokens, options, size=size, seed=len(made))
         return made[name, tied, rows]
 
     return make
@@ -114,27 +89,6 @@ def tokens_in(name: str) -> set[int]:
     """The ids of an expert's new tokens, which all begin behind the base's."""
     added = (FULL[name] if name in FULL else ADAPTERS[name][::-1])[0]
     return {SIZE + i for i in range(len(added))}
-
-
-def row_by_row(
-    experts: Mapping[str, torch.Tensor], new: Mapping[str, set[int]], shares: Mapping[str, float], base: torch.Tensor
-) -> torch.Tensor:
-    """An embedding or head as the documentation says it: one row after the other."""
-    ruling = [name for name in experts if shares[name]]
-    covered = {i for name in ruling for i in new[name]}
-    entering = {*ruling, *(name for name in experts if not new[name] <= covered)}
-    rows = []
-    for row in range(max(len(experts[name]) for name in entering)):
-        owners = [name for name in experts if row in new[name]]
-        having = [name for name in (owners or ruling) if shares[name] and row < len(experts[name])]
-        having = having or owners or [name for name in entering if row < len(experts[name])]
-        if not owners and len(having) == len(ruling) and row < len(base):
-            rows.append(base[row] + sum(shares[name] * (experts[name][row] - base[row]) for name in ruling))
-            continue
-        total = sum(shares[name] for name in having)
-        parts = [experts[name][row] * (shares[name] / total if total else 1 / len(having)) for name in having]
-        rows.append(sum(parts[1:], parts[0]))
-    return torch.stack(rows)
 
 
 def plan_of(task: Path, language: Path, base: Path | None, **options: Any) -> Plan:
@@ -434,8 +388,7 @@ def test_the_command_line(base_of: Any, expert_of: Make, tmp_path: Path, run: Ca
     chatty = shutil.copytree(expert_of("two"), tmp_path / "chatty")
     (chatty / "chat_template.jinja").write_text("{{ messages }}")
     options = ["-t", chatty, "-l", expert_of("plain"), "--base-model", base_of(), "--bottom", 1, "--top", 1]
-    shown = run("merge", *options, "-o", tmp_path / "out", "--dry-run")
-    assert shown.exit_code == 0, shown.stderr
+    shown = run("merge", *options, "-o", tmp_path / "out", "--dry-run", exit_code=0)
     assert "the vocabulary grows from 96 to 98 rows ('<a>' and 1 more of chatty)" in shown.stderr
     assert "resize_token_embeddings" not in shown.stderr
     assert f"config from base ({base_of().name}), tokenizer from chatty" in shown.stderr
@@ -496,14 +449,14 @@ def test_rows_beyond_the_vocabulary_stay_last(base_of: Any, expert_of: Make, tmp
     assert [slot.spans for slot in plan if slot.spans] == []
 
 
-def resized(folder: Path, source: Path, sizes: Mapping[int, int], tokenizer: Path) -> Path:
+def grown(folder: Path, source: Path, sizes: Mapping[int, int], tokenizer: Path) -> Path:
     """A checkpoint with more rows, and with `vocab_size` 98, wherever its config says it."""
     state = {}
     generator = torch.Generator().manual_seed(sum(map(ord, folder.name)))
     for key, tensor in weights(source).items():
         more = sizes.get(tensor.shape[0], 0) if any(end in key for end in ENDS) else 0
-        grown = torch.cat([tensor, torch.zeros(more, *tensor.shape[1:])])
-        state[key] = grown + 0.05 * torch.randn(grown.shape, generator=generator)
+        longer = torch.cat([tensor, torch.zeros(more, *tensor.shape[1:])])
+        state[key] = longer + 0.05 * torch.randn(longer.shape, generator=generator)
     save_like(folder, source, state)
     for path in tokenizer.glob("tokenizer*"):
         shutil.copy(path, folder / path.name)
@@ -518,8 +471,8 @@ ENDS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 @pytest.mark.parametrize("architecture", ["gpt2", "neox", "gemma", "mixtral"])
 def test_other_architectures(architecture: str, model: Callable[..., Path], expert_of: Make, tmp_path: Path) -> None:
     """Tied and untied ends under other names, on a base whose tokenizer.json cannot be read."""
-    two = resized(tmp_path / "two", model(architecture), {96: 2}, expert_of("two"))
-    plain = resized(tmp_path / "plain", model(architecture), {}, expert_of("plain"))
+    two = grown(tmp_path / "two", model(architecture), {96: 2}, expert_of("two"))
+    plain = grown(tmp_path / "plain", model(architecture), {}, expert_of("plain"))
     (plain / "config.json").write_bytes((model(architecture) / "config.json").read_bytes())
     out = plan_of(plain, two, None).merge(tmp_path / "out")
     result, one, other = weights(out), weights(plain), weights(two)
@@ -535,13 +488,15 @@ def test_other_architectures(architecture: str, model: Callable[..., Path], expe
 def test_a_multimodal_checkpoint(expert_of: Make, tmp_path: Path) -> None:
     """The nested config of the language model follows."""
     torch.manual_seed(0)
-    model_class, config = MODELS["gemma3"]
-    model_class(config).save_pretrained(tmp_path / "base")
-    two = resized(tmp_path / "two", tmp_path / "base", {96: 2}, expert_of("two"))
-    plain = resized(tmp_path / "plain", tmp_path / "base", {}, expert_of("plain"))
+    config = ARCHITECTURES["gemma3"].config()
+    config.text_config.vocab_size = SIZE
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path / "base")
+    two = grown(tmp_path / "two", tmp_path / "base", {96: 2}, expert_of("two"))
+    plain = grown(tmp_path / "plain", tmp_path / "base", {}, expert_of("plain"))
     (plain / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
     out = plan_of(plain, two, tmp_path / "base").merge(tmp_path / "out")
-    made = model_class.from_pretrained(out, dtype=torch.float32)
+    made = type(model).from_pretrained(out, dtype=torch.float32)
     assert made.config.text_config.vocab_size == 98
     (key,) = (key for key in weights(out) if "embed_tokens" in key)
     close(weights(out)[key][:96], (weights(plain)[key] + weights(two)[key][:96]) / 2)

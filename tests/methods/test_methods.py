@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from peft import PeftModel
+from planning.test_sides import combined
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close, near, tolerance
@@ -53,55 +54,6 @@ def pair(tmp_path: Path) -> list[Path]:
     ]
 
 
-def trimmed(delta: torch.Tensor, density: float) -> torch.Tensor:
-    """The `density` share of largest entries, by sorting."""
-    keep = delta.abs().flatten().sort(descending=True).indices[: max(1, int(density * delta.numel()))]
-    mask = torch.zeros(delta.numel(), dtype=torch.bool)
-    mask[keep] = True
-    return delta * mask.reshape(delta.shape)
-
-
-def ties(deltas_: list[torch.Tensor], weights: list[float], density: float, normalize: bool) -> torch.Tensor:
-    """TIES as its paper describes it: trim, elect, disjoint merge; entry by entry."""
-    kept = [trimmed(delta, density) for delta in deltas_]
-    merged = torch.zeros_like(kept[0])
-    for place in np.ndindex(*merged.shape):
-        values = [weight * float(delta[place]) for weight, delta in zip(weights, kept, strict=True)]
-        sign = 1 if sum(values) >= 0 else -1
-        agreeing = [(value, weight) for value, weight in zip(values, weights, strict=True) if value * sign > 0]
-        if agreeing:
-            total = sum(weight for _, weight in agreeing) if normalize else 1.0
-            merged[place] = sum(value for value, _ in agreeing) / total
-    return merged
-
-
-@pytest.mark.parametrize("density", [0.3, 0.7, 1.0])
-def test_ties_is_trim_elect_and_disjoint_merge(density: float, pair: list[Path], tmp_path: Path) -> None:
-    weights = [1.0, 0.6]
-    written = composed(
-        pair, tmp_path / "out", max_rank=FULL, method="ties", density=density, language_weight=0.6, scale=0.9
-    )
-    task, language = deltas(pair[0]), deltas(pair[1])
-    for name, delta in written.items():
-        both = [torch.from_numpy(each[name]).float() for each in (task, language)]
-        expected = 0.9 * ties(both, weights, density, normalize=True).numpy()
-        close(delta, expected, depth=2)
-
-
-@pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
-def test_dare_with_its_own_masks_injected(method: str, pair: list[Path], tmp_path: Path) -> None:
-    """Drop by the mask, divide by the density; then the sum, or TIES' election without trimming."""
-    written = composed(pair, tmp_path / "out", max_rank=FULL, method=method, density=0.5, seed=3)
-    task, language = deltas(pair[0]), deltas(pair[1])
-    for name, delta in written.items():
-        kept = [
-            torch.from_numpy(each[name] * drop_mask(delta.shape, 0.5, seed=3, expert=expert, module=name) / 0.5).float()
-            for expert, each in (("math", task), ("swahili", language))
-        ]
-        expected = kept[0] + kept[1] if method == "dare_linear" else ties(kept, [1, 1], 1.0, normalize=False)
-        close(delta, expected.numpy(), depth=2)
-
-
 def test_dares_masks_are_seeded_and_of_the_right_density() -> None:
     mask = drop_mask((400, 500), 0.3, seed=1, expert="math", module="m")
     assert mask.mean() == pytest.approx(0.3, abs=4 * mathematics.sqrt(0.3 * 0.7 / 200_000))
@@ -112,33 +64,10 @@ def test_dares_masks_are_seeded_and_of_the_right_density() -> None:
         )
 
 
-def test_magnitude_prune_sums_the_remaining_entries(pair: list[Path], tmp_path: Path) -> None:
-    written = composed(pair, tmp_path / "out", max_rank=FULL, method="magnitude_prune", density=0.4, task_weight=0.5)
-    task, language = deltas(pair[0]), deltas(pair[1])
-    for name, delta in written.items():
-        expected = 0.5 * trimmed(torch.from_numpy(task[name]), 0.4) + trimmed(torch.from_numpy(language[name]), 0.4)
-        close(delta, expected.numpy(), depth=2)
-
-
 def test_nonlinear_methods_need_a_rank(pair: list[Path], tmp_path: Path) -> None:
     with refused(UnsupportedError, "max_rank", match=r"full rank, and an adapter has a low one\. Pass `max_rank` or"):
         composed(pair, tmp_path / "out", method="ties", density=0.5)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
-def test_slerp_is_its_formula_on_delta_w(weight: float, pair: list[Path], tmp_path: Path) -> None:
-    """Exact at any rank: slerp is a weighted sum, with weights that depend on the angle between the two ΔW."""
-    written = composed(pair, tmp_path / "out", method="slerp", language_weight=weight)
-    t = weight / (1 + weight)
-    task, language = deltas(pair[0]), deltas(pair[1])
-    for name, delta in written.items():
-        one, other = task[name].ravel(), language[name].ravel()
-        angle = mathematics.acos(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
-        expected = (mathematics.sin((1 - t) * angle) * one + mathematics.sin(t * angle) * other) / mathematics.sin(
-            angle
-        )
-        close(delta.ravel(), expected)
 
 
 def test_slerp_of_parallel_deltas_is_the_line_between_them(tmp_path: Path) -> None:
@@ -310,26 +239,11 @@ def test_methods_may_differ_by_rule(pair: list[Path], tmp_path: Path) -> None:
     written = deltas(adapterswap.write_adapter(plan, tmp_path / "out", max_rank=FULL))
     task, language = deltas(pair[0]), deltas(pair[1])
     name = "model.layers.1.mlp.down_proj"
-    expected = 2 * ties([torch.from_numpy(each[name]).float() for each in (task, language)], [1, 1], 0.5, True).numpy()
+    sides = {"math": (1.0, task[name]), "swahili": (1.0, language[name])}
+    expected = combined({"method": "ties", "density": 0.5, "scale": 2.0}, sides, name, [])
     close(written[name], expected, depth=2)
     name = "model.layers.0.mlp.down_proj"
     np.testing.assert_array_equal(written[name], language[name])
-
-
-def test_souped_sides(tmp_path: Path) -> None:
-    """Three language experts and two task experts, each side averaged before the swap."""
-    names = ("m1", "m2", "s1", "s2", "s3")
-    folders = {
-        name: handmade(tmp_path / name, layers=4, rank=2 + i % 2, alpha=4 + i, rslora=i % 2 == 0, seed=i)
-        for i, name in enumerate(names)
-    }
-    composition = Composition(task=names[:2], language=names[2:], num_layers=4, bottom=1, top=1, bottom_transition=1)
-    written = deltas(adapterswap.write_adapter(adapterswap.compose(composition, folders), tmp_path / "out"))
-    for name, delta in written.items():
-        each = [deltas(folders[expert])[name] for expert in names]
-        task, language = np.mean(each[:2], axis=0), np.mean(each[2:], axis=0)
-        expected = (language, (task + language) / 2, task, language)[int(name.split(".")[2])]
-        close(delta, expected)
 
 
 @pytest.mark.parametrize("method", ["swap", "blend", "truncated"])
@@ -443,7 +357,6 @@ def test_a_rounding_beyond_the_wanted_error_is_reported(run: Callable[..., Resul
             place = tmp_path / f"{name}-{side}"
             crafting.adapter(place, crafting.tensors(seed=seed, dtype=dtype, rank=3), crafting.config(r=3))
         options = ("--method", "soup", "--max-error", 0.0001, "--num-layers", 4, "--dry-run", "-o", tmp_path / "out")
-        result = run("compose", "-t", tmp_path / f"{name}-m", "-l", tmp_path / f"{name}-l", *options)
-        assert result.exit_code == 0, result.stderr
+        result = run("compose", "-t", tmp_path / f"{name}-m", "-l", tmp_path / f"{name}-l", *options, exit_code=0)
         assert ("above --max-error 0.0001" in result.stderr) == (name == "half")
         assert ("< 0.001 on average" in result.stderr) == (name == "whole")

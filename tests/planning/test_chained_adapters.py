@@ -6,7 +6,6 @@ The reference is PEFT's own merge of one adapter after another, or numpy on dens
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import pytest
 import torch
 from click.testing import Result
 from conftest import CONFIGS, LAYERS, load_base, logits, merged_weights
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
+from pico import copied, trained
 from refusals import refused
 from safetensors.torch import load_file
 from tolerances import close
@@ -42,13 +42,7 @@ def chain(
 def on_top(folder: Path, base: Path, *, copies: bool = False, **options: Any) -> Path:
     """A random LoRA that PEFT saved for a model in the folder `base`."""
     settings = {"r": 2, "lora_alpha": 3, "target_modules": CONFIGS["llama"][2], "task_type": "CAUSAL_LM", **options}
-    model = get_peft_model(load_base(base), LoraConfig(**settings))
-    generator = torch.Generator().manual_seed(SEEDS["dpo"])
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-    model.save_pretrained(folder, save_embedding_layers=copies)
-    return folder
+    return trained(base, LoraConfig(**settings), folder, seed=SEEDS["dpo"], save_embedding_layers=copies)
 
 
 def composed(chain: dict[str, Path], **fields: Any) -> adapterswap.Plan:
@@ -56,6 +50,12 @@ def composed(chain: dict[str, Path], **fields: Any) -> adapterswap.Plan:
     return adapterswap.compose(
         adapterswap.Composition(experts=experts, chains={"math": ("sft", "dpo")}, language="sw", **fields)
     )
+
+
+def alone(*parts: str, **experts: Path) -> adapterswap.Plan:
+    """A chain of these parts, by itself."""
+    places = {name: str(folder) for name, folder in experts.items()}
+    return adapterswap.compose(adapterswap.Composition(experts=places, chains={"math": parts}, rules=["math"]))
 
 
 def after_both(chain: dict[str, Path]) -> dict[str, torch.Tensor]:
@@ -85,22 +85,16 @@ def test_methods_take_the_sum_for_one_expert(chain: dict[str, Path], method: str
     own = {"density": 0.5} if method in ("ties", "dare_linear") else {}
     plan = composed(chain, task="math", method=method, **own)
     task, first, second = (deltas(chain[name]) for name in ("sw", "sft", "dpo"))
-    joined = adapterswap.compose(
-        adapterswap.Composition(
-            experts={"sft": str(chain["sft"]), "dpo": str(chain["dpo"])},
-            chains={"math": ("sft", "dpo")},
-            rules=[{"expert": "math"}],
-        )
-    ).write(tmp_path / "math")
+    joined = alone("sft", "dpo", sft=chain["sft"], dpo=chain["dpo"]).write(tmp_path / "math")
     for name, delta in deltas(joined).items():
         close(delta, first[name] + second[name], name=name)
-    alone = adapterswap.compose(
+    two = adapterswap.compose(
         adapterswap.Composition(
             experts={"math": str(joined), "sw": str(chain["sw"])}, task="math", language="sw", method=method, **own
         )
     )
     rank = {} if method in ("soup", "slerp") else {"max_rank": 32}
-    results = [deltas(p.write(tmp_path / f"{i}", **rank)) for i, p in enumerate((plan, alone))]
+    results = [deltas(p.write(tmp_path / f"{i}", **rank)) for i, p in enumerate((plan, two))]
     for name, delta in results[0].items():
         close(delta, results[1][name], name=name, depth=8)
         assert any("2606.18521" in note for note in plan.notes) is bool(own)
@@ -132,8 +126,7 @@ def test_a_running_model_adds_both(chain: dict[str, Path], tmp_path: Path) -> No
 def test_the_command_and_the_record(chain: dict[str, Path], run: Callable[..., Result], tmp_path: Path) -> None:
     arguments = [f"--expert={name}={chain[name]}" for name in ("sft", "dpo", "sw")]
     arguments += ["--chain", "math=sft,dpo", "--rule", "sw: 0-1", "--rule", "math"]
-    result = run("compose", *arguments, "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = run("compose", *arguments, "-o", tmp_path / "out", exit_code=0)
     assert "Not checked" not in result.output
     record = json.loads((tmp_path / "out" / "adapterswap.json").read_text())
     assert record["composition"]["chains"] == {"math": ["sft", "dpo"]}
@@ -143,22 +136,13 @@ def test_the_command_and_the_record(chain: dict[str, Path], run: Callable[..., R
 
 
 def test_parts_that_do_not_lie_on_top_of_each_other(chain: dict[str, Path], tmp_path: Path) -> None:
-    experts = {name: str(chain[name]) for name in ("sft", "dpo", "sw")}
     with refused(ExpertError, "base_model"):  # alone, `dpo` is only what it adds
         adapterswap.layer_swap(chain["dpo"], chain["sw"], bottom=1, top=1, base_model=chain["base"])
     for names in (("sw", "dpo"), ("dpo", "sft")):
         with refused(ExpertError, "chains"):
-            adapterswap.compose(
-                adapterswap.Composition(experts=experts, chains={"math": names}, rules=[{"expert": "math"}])
-            )
-    moved = Path(shutil.copytree(chain["dpo"], tmp_path / "moved"))
-    config = json.loads((moved / "adapter_config.json").read_text())
-    (moved / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "org/merged"}))
-    plan = adapterswap.compose(
-        adapterswap.Composition(
-            experts={**experts, "dpo": str(moved)}, chains={"math": ("sft", "dpo")}, rules=[{"expert": "math"}]
-        )
-    )
+            alone(*names, **{name: chain[name] for name in names})
+    moved = copied(chain["dpo"], tmp_path / "moved", base_model_name_or_path="org/merged")
+    plan = alone("sft", "dpo", sft=chain["sft"], dpo=moved)
     assert [note for note in plan.notes if note.startswith("Not checked whether dpo was trained on top of sft")]
 
 
@@ -178,32 +162,21 @@ def test_a_base_with_only_a_part_merged_in(
 ) -> None:
     experts = {"sft": str(chain["sft"])}
     part = adapterswap.compose(adapterswap.Composition(experts=experts, rules=rules)).merge(out_path=tmp_path / "part")
-    experts["dpo"] = str(on_top(tmp_path / "dpo", part))
-    composition = adapterswap.Composition(experts=experts, chains={"math": ("sft", "dpo")}, rules=["math"])
+    both = {"sft": chain["sft"], "dpo": on_top(tmp_path / "dpo", part)}
     if whole:
-        assert adapterswap.compose(composition).notes == ()
+        assert alone("sft", "dpo", **both).notes == ()
     else:
         with refused(ExpertError, "chains"):
-            adapterswap.compose(composition)
+            alone("sft", "dpo", **both)
 
 
 def test_only_lora_lies_on_top(chain: dict[str, Path], tmp_path: Path) -> None:
-    experts = {"sft": str(chain["sft"])}
     for name, options in (("dora", {"use_dora": True}), ("saved", {"modules_to_save": ["lm_head"]})):
-        experts["top"] = str(on_top(tmp_path / name, chain["merged"], **options))
-        composition = adapterswap.Composition(
-            experts=experts, chains={"math": ("sft", "top")}, rules=[{"expert": "math"}]
-        )
+        top = on_top(tmp_path / name, chain["merged"], **options)
         with refused(UnsupportedError, "chains"):
-            adapterswap.compose(composition)
+            alone("sft", "top", sft=chain["sft"], top=top)
     with refused(UnsupportedError, "chains"):
-        adapterswap.compose(
-            adapterswap.Composition(
-                experts={"sft": str(chain["merged"]), "top": str(chain["dpo"])},
-                chains={"math": ("sft", "top")},
-                rules=[{"expert": "math"}],
-            )
-        )
+        alone("sft", "top", sft=chain["merged"], top=chain["dpo"])
 
 
 def test_a_copy_with_a_lower_adapter_merged_in(chain: dict[str, Path], tmp_path: Path) -> None:
@@ -211,14 +184,13 @@ def test_a_copy_with_a_lower_adapter_merged_in(chain: dict[str, Path], tmp_path:
     targets = {"target_modules": ["embed_tokens", "q_proj"]}
     lower = on_top(tmp_path / "lower", chain["base"], copies=True, **targets)
     merged = adapterswap.merge(lower, chain["base"], out_path=tmp_path / "merged")
-    fields: dict[str, Any] = {"chains": {"math": ("lower", "upper")}, "rules": [{"expert": "math"}]}
-    for copies in (True, False):
-        upper = on_top(tmp_path / f"upper-{copies}", merged, copies=copies, **targets)
-        composition = adapterswap.Composition(experts={"lower": str(lower), "upper": str(upper)}, **fields)
-        if copies:
-            with refused(UnsupportedError, "chains", match="with lower merged into it"):
-                adapterswap.compose(composition)
-    full = load_file(adapterswap.compose(composition).merge(out_path=tmp_path / "full") / "model.safetensors")
+    copied_too, upper = (
+        on_top(tmp_path / f"upper-{copies}", merged, copies=copies, **targets) for copies in (True, False)
+    )
+    with refused(UnsupportedError, "chains", match="with lower merged into it"):
+        alone("lower", "upper", lower=lower, upper=copied_too)
+    plan = alone("lower", "upper", lower=lower, upper=upper)
+    full = load_file(plan.merge(out_path=tmp_path / "full") / "model.safetensors")
     model = PeftModel.from_pretrained(load_base(chain["base"]), lower).merge_and_unload()
     for name, weight in PeftModel.from_pretrained(model, upper).merge_and_unload().state_dict().items():
         if name in full:

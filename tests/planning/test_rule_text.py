@@ -211,8 +211,7 @@ def test_options_recipes_and_python_give_the_same_bytes(
     for name, content in {"recipe": {"allocation": _ALLOCATION}, "texts": {"rules": _TEXTS}}.items():
         with (tmp_path / f"{name}.yaml").open("w") as file:
             YAML().dump({"experts": experts, **content}, file)
-        result = run("compose", tmp_path / f"{name}.yaml", "-o", tmp_path / name)
-        assert result.exit_code == 0, result.output
+        result = run("compose", tmp_path / f"{name}.yaml", "-o", tmp_path / name, exit_code=0)
     adapterswap.compose(Composition(rules=_TEXTS), experts).write(tmp_path / "python")
     written = _contents_of(tmp_path / "options")
     assert "adapter_model.safetensors" in written
@@ -233,8 +232,7 @@ def test_the_strip_is_shown(run: Callable[..., Result], math: Path, swahili: Pat
     arguments = ["--expert", f"math={math}", "--expert", f"swahili={swahili}", "--rule", "swahili: 0,5", "--rule",
                  "math + swahili: 1", "--rule", "math", "-o", tmp_path / "out", "--dry-run"]  # fmt: skip
     for command in ("compose", "merge"):
-        result = run(command, *arguments)
-        assert result.exit_code == 0, result.output
+        result = run(command, *arguments, exit_code=0)
         assert "s+mmms" in result.stdout
         assert not (tmp_path / "out").exists()
     shown = json.loads(run("compose", *arguments, "--json").stdout)
@@ -253,8 +251,7 @@ def test_methods_combine_named_experts_one_by_one(
         (["--method", "task_arithmetic", "--scale", "0.5"], {"blend": dict.fromkeys(blend, 0.5), "normalize": False}),
         (["--method", "ties", "--density", "0.5", "--max-rank", "64"], {"method": "ties", "density": 0.5}),
     ):
-        result = run("compose", *named, *options, "-o", tmp_path / "options", "--overwrite")
-        assert result.exit_code == 0, result.output
+        run("compose", *named, *options, "-o", tmp_path / "options", "--overwrite", exit_code=0)
         plan = adapterswap.compose(Composition(rules=[{"blend": blend, **rule}]), experts)
         plan.write(tmp_path / "rule", max_rank=64, overwrite=True)
         one, other = (tmp_path / name / "adapter_model.safetensors" for name in ("options", "rule"))

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from matrix.architectures import ARCHITECTURES, build
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from pico import merged_by_peft, trained
 from safetensors import safe_open
 from tolerances import close
 
@@ -59,21 +60,14 @@ def test_names_that_the_base_does_not_store(case: str, tmp_path: Path) -> None:
     experts: dict[str, Path] = {"math": tmp_path / "math", "swahili": tmp_path / "swahili"}
     for seed, (name, folder) in enumerate(experts.items()):
         own = options if name == "math" else {}
-        model = get_peft_model(base(), LoraConfig(r=2 + seed, target_modules=["q_proj", "query_key_value"], **own))
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
-        model.save_pretrained(folder)
+        config = LoraConfig(r=2 + seed, target_modules=["q_proj", "query_key_value"], **own)
+        trained(base(), config, folder, seed=seed)
     composition = Composition(
         method="soup", task="math", language="swahili", task_weight=1, language_weight=3,
         base_model=str(tmp_path / "base"),
     )  # fmt: skip
     out = adapterswap.compose(composition, experts).write(tmp_path / "out")
-    math, swahili, result = (
-        PeftModel.from_pretrained(base(), folder).merge_and_unload().state_dict()
-        for folder in (experts["math"], experts["swahili"], out)
-    )
+    math, swahili, result = (merged_by_peft(base(), folder) for folder in (experts["math"], experts["swahili"], out))
     for key, tensor in base().state_dict().items():
         expected = 0.25 * math[key].double() + 0.75 * swahili[key].double()
         close(result[key].double(), expected, scale=float(tensor.abs().max()), name=key)

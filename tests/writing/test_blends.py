@@ -7,7 +7,6 @@ import math as mathematics
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import LAYERS, load_base, logits
@@ -15,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from pico import deltas
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -23,22 +23,6 @@ import adapterswap
 from adapterswap.errors import UnsupportedError
 
 PREFIX = "base_model.model."
-
-
-def deltas(folder: Path) -> dict[str, np.ndarray]:
-    """ΔW of every module in float64, from the files alone and by PEFT's published rule."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = {key: value.double().numpy() for key, value in load_file(folder / "adapter_model.safetensors").items()}
-    result = {}
-    for key, a in tensors.items():
-        if key.endswith(".lora_A.weight"):
-            name = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            b = tensors[key.replace("lora_A", "lora_B")]
-            rank = config["rank_pattern"].get(name, config["r"])
-            alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
-            assert a.shape[0] == rank
-            result[name] = alpha / (mathematics.sqrt(rank) if config["use_rslora"] else rank) * (b @ a)
-    return result
 
 
 def handmade(

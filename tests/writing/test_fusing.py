@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crafting import WEIGHTS, lora
 from matrix.architectures import ARCHITECTURES, LAYERS, build
 from peft import LoraConfig
 from refusals import refused
@@ -19,28 +21,6 @@ from adapterswap.model.architectures import architecture_of
 from adapterswap.writing import loadable
 
 MIXTURES = [name for name, architecture in ARCHITECTURES.items() if architecture.v4_experts is not None]
-
-
-def write_adapter(folder: Path, base: Path, shapes: dict[str, tuple[int, int]]) -> Path:
-    import torch
-    from safetensors.torch import save_file
-
-    tensors = {}
-    for name, (out, into) in shapes.items():
-        tensors[factor_key(name, "A", embedding=False)] = torch.ones(1, into)
-        tensors[factor_key(name, "B", embedding=False)] = torch.ones(out, 1)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": 1,
-        "lora_alpha": 1,
-        "base_model_name_or_path": str(base),
-    }
-    config["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes})
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def of_experts(name: str, count: int = 4, inner: int = 16, hidden: int = 32) -> dict[str, tuple[int, int]]:
@@ -62,7 +42,7 @@ def test_bases_known_to_be_fused_are_fused(name: str, tmp_path: Path) -> None:
     width = architecture_of(config).expert_width
     inner = config.get(width or "moe_intermediate_size", 16)
     shapes = of_experts(name, inner=inner)
-    adapter = adapterswap.open_adapter(write_adapter(tmp_path / "math", tmp_path / "base", shapes))
+    adapter = adapterswap.open_adapter(lora(tmp_path / "math", shapes, base=tmp_path / "base"))
     known = loadable._is_known_to_fuse(config, list(adapter.modules.values()))
     assert known == (width is not None)
     if known:
@@ -86,34 +66,46 @@ def test_bases_known_to_be_fused_are_fused(name: str, tmp_path: Path) -> None:
 def test_another_base_is_not_known(wrong: Any, tmp_path: Path) -> None:
     """PEFT is asked then, and refuses."""
     build(ARCHITECTURES["qwen3_moe"]).save_pretrained(tmp_path / "base")
-    adapter = write_adapter(tmp_path / "math", tmp_path / "base", of_experts("qwen3_moe", **wrong))
+    adapter = lora(tmp_path / "math", of_experts("qwen3_moe", **wrong), base=tmp_path / "base")
     with refused(UnsupportedError):
         adapterswap.layer_swap(adapter, adapter, bottom=1, top=1).write(tmp_path / "out")
+
+
+UNFUSED: dict[str, Callable[[str], str | None]] = {
+    "a shared expert": lambda name: name.replace("experts.0.gate_proj", "shared_expert.gate_proj"),
+    "half of a pair": lambda name: None if name.endswith("up_proj") else name,
+}
+
+
+@pytest.mark.parametrize("case", UNFUSED)
+def test_what_peft_cannot_fuse_is_refused(case: str, tmp_path: Path) -> None:
+    build(ARCHITECTURES["qwen3_moe"]).save_pretrained(tmp_path / "base")
+    shapes = {new: shape for name, shape in of_experts("qwen3_moe").items() if (new := UNFUSED[case](name))}
+    expert = lora(tmp_path / "math", shapes, base=tmp_path / "base")
+    with refused(UnsupportedError, match="PEFT on transformers 5"):
+        adapterswap.layer_swap(expert, expert, bottom=1, top=1).write(tmp_path / "out")
 
 
 def test_experts_with_one_rank_are_copied_byte_for_byte(tmp_path: Path) -> None:
     """The layout `exact` has no patterns, so PEFT loads it like `portable`, and no tensor is computed."""
     import torch
     from matrix.reference import load_with_peft, logits
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
     from tolerances import close
     from transformers import AutoModelForCausalLM
 
     build(ARCHITECTURES["qwen3_moe"]).save_pretrained(tmp_path / "base")
-    adapters = {}
-    for seed, name in enumerate(("math", "swahili")):
-        folder = write_adapter(tmp_path / name, tmp_path / "base", of_experts("qwen3_moe"))
-        config = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 2}))
-        generator = torch.Generator().manual_seed(seed)
-        tensors = load_file(folder / "adapter_model.safetensors")
-        tensors = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in tensors.items()}
-        save_file(tensors, folder / "adapter_model.safetensors")
-        adapters[name] = tensors
+    adapters = {
+        name: load_file(
+            lora(tmp_path / name, of_experts("qwen3_moe"), base=tmp_path / "base", seed=seed, use_rslora=False)
+            / WEIGHTS
+        )
+        for seed, name in enumerate(("math", "swahili"))
+    }
     plan = adapterswap.layer_swap(tmp_path / "math", tmp_path / "swahili", bottom=1, top=1)
     exact = plan.write(tmp_path / "exact")
     portable = plan.write(tmp_path / "portable", layout="portable")
-    written = load_file(exact / "adapter_model.safetensors")
+    written = load_file(exact / WEIGHTS)
     assert written.keys() == adapters["math"].keys()
     for key, tensor in written.items():
         owner = "swahili" if int(key.split(".layers.")[1].split(".")[0]) in (0, LAYERS - 1) else "math"

@@ -69,8 +69,7 @@ def command(request: pytest.FixtureRequest) -> str:
 
 
 def test_an_output_is_replaced_by_the_same_command(command: str, here: Path, run: Run) -> None:
-    result = run(*arguments(command))
-    assert result.exit_code == 0, result.stderr
+    run(*arguments(command), exit_code=0)
     first = snapshot(here / "out")
     record = COMMANDS[command][1]
     if record is not None:
@@ -124,8 +123,7 @@ def test_other_files_are_named_and_kept(command: str, here: Path, run: Run) -> N
         make()
         before = snapshot(here)
         for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
-            result = run(*arguments(command), *options)
-            assert result.exit_code == 3
+            result = run(*arguments(command), *options, exit_code=3)
             assert f"did not write: {named}." in result.stderr
             assert "--overwrite" in result.stderr
             assert snapshot(here) == before
@@ -149,23 +147,20 @@ def test_folders_that_no_command_wrote(command: str, here: Path, run: Run) -> No
     (here / "foreign" / "thesis.tex").write_text("years of work")
     before = snapshot(here)
     for folder in ("repository", "trained", "base-model", "evaluation", "foreign"):
-        result = run(*arguments(command, folder), "--overwrite")
-        assert result.exit_code == 3
+        result = run(*arguments(command, folder), "--overwrite", exit_code=3)
         assert "did not write" in result.stderr
         assert snapshot(here) == before
 
 
 def test_an_empty_folder_is_treated_as_absent(command: str, here: Path, run: Run) -> None:
     (here / "out").mkdir(mode=0o700)
-    result = run(*arguments(command))
-    assert result.exit_code == 0, result.stderr
+    run(*arguments(command), exit_code=0)
     assert any((here / "out").iterdir())
     assert (here / "out").stat().st_mode & 0o777 == 0o700
 
 
 def test_home_is_expanded(command: str, here: Path, run: Run) -> None:
-    result = run(*arguments(command, "~/made/out"))
-    assert result.exit_code == 0, result.stderr
+    run(*arguments(command, "~/made/out"), exit_code=0)
     assert any((here.parent / "home" / "made" / "out").iterdir())
     assert not (here / "~").exists()
 
@@ -187,12 +182,10 @@ def test_home_is_expanded_in_inputs_and_what_is_written_of_them(here: Path, run:
     (here / "recipe.yaml").write_text(
         "experts: {task: ~/math, language: swahili}\nbase_model: ~/base-model\nbottom: 1\ntop: 1\n"
     )
-    result = run("compose", "recipe.yaml", "-o", "out")
-    assert result.exit_code == 0, result.stderr
+    run("compose", "recipe.yaml", "-o", "out", exit_code=0)
     written = json.loads((here / "out" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(home / "base-model")
-    result = run("slice", "~/math", "--layers=0", "--base-model=~/base-model", "--out-path=~/sliced")
-    assert result.exit_code == 0, result.stderr
+    run("slice", "~/math", "--layers=0", "--base-model=~/base-model", "--out-path=~/sliced", exit_code=0)
     assert (home / "sliced").is_dir()
 
 
@@ -229,11 +222,13 @@ def test_links_in_an_input_lead_to_inputs(here: Path, run: Run) -> None:
     (here / "alias").symlink_to(here / "composed")
     before = snapshot(here)
     for expert in ("linked", "alias"):
-        result = run("slice", expert, "--layers", "0", "--num-layers", "4", "-o", "composed", "--overwrite")
-        assert result.exit_code == 3
+        result = run(
+            "slice", expert, "--layers", "0", "--num-layers", "4", "-o", "composed", "--overwrite", exit_code=3
+        )
         assert "overlaps the input" in result.stderr
-        result = run("slice", "composed", "--layers", "0", "--num-layers", "4", "-o", "alias", "--overwrite")
-        assert result.exit_code == 3
+        result = run(
+            "slice", "composed", "--layers", "0", "--num-layers", "4", "-o", "alias", "--overwrite", exit_code=3
+        )
         assert "overlaps the input" in result.stderr
     assert snapshot(here) == before
 
@@ -285,16 +280,14 @@ def test_a_suggested_recipe_replaces_a_file_when_asked_and_never_an_input(here: 
     assert run(*words, "-o", "recipe.yaml").exit_code == 0
     before = snapshot(here)
     for out in ("math/adapter_config.json", "swahili/recipe.yaml", "math"):
-        outcome = run(*words, "-o", out, "--overwrite")
-        assert outcome.exit_code == 3
+        outcome = run(*words, "-o", out, "--overwrite", exit_code=3)
         assert "overlaps the input" in outcome.stderr or "is a folder" in outcome.stderr
     texts = ["--task-texts", "texts.txt", "--language-texts", "texts.txt", "--base-model", "full-math"]
     for out in ("texts.txt", "full-math/config.json"):
         outcome = run(*words, *texts, "-o", out, "--overwrite", "--dry-run")
         assert (outcome.exit_code, "overlaps the input" in outcome.stderr) == (3, True), outcome.stderr
     assert snapshot(here) == before
-    result = run(*words, "-o", "recipe.yaml", "--overwrite")
-    assert result.exit_code == 0, result.stderr
+    run(*words, "-o", "recipe.yaml", "--overwrite", exit_code=0)
     assert run("recipes", "validate", "recipe.yaml").exit_code == 0
     assert {path.name for path in here.iterdir()} == {name.split("/")[0] for name in before}
     assert run(*words, "-o", "~/recipe.yaml").exit_code == 0
@@ -328,8 +321,7 @@ def test_an_export_replaces_only_what_export_wrote(here: Path, run: Run) -> None
     Path("to-out.gguf").symlink_to("out.gguf")
     Path(".out.gguf.0123456789ab.tmp").write_text("of a killed run")
     exported = Path("out.gguf").read_bytes()
-    replaced = run(*words, "to-out.gguf", "--outtype", "f16")
-    assert replaced.exit_code == 0, replaced.stderr
+    run(*words, "to-out.gguf", "--outtype", "f16", exit_code=0)
     assert Path("to-out.gguf").is_symlink()
     assert Path("out.gguf").read_bytes() != exported
     assert [path.name for path in here.glob(".*")] == []

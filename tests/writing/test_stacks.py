@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from pico import edit_json, in_peft, merged_by_peft, noisy, trained
 from refusals import refused
 from tolerances import close
 
@@ -30,7 +30,6 @@ from adapterswap.errors import (
     FieldError,
     UnsupportedError,
 )
-from adapterswap.model.loading import quiet_peft
 
 DEPTH = {"encoder": 4, "decoder": 6}
 SIZES = {
@@ -90,14 +89,8 @@ def loaded(folder: Path, name: str) -> Any:
 def train(folder: Path, expert: str, seed: int, targets: Any, name: str, **options: Any) -> Path:
     task = None if name == "whisper" else "SEQ_2_SEQ_LM"
     settings = {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": targets, "task_type": task, **options}
-    with quiet_peft():
-        model = get_peft_model(loaded(folder, name), LoraConfig(**settings))
-    generator = torch.Generator().manual_seed(seed)
-    for key, parameter in model.named_parameters():
-        if "lora_" in key:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    model.save_pretrained(folder / expert, save_embedding_layers=False)
-    return folder / expert
+    base, config = loaded(folder, name), LoraConfig(**settings)
+    return trained(base, config, folder / expert, seed=seed, scale=0.1, save_embedding_layers=False)
 
 
 def answers(model: Any, name: str) -> torch.Tensor:
@@ -112,9 +105,7 @@ def answers(model: Any, name: str) -> torch.Tensor:
 
 @cache
 def merged(folder: Path, name: str, expert: str) -> STATE:
-    with quiet_peft():
-        model = PeftModel.from_pretrained(loaded(folder, name), folder / expert).merge_and_unload()
-    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    return merged_by_peft(loaded(folder, name), folder / expert)
 
 
 def place(key: str) -> tuple[str, int] | None:
@@ -138,8 +129,7 @@ def expected(folder: Path, name: str, owner: Callable[[str, int], str]) -> torch
 
 
 def composed(folder: Path, name: str, adapter: Path) -> torch.Tensor:
-    with quiet_peft():
-        return answers(PeftModel.from_pretrained(loaded(folder, name), adapter), name)
+    return answers(in_peft(loaded(folder, name), adapter), name)
 
 
 def swap(stack: str = "both", bottom: int = 1, top: int = 1, blended: int = 0) -> Callable[[str, int], str]:
@@ -243,9 +233,7 @@ class TestFullWeights:
     ) -> None:
         """PEFT's running model changes one of the modules that share the weight, and stored weights cannot."""
         folder = stacked("t5")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*tied|.*tie_word_embeddings|.*weight tying")
-            expert = train(folder, f"ends-{targets[0]}", 5, targets, "t5", modules_to_save=saved or None)
+        expert = train(folder, f"ends-{targets[0]}", 5, targets, "t5", modules_to_save=saved or None)
         plan = adapterswap.compose(Composition(allocation=({"expert": "math"},)), {"math": expert})  # type: ignore[arg-type]
         with refused(UnsupportedError):
             plan.merge(tmp_path / "out")
@@ -254,10 +242,7 @@ class TestFullWeights:
     def test_full_checkpoints(self, norms: Any, stacked: Callable[[str], Path], tmp_path: Path) -> None:
         folder, full = stacked("t5"), {}
         for seed, name in enumerate(("math", "swahili")):
-            model = loaded(folder, "t5")
-            generator = torch.Generator().manual_seed(seed)
-            for parameter in model.parameters():
-                parameter.data += torch.randn(parameter.shape, generator=generator) * 0.01
+            model = noisy(loaded(folder, "t5"), seed, scale=0.01)
             model.save_pretrained(tmp_path / name)
             full[name] = {key: tensor.clone() for key, tensor in model.state_dict().items()}
         composition = Composition(task="math", language="swahili", bottom=1, top=1, stack="decoder", norms=norms)
@@ -273,8 +258,7 @@ class TestFullWeights:
 
     def test_a_config_of_another_depth_is_refused(self, stacked: Callable[[str], Path], tmp_path: Path) -> None:
         loaded(stacked("t5"), "t5").save_pretrained(tmp_path / "base")
-        config = json.loads((tmp_path / "base" / "config.json").read_text())
-        (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"num_decoder_layers": 5}))
+        edit_json(tmp_path / "base" / "config.json", num_decoder_layers=5)
         with refused(BaseModelError, "base_model"):
             adapterswap.open_checkpoint(tmp_path / "base")
 
@@ -287,8 +271,7 @@ class TestOtherCommands:
     def test_verify_and_inspect(self, stacked: Callable[[str], Path], tmp_path: Path, run: Any) -> None:
         folder = stacked("whisper")
         options = ["-t", folder / "math", "-l", folder / "swahili", "--bottom", 1, "--top", 2, "--stack", "decoder"]
-        result = run("compose", *options, "-o", tmp_path / "out")
-        assert result.exit_code == 0, result.output
+        run("compose", *options, "-o", tmp_path / "out", exit_code=0)
         assert adapterswap.verify(tmp_path / "out", _experts(folder)).equal
         outcome = adapterswap.inspect(tmp_path / "out")
         assert outcome.strip[1:3] == ["encoder  mmmm", "decoder  smmmss"]

@@ -6,12 +6,15 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pico
 import pytest
 import torch
-from peft import LoraConfig, TrainableTokensConfig, get_peft_model
+from conftest import load_base
+from peft import LoraConfig, TrainableTokensConfig
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -23,7 +26,7 @@ from adapterswap.planning.composition import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.rules import Rule
 
-from .vocabularies import LAYERS, SIZE, in_peft, loaded, merged_by_peft, pico_llama, plan_of
+from .vocabularies import LAYERS, SIZE, in_peft, merged_by_peft, pico_llama, plan_of, resized
 
 KEY = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -47,14 +50,7 @@ Make = Callable[..., Path]
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     """`bases(tied)`: a pico Llama."""
-    made: dict[bool, Path] = {}
-
-    def make(tied: bool) -> Path:
-        if tied not in made:
-            made[tied] = pico_llama(tmp_path_factory.mktemp("base"), tied=tied)
-        return made[tied]
-
-    return make
+    return cache(lambda tied: pico_llama(tmp_path_factory.mktemp("base"), tied=tied))
 
 
 @pytest.fixture(scope="module")
@@ -64,21 +60,12 @@ def trained(bases: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFact
 
     def make(name: str, *, tied: bool = False) -> Path:
         if (name, tied) not in made:
-            model = loaded(bases(tied))
-            if name == "new":
-                model.resize_token_embeddings(SIZE + 2, mean_resizing=False)
             settings = {"r": 2, "use_rslora": True, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
-            generator = torch.Generator().manual_seed(1 + len(made))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PEFT warns about ties
-                alone = "token_indices" in EXPERTS[name]
-                config = TrainableTokensConfig(**EXPERTS[name]) if alone else LoraConfig(**(settings | EXPERTS[name]))
-                adapted = get_peft_model(model, config)
-                for _, parameter in adapted.named_parameters():
-                    if parameter.requires_grad:
-                        parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.2
-                made[name, tied] = tmp_path_factory.mktemp("expert")
-                adapted.save_pretrained(made[name, tied], save_embedding_layers=False)
+            alone = "token_indices" in EXPERTS[name]
+            config = TrainableTokensConfig(**EXPERTS[name]) if alone else LoraConfig(**(settings | EXPERTS[name]))
+            model, folder = resized(bases(tied), SIZE + 2 * (name == "new")), tmp_path_factory.mktemp("expert")
+            options = {"seed": 1 + len(made), "scale": 0.2, "save_embedding_layers": False}
+            made[name, tied] = pico.trained(model, config, folder, **options)
         return made[name, tied]
 
     return make
@@ -100,7 +87,7 @@ def rows_of(name: str, module: str, *, tied: bool) -> set[int]:
 
 def transplant(base: Path, names: tuple[str, str], folders: tuple[Path, Path], outside: str, *, tied: bool) -> Any:
     """Layers 0 and 3 of the language; a row that an entering expert trained is its own, or the average of several."""
-    weights = loaded(base).state_dict()
+    weights = load_base(base).state_dict()
     theirs = [merged_by_peft(base, folder) for folder in folders]
     entering = {"average": (0, 1), "task": (0,), "language": (1,)}[outside]
     for key in weights:
@@ -136,7 +123,7 @@ def test_the_result_is_the_transplant(
     expected = transplant(base, (task, language), (one, two), outside, tied=tied)
     out = plan.write(tmp_path / "out")
     close(answers(in_peft(base, out)), answers(expected), depth=LAYERS)
-    merged = loaded(plan.merge(tmp_path / "merged"))
+    merged = load_base(plan.merge(tmp_path / "merged"))
     close(merged.state_dict(), expected.state_dict())
     assert (merged.config.vocab_size, merged.config.tie_word_embeddings) == (SIZE, tied)
     for folder in (out, tmp_path / "merged"):
@@ -147,7 +134,7 @@ def test_dora_beside_tokens(trained: Make, bases: Callable[[bool], Path], tmp_pa
     expert, base = trained("dora", tied=True), bases(True)
     plan = make_plan(Composition(allocation=(Rule(expert="t"),)), {"t": adapterswap.open_adapter(expert)})
     close(answers(in_peft(base, plan.write(tmp_path / "out"))), answers(in_peft(base, expert)), depth=LAYERS)
-    close(loaded(plan.merge(tmp_path / "merged")).state_dict(), merged_by_peft(base, expert))
+    close(load_base(plan.merge(tmp_path / "merged")).state_dict(), merged_by_peft(base, expert))
     with refused(UnsupportedError, "adapter"):
         adapterswap.convert(expert, tmp_path / "converted", rank=4)
 
@@ -186,7 +173,7 @@ def test_tokens_beyond_the_base(trained: Make, bases: Callable[[bool], Path], tm
     base, one, two = bases(True), trained("new", tied=True), trained("plain", tied=True)
     plan = plan_of(one, two, base, outside="average")
     assert f"model.resize_token_embeddings({SIZE + 2})" in plan.notes[-1]
-    merged = loaded(plan.merge(tmp_path / "merged"))
+    merged = load_base(plan.merge(tmp_path / "merged"))
     assert merged.config.vocab_size == SIZE + 2
     composed = in_peft(base, plan.write(tmp_path / "out"), SIZE + 2)
     close(answers(merged, SIZE + 2), answers(composed, SIZE + 2), depth=LAYERS)
@@ -212,7 +199,7 @@ def test_copies_of_a_resized_base_are_refused(
         model.merge_and_unload().save_pretrained(tmp_path / "full")
     swap = adapterswap.Composition(bottom=1, top=1, outside="task", base_model=str(base))
     plan = adapterswap.compose(swap, {"task": tmp_path / "full", "language": plain})
-    result, full = loaded(plan.merge(tmp_path / "merged")), loaded(tmp_path / "full")
+    result, full = load_base(plan.merge(tmp_path / "merged")), load_base(tmp_path / "full")
     assert torch.equal(result.get_input_embeddings().weight, full.get_input_embeddings().weight)
     assert torch.equal(result.get_output_embeddings().weight, full.get_output_embeddings().weight)
     own, by_peft = result.state_dict(), merged_by_peft(base, plain)
@@ -296,7 +283,7 @@ def test_a_rule_decides_between_rows_and_a_whole_embedding(
         theirs = {key: value for key, value in merged_by_peft(base, two).items() if ".layers.1." in key}
         embedding = {"model.embed_tokens.weight": merged_by_peft(base, folder)["model.embed_tokens.weight"]}
         expected = {**merged_by_peft(base, one), **theirs, **embedding}
-        close(loaded(plan.merge(tmp_path / f"{owner}-merged")).state_dict(), expected)
+        close(load_base(plan.merge(tmp_path / f"{owner}-merged")).state_dict(), expected)
         close(merged_by_peft(base, plan.write(tmp_path / owner)), expected)
 
 
@@ -320,7 +307,7 @@ def test_a_base_that_is_away_may_be_tied(trained: Make, tmp_path: Path) -> None:
 def test_live_and_gguf_refuse(trained: Make, bases: Callable[[bool], Path], tmp_path: Path) -> None:
     one, base = trained("three"), bases(False)
     with refused(UnsupportedError):
-        adapterswap.LiveComposer.from_experts(loaded(base), {"t": one})
+        adapterswap.LiveComposer.from_experts(load_base(base), {"t": one})
     with refused(UnsupportedError):
         adapterswap.LiveComposer(in_peft(base, one)).set(Composition(allocation=(Rule(expert="default"),)))
     with refused(UnsupportedError):

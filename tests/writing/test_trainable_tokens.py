@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pico
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, PeftConfig, PeftModel, TrainableTokensConfig, get_peft_model
+from conftest import load_base
+from peft import LoHaConfig, LoraConfig, PeftConfig, PeftModel, TrainableTokensConfig
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -32,7 +34,7 @@ from adapterswap.errors import BaseModelError, ExpertError, UnsupportedError
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.plan import Plan
 
-from .vocabularies import LAYERS, SIZE, in_peft, loaded, merged_by_peft, pico_llama
+from .vocabularies import LAYERS, SIZE, in_peft, merged_by_peft, pico_llama, resized
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -64,17 +66,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 
 def trained(model: Any, config: PeftConfig, folder: Path, seed: int) -> Path:
-    """A random expert, as PEFT saves it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT warns about ties
-        adapted = get_peft_model(model, config)
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                noise = torch.randn(parameter.shape, generator=generator) * 0.2
-                parameter.data = parameter.data + noise.to(parameter.dtype)
-        adapted.save_pretrained(folder, save_embedding_layers=False)
-    return folder
+    return pico.trained(model, config, folder, seed=seed, scale=0.2, save_embedding_layers=False)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +75,7 @@ def expert(bases: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
     def make(name: str, *, tied: bool = False) -> Path:
         if (name, tied) not in made:
-            model = loaded(bases[tied])
-            if name == "new":
-                model.resize_token_embeddings(SIZE + 2, mean_resizing=False)
+            model = resized(bases[tied], SIZE + 2 * (name == "new"))
             made[name, tied] = trained(model, EXPERTS[name], tmp_path_factory.mktemp("expert"), 1 + len(made))
         return made[name, tied]
 
@@ -103,9 +93,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def edited(expert: Path, out: Path, config: dict[str, Any], stored: dict[str, torch.Tensor] | None = None) -> Path:
     """The expert with other entries in its config, and with other tensors."""
-    shutil.copytree(expert, out)
-    content = json.loads((out / CONFIG).read_text()) | config
-    (out / CONFIG).write_text(json.dumps(content))
+    pico.copied(expert, out, **config)
     save_file(tensors(expert) | (stored or {}), out / WEIGHTS)
     return out
 
@@ -123,10 +111,10 @@ def test_a_copy_is_as_peft_saved_it(
     assert all(torch.equal(own[key], written[key]) for key in own)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = PeftModel.from_pretrained(loaded(base), out)
+        model = PeftModel.from_pretrained(load_base(base), out)
     assert not [str(w.message) for w in caught if "missing" in str(w.message) or "tie_word" in str(w.message)]
     close(model.merge_and_unload().state_dict(), merged_by_peft(base, folder))
-    merged = loaded(plan.merge(tmp_path / "merged", base_model=base))
+    merged = load_base(plan.merge(tmp_path / "merged", base_model=base))
     close(merged.state_dict(), merged_by_peft(base, folder))
     assert merged.config.tie_word_embeddings == tied
     for result in (out, tmp_path / "merged"):
@@ -137,7 +125,7 @@ def test_a_copy_is_as_peft_saved_it(
 def test_rows_of_two_experts(tied: bool, expert: Make, bases: dict[bool, Path], tmp_path: Path) -> None:
     base, one, two = bases[tied], expert("default", tied=tied), expert("regex", tied=tied)
     plan = composed(ALL, t=one, l=two)
-    expected = loaded(base).state_dict()
+    expected = load_base(base).state_dict()
     theirs = [merged_by_peft(base, folder)[EMBEDDING] for folder in (one, two)]
     for row, weight in {
         3: theirs[0][3],
@@ -151,7 +139,7 @@ def test_rows_of_two_experts(tied: bool, expert: Make, bases: dict[bool, Path], 
     config = json.loads((out / CONFIG).read_text())
     assert (config["peft_type"], config["token_indices"]) == ("TRAINABLE_TOKENS", [1, 3, 7, 20])
     close(merged_by_peft(base, out), expected)
-    close(loaded(plan.merge(tmp_path / "merged", base_model=base)).state_dict(), expected)
+    close(load_base(plan.merge(tmp_path / "merged", base_model=base)).state_dict(), expected)
 
 
 def test_tokens_of_the_embedding_and_the_head(expert: Make, bases: dict[bool, Path], tmp_path: Path) -> None:
@@ -163,13 +151,13 @@ def test_tokens_of_the_embedding_and_the_head(expert: Make, bases: dict[bool, Pa
     with refused(UnsupportedError):  # the config has one list of tokens
         plan.write(tmp_path / "apart")
     expected = merged_by_peft(base, both) | {HEAD: merged_by_peft(base, head)[HEAD]}
-    close(loaded(plan.merge(tmp_path / "merged", base_model=base)).state_dict(), expected)
+    close(load_base(plan.merge(tmp_path / "merged", base_model=base)).state_dict(), expected)
 
 
 def test_a_lora_of_which_only_the_tokens_are_used(expert: Make, bases: dict[bool, Path], tmp_path: Path) -> None:
     """With zones of 0 layers the language's LoRA takes no part, so the result is TRAINABLE_TOKENS."""
     config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 2], task_type="CAUSAL_LM")
-    folder = trained(loaded(bases[False]), config, tmp_path / "lora", 5)
+    folder = trained(load_base(bases[False]), config, tmp_path / "lora", 5)
     out = adapterswap.layer_swap(expert("default"), folder, bottom=0, top=0).write(tmp_path / "out")
     expected = merged_by_peft(bases[False], expert("default"))
     expected[EMBEDDING][[5, 2]] = merged_by_peft(bases[False], folder)[EMBEDDING][[5, 2]]
@@ -185,11 +173,11 @@ def test_gpt2(targets: Any, tmp_path: Path) -> None:
         tmp_path / "base"
     )
     settings = TrainableTokensConfig(token_indices=[3, 1], target_modules=targets, task_type="CAUSAL_LM")
-    base, one = tmp_path / "base", trained(loaded(tmp_path / "base"), settings, tmp_path / "tokens", 1)
+    base, one = tmp_path / "base", trained(load_base(tmp_path / "base"), settings, tmp_path / "tokens", 1)
     lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    plan = composed(ALL, t=one, l=trained(loaded(base), lora, tmp_path / "lora", 2))
+    plan = composed(ALL, t=one, l=trained(load_base(base), lora, tmp_path / "lora", 2))
     expected = merged_by_peft(base, plan.write(tmp_path / "out"))
-    close(loaded(plan.merge(tmp_path / "merged", base_model=base)).state_dict(), expected)
+    close(load_base(plan.merge(tmp_path / "merged", base_model=base)).state_dict(), expected)
     (key,) = (key for key in expected if key.endswith("wpe.weight" if targets else "wte.weight"))
     close(expected[key], merged_by_peft(base, one)[key])
 
@@ -205,8 +193,8 @@ def test_the_shared_embedding_of_an_encoder_and_a_decoder(tmp_path: Path) -> Non
     plan = composed([{"expert": "t"}], t=tmp_path / "all")
     out = plan.write(tmp_path / "out")
     assert tensors(out).keys() == tensors(tmp_path / "all").keys()
-    expected = PeftModel.from_pretrained(base(tmp_path / "base"), tmp_path / "all").merge_and_unload().state_dict()
-    close(PeftModel.from_pretrained(base(tmp_path / "base"), out).merge_and_unload().state_dict(), expected)
+    expected = pico.merged_by_peft(base(tmp_path / "base"), tmp_path / "all")
+    close(pico.merged_by_peft(base(tmp_path / "base"), out), expected)
     close(base(plan.merge(tmp_path / "merged", base_model=tmp_path / "base")).state_dict(), expected)
     with refused(UnsupportedError):  # PEFT would change it for the encoder alone
         composed([{"expert": "t"}], t=tmp_path / "encoder").merge(tmp_path / "apart", base_model=tmp_path / "base")
@@ -223,7 +211,7 @@ def test_a_head_with_a_bias(tied: bool, tmp_path: Path) -> None:
     base, tokens = tmp_path / "base", torch.arange(SIZE)[None]
     targets = None if tied else ["lm_head"]
     settings = TrainableTokensConfig(token_indices=[3, 1], target_modules=targets, task_type="CAUSAL_LM")
-    folder = trained(loaded(base), settings, tmp_path / "tokens", 1)
+    folder = trained(load_base(base), settings, tmp_path / "tokens", 1)
     plan = composed([{"expert": "t"}], t=folder)
     written = in_peft(base, plan.write(tmp_path / "out"))
     close(written(tokens).logits.detach(), in_peft(base, folder)(tokens).logits.detach(), depth=2)
@@ -235,7 +223,7 @@ def test_tokens_beyond_the_base(expert: Make, bases: dict[bool, Path], tmp_path:
     base, folder = bases[True], expert("new", tied=True)
     plan = composed([{"expert": "t"}], base, t=folder)
     assert f"model.resize_token_embeddings({SIZE + 2})" in plan.notes[-1]
-    merged = loaded(plan.merge(tmp_path / "merged"))
+    merged = load_base(plan.merge(tmp_path / "merged"))
     assert merged.config.vocab_size == SIZE + 2
     close(merged.state_dict(), merged_by_peft(base, plan.write(tmp_path / "out"), SIZE + 2))
     close(merged.state_dict(), merged_by_peft(base, folder, SIZE + 2))
@@ -246,7 +234,7 @@ def test_half_precision_is_copied_exactly(
     dtype: torch.dtype, expert: Make, bases: dict[bool, Path], tmp_path: Path
 ) -> None:
     """Rows of one owner have its bits, in an adapter and in full weights of the same dtype."""
-    loaded(bases[True]).to(dtype).save_pretrained(tmp_path / "base")
+    load_base(bases[True]).to(dtype).save_pretrained(tmp_path / "base")
     base, folders = tmp_path / "base", {}
     for name in ("t", "l"):
         own = expert({"t": "default", "l": "lora"}[name], tied=True)
@@ -318,7 +306,7 @@ def test_what_one_adapter_cannot_hold(expert: Make, bases: dict[bool, Path], tmp
         plan.write(tmp_path / "beside")
     expected = merged_by_peft(bases[False], expert("loha"))
     expected[EMBEDDING] = merged_by_peft(bases[False], tokens)[EMBEDDING]
-    close(loaded(plan.merge(tmp_path / "merged", base_model=bases[False])).state_dict(), expected)
+    close(load_base(plan.merge(tmp_path / "merged", base_model=bases[False])).state_dict(), expected)
     full = adapterswap.layer_swap(tokens, expert("saved"), bottom=0, top=0, base_model=str(bases[False]))
     with refused(UnsupportedError):
         full.write(tmp_path / "in full")
@@ -341,7 +329,7 @@ def test_other_operations_name_the_reason(expert: Make, bases: dict[bool, Path],
     with refused(UnsupportedError, "adapter", match="replace the base's"):
         adapterswap.convert(one, tmp_path / "converted", rank=2)
     with refused(UnsupportedError, match="trained tokens"):
-        adapterswap.LiveComposer.from_experts(loaded(base), {"t": one})
+        adapterswap.LiveComposer.from_experts(load_base(base), {"t": one})
     with refused(UnsupportedError, match="tokens"):
         composed([{"expert": "t"}], t=one).export(tmp_path / "out.gguf")
     with refused(UnsupportedError, "other"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from conftest import load_base
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -22,7 +21,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import adapterswap
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, UnsupportedError
 
-from .vocabularies import ends_in_peft, in_peft, loaded, merged_by_peft, plan_of, with_words
+from .vocabularies import (
+    ends_in_peft,
+    in_peft,
+    merged_by_peft,
+    plan_of,
+    resized,
+    row_by_row,
+    save_with_tokens,
+    with_words,
+)
 
 LAYERS, SIZE = 4, 96
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
@@ -51,6 +59,8 @@ EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "together": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, ()),
     "together+2": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, TWO),
 }
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+SHARES = {"average": {"t": 0.5, "l": 0.5}, "task": {"t": 1.0, "l": 0.0}, "language": {"t": 0.0, "l": 1.0}}
 Make = Callable[..., Path]
 
 
@@ -68,26 +78,10 @@ def trained(bases: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFact
     def make(name: str, *, tied: bool = False) -> Path:
         if (name, tied) not in made:
             options, tokens = EXPERTS[name]
-            tokenizer, model = AutoTokenizer.from_pretrained(bases(tied)), loaded(bases(tied))
-            if tokens:
-                tokenizer.add_tokens(list(tokens))
-                torch.manual_seed(len(made))
-                model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-            settings = {"r": 4, "use_rslora": True, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PEFT tells of what it does about ties and embeddings
-                adapted = get_peft_model(model, LoraConfig(**(settings | options)))
-                generator = torch.Generator().manual_seed(1 + len(made))
-                for key, parameter in adapted.named_parameters():
-                    noise = torch.randn(parameter.shape, generator=generator) * 0.05
-                    if "lora_" in key:
-                        parameter.data.add_(noise)  # in place: a tied head has the embedding's factors
-                    elif "modules_to_save" in key:
-                        parameter.data = parameter.data + noise
-                made[name, tied] = tmp_path_factory.mktemp("expert")
-                copies: Any = False if name.startswith("bare") else "auto"
-                adapted.save_pretrained(made[name, tied], save_embedding_layers=copies)
-            tokenizer.save_pretrained(made[name, tied])
+            copies = False if name.startswith("bare") else "auto"
+            options = {"target_modules": ["q_proj", "v_proj"], **options}
+            folder = tmp_path_factory.mktemp("expert")
+            made[name, tied] = save_with_tokens(bases(tied), folder, tokens, options, seed=len(made), copies=copies)
         return made[name, tied]
 
     return make
@@ -104,16 +98,20 @@ def answers(model: Any, size: int) -> torch.Tensor:
 
 def transplant(base: Path, task: Path, language: Path, sizes: tuple[int, int], outside: str) -> Any:
     """Composed by hand: layers 0 and 3 of the language, rows that both have by the rule, others as they are."""
-    ours, theirs = (merged_by_peft(base, adapter, size) for adapter, size in zip((task, language), sizes, strict=True))
+    both = {
+        side: merged_by_peft(base, adapter, size)
+        for side, adapter, size in zip("tl", (task, language), sizes, strict=True)
+    }
+    new = {side: {*range(SIZE, size)} for side, size in zip("tl", sizes, strict=True)}
     weights = {}
-    for key, own in ours.items():
-        other = theirs[key]
+    for key, own in load_base(base).state_dict().items():
+        theirs = {side: state[key] for side, state in both.items()}
         if ".layers." in key:
-            weights[key] = other if key.split(".")[2] in ("0", "3") else own
-            continue
-        both = min(len(own), len(other))
-        shared = {"average": (own[:both] + other[:both]) / 2, "task": own[:both], "language": other[:both]}[outside]
-        weights[key] = torch.cat([shared, own[both:], other[both:]])
+            weights[key] = theirs["l" if key.split(".")[2] in ("0", "3") else "t"]
+        elif key in ENDS:
+            weights[key] = row_by_row(theirs, new, SHARES[outside], own)
+        else:
+            weights[key] = sum(SHARES[outside][side] * tensor for side, tensor in theirs.items())
     config = AutoConfig.from_pretrained(base, tie_word_embeddings=False, vocab_size=max(sizes))
     model = AutoModelForCausalLM.from_config(config).eval()
     model.load_state_dict(weights)
@@ -150,7 +148,7 @@ def test_the_result_is_the_transplant(
     expected = answers(transplant(base, one, two, sizes, outside), max(sizes))
     out = plan.write(tmp_path / "out")
     close(answers(in_peft(base, out, max(sizes)), max(sizes)), expected, depth=LAYERS)
-    merged = loaded(plan.merge(tmp_path / "merged"))
+    merged = load_base(plan.merge(tmp_path / "merged"))
     assert merged.config.vocab_size == max(sizes)
     close(answers(merged, max(sizes)), expected, depth=LAYERS)
     tokens = {token for name in (task, language) for token in EXPERTS[name][1]}
@@ -176,7 +174,7 @@ def test_inspect_shows_owners_of_new_rows(
 def test_the_live_composer_does_not_let_peft_change_the_base(trained: Make, bases: Callable[[bool], Path]) -> None:
     for name in ("frozen+2", "both+2"):
         with refused(UnsupportedError, match="overwrite the base's own"):
-            adapterswap.LiveComposer.from_experts(loaded(bases(False)), {"t": trained(name)})
+            adapterswap.LiveComposer.from_experts(load_base(bases(False)), {"t": trained(name)})
 
 
 def test_a_clash_names_the_ids_and_the_tokens(trained: Make, bases: Callable[[bool], Path]) -> None:
@@ -217,7 +215,7 @@ def test_lora_on_a_resized_embedding_is_copied_and_not_blended(
     out = plan_of(lora, trained("plain"), base, outside="task").write(tmp_path / "out")
     expected = transplant(base, lora, trained("plain"), (98, 96), "task")
     close(answers(in_peft(base, out, 98), 98), answers(expected, 98), depth=LAYERS)
-    merged = loaded(adapterswap.merge(out, base, out_path=tmp_path / "merged"))
+    merged = load_base(adapterswap.merge(out, base, out_path=tmp_path / "merged"))
     close(answers(merged, 98), answers(expected, 98), depth=LAYERS)
 
 
@@ -241,29 +239,21 @@ def test_lora_on_resized_embeddings_is_merged_by_rows(
     task: str, language: str, outside: Any, tied: bool, trained: Make, bases: Callable[[bool], Path], tmp_path: Path
 ) -> None:
     """The base's rows follow the rule, W + Σ c·(W_i - W); a new row is its owner's, from the copy that it carries."""
-    base, folders = bases(tied), {name: trained(name, tied=tied) for name in (task, language)}
-    total, sizes = size_of(task, language), {name: size_of(name) for name in folders}
-    own = {name: ends_in_peft(base, folder, sizes[name]) for name, folder in folders.items()}
-    weight = loaded(base).model.embed_tokens.weight.detach(), loaded(base).lm_head.weight.detach()
-    shares = {"average": (0.5, 0.5), "task": (1.0, 0.0), "language": (0.0, 1.0)}[outside]
+    base, names = bases(tied), {"t": task, "l": language}
+    folders = {side: trained(name, tied=tied) for side, name in names.items()}
+    own = {side: ends_in_peft(base, folders[side], size_of(name)) for side, name in names.items()}
+    new = {side: {*range(SIZE, size_of(name))} for side, name in names.items()}
     try:
-        plan = plan_of(folders[task], folders[language], base, outside=outside)
+        plan = plan_of(folders["t"], folders["l"], base, outside=outside)
     except CompositionError:  # the new tokens would have no row
-        assert shares[[task, language].index("plain")] == 1
+        assert SHARES[outside]["t" if task == "plain" else "l"] == 1
         return
-    merged = loaded(plan.merge(tmp_path / "merged"))
-    assert merged.config.vocab_size == total
-    for key, before in zip(("model.embed_tokens.weight", "lm_head.weight"), weight, strict=True):
-        one, two = own[task][key], own[language][key]
-        expected = before + shares[0] * (one[:SIZE] - before) + shares[1] * (two[:SIZE] - before)
-        for row in range(SIZE, total):
-            having = [(w[row], share) for w, share in ((one, shares[0]), (two, shares[1])) if row < len(w)]
-            fitting = [pair for pair in having if pair[1] > 0] or having
-            row_of = sum(w * share for w, share in fitting) / (sum(share for _, share in fitting) or 1)
-            row_of = fitting[0][0] if len(fitting) == 1 else row_of
-            expected = torch.cat([expected, row_of[None]])
-        close(merged.state_dict()[key], expected)
-    assert adapterswap.verify(tmp_path / "merged", {"t": folders[task], "l": folders[language]}, base_model=base).equal
+    merged, before = load_base(plan.merge(tmp_path / "merged")), load_base(base).state_dict()
+    assert merged.config.vocab_size == size_of(task, language)
+    for key in ENDS:
+        theirs = {side: state[key] for side, state in own.items()}
+        close(merged.state_dict()[key], row_by_row(theirs, new, SHARES[outside], before[key]), name=key)
+    assert adapterswap.verify(tmp_path / "merged", folders, base_model=base).equal
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -272,18 +262,18 @@ def test_new_rows_in_half_precision(
 ) -> None:
     """A new row has its owner's bits, and a computed one is rounded once."""
     base = shutil.copytree(bases(False), tmp_path / "base")
-    loaded(bases(False)).to(dtype).save_pretrained(base)
+    load_base(bases(False)).to(dtype).save_pretrained(base)
     folders = {name: shutil.copytree(trained(name), tmp_path / name) for name in ("both+2", "lora+2", "plain")}
     own = {}
     for name, folder in folders.items():
         path = folder / "adapter_model.safetensors"
         own[name] = {key.removeprefix("base_model.model."): t.to(dtype) for key, t in load_file(path).items()}
         save_file({f"base_model.model.{key}": tensor for key, tensor in own[name].items()}, path)
-    ends, before = ("model.embed_tokens.weight", "lm_head.weight"), load_file(base / "model.safetensors")
+    before = load_file(base / "model.safetensors")
     plan = plan_of(folders["both+2"], folders["plain"], base)
     written = load_file(plan.write(tmp_path / "out") / "adapter_model.safetensors")
     merged = load_file(plan.merge(tmp_path / "merged") / "model.safetensors")
-    for key in ends:
+    for key in ENDS:
         shared = ((own["both+2"][key][:SIZE].float() + before[key].float()) / 2).to(dtype)
         expected = torch.cat([shared, own["both+2"][key][SIZE:]])
         for result in (written[f"base_model.model.{key}"], merged[key]):
@@ -303,11 +293,9 @@ def test_live_and_gguf_refuse_lora_on_a_resized_embedding(
 ) -> None:
     base, lora = bases(False), trained("lora+2")
     with refused(ExpertError, "expert", match="lm_head is 98×32"):
-        adapterswap.LiveComposer.from_experts(loaded(base), {"t": lora})
-    resized = loaded(base)
-    resized.resize_token_embeddings(98, mean_resizing=False)
+        adapterswap.LiveComposer.from_experts(load_base(base), {"t": lora})
     with refused(ExpertError, "expert", match="another base"):  # its new rows are other ones
-        adapterswap.LiveComposer.from_experts(resized, {"t": lora})
+        adapterswap.LiveComposer.from_experts(resized(base, 98), {"t": lora})
     with refused(ExpertError, "base_model", match="lm_head is 98×32"):
         plan_of(lora, trained("plain"), base, outside="task").export(tmp_path / "out.gguf")
     with refused(UnsupportedError, match="one ΔW for all rows"):
@@ -319,7 +307,7 @@ def test_one_expert_with_lora_on_a_resized_embedding_merges_as_in_peft(
 ) -> None:
     for number, (name, tied) in enumerate([("lora+2", False), ("lora+2", True), ("lora embedding+2", True)]):
         base, expert = bases(tied), trained(name, tied=tied)
-        merged = loaded(adapterswap.merge(expert, base, out_path=tmp_path / f"{number}"))
+        merged = load_base(adapterswap.merge(expert, base, out_path=tmp_path / f"{number}"))
         close(answers(merged, 98), answers(in_peft(base, expert, 98), 98), depth=LAYERS)
 
 
@@ -328,10 +316,8 @@ def test_rows_that_no_copy_holds_are_refused(trained: Make, bases: Callable[[boo
         adapterswap.merge(trained("bare+2"), bases(False), out_path=tmp_path / "merged")
     with refused(UnsupportedError):  # the head's rows
         adapterswap.merge(trained("lora embedding+2"), bases(False), out_path=tmp_path / "merged")
-    resized = loaded(bases(False))
-    resized.resize_token_embeddings(98, mean_resizing=False)
-    resized.save_pretrained(tmp_path / "resized")
-    merged = loaded(adapterswap.merge(trained("bare+2"), tmp_path / "resized", out_path=tmp_path / "merged"))
+    resized(bases(False), 98).save_pretrained(tmp_path / "resized")
+    merged = load_base(adapterswap.merge(trained("bare+2"), tmp_path / "resized", out_path=tmp_path / "merged"))
     close(answers(merged, 98), answers(in_peft(tmp_path / "resized", trained("bare+2")), 98), depth=LAYERS)
 
 
@@ -351,11 +337,11 @@ def test_dora_on_a_resized_embedding_is_merged_if_one_expert_owns_it(
     """The embedding's norms run along the vocabulary, so PEFT needs the whole of the copy."""
     for tied in (False, True):
         base, dora, plain = bases(tied), trained("dora+2", tied=tied), trained("plain", tied=tied)
-        merged = loaded(adapterswap.merge(dora, base, out_path=tmp_path / f"alone {tied}"))
+        merged = load_base(adapterswap.merge(dora, base, out_path=tmp_path / f"alone {tied}"))
         assert (merged.config.vocab_size, merged.config.tie_word_embeddings) == (98, False)
         close(answers(merged, 98), answers(in_peft(base, dora, 98), 98), depth=LAYERS)
         plan = plan_of(dora, plain, base, outside="task")
-        result = loaded(plan.merge(tmp_path / f"swap {tied}"))
+        result = load_base(plan.merge(tmp_path / f"swap {tied}"))
         weights = merged.state_dict() | {
             key: value
             for key, value in merged_by_peft(base, plain).items()
@@ -366,7 +352,7 @@ def test_dora_on_a_resized_embedding_is_merged_if_one_expert_owns_it(
         with refused(UnsupportedError):
             plan_of(dora, plain, base)
     embedding = trained("dora embedding+2", tied=True)
-    merged = loaded(adapterswap.merge(embedding, bases(True), out_path=tmp_path / "embedding"))
+    merged = load_base(adapterswap.merge(embedding, bases(True), out_path=tmp_path / "embedding"))
     close(answers(merged, 98), answers(in_peft(bases(True), embedding, 98), 98), depth=LAYERS)
     bare = without_copies(trained("dora+2"), tmp_path / "bare")
     with refused(BaseModelError, "base_model"):
@@ -401,13 +387,13 @@ def test_another_chat_template_is_reported_and_tokens_without_rows_are_not_follo
     shutil.copytree(trained("plain"), tmp_path / "chatty")
     (tmp_path / "chatty" / "chat_template.jinja").write_text("{{ messages }}")
     zones = ("--bottom", 1, "--top", 1)
-    result = run("compose", "-t", tmp_path / "chatty", "-l", trained("plain"), "-o", tmp_path / "out", *zones)
-    assert result.exit_code == 0, result.stderr
+    result = run(
+        "compose", "-t", tmp_path / "chatty", "-l", trained("plain"), "-o", tmp_path / "out", *zones, exit_code=0
+    )
     assert "different chat template; the result uses the one of chatty" in result.stderr
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     shutil.copyfile(trained("both+2") / "tokenizer.json", tmp_path / "chatty" / "tokenizer.json")
-    result = run("merge", tmp_path / "chatty", "-o", tmp_path / "merged")
-    assert result.exit_code == 0, result.stderr
+    result = run("merge", tmp_path / "chatty", "-o", tmp_path / "merged", exit_code=0)
     assert "chatty has a different tokenizer.json; the result does not use it" in result.stderr
     assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
@@ -438,12 +424,9 @@ def test_added_tokens_of_both_experts_are_united(
     out = plan.write(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer("w7 <a> <aa> <a3>")["input_ids"] == [7, SIZE, SIZE + 1, SIZE + 2]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ours, theirs = (
-            in_peft(base, folder, size).merge_and_unload().state_dict() for folder, size in ((two, 98), (third, 99))
-        )
-        composed = in_peft(base, out, SIZE + 3).merge_and_unload().state_dict()
-    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+    ours, theirs, composed = (
+        merged_by_peft(base, folder, size) for folder, size in ((two, 98), (third, 99), (out, 99))
+    )
+    for key in ENDS:
         average = (ours[key][:SIZE] + theirs[key][:SIZE]) / 2
         close(composed[key], torch.cat([average, ours[key][SIZE:], theirs[key][SIZE + 2 :]]))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pico
 import torch
-from peft import PeftModel
+from conftest import load_base
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import adapterswap
 from adapterswap.planning.composition import Composition
@@ -21,10 +23,12 @@ __all__ = [
     "SIZE",
     "ends_in_peft",
     "in_peft",
-    "loaded",
     "merged_by_peft",
     "pico_llama",
     "plan_of",
+    "resized",
+    "row_by_row",
+    "save_with_tokens",
     "with_words",
 ]
 
@@ -54,25 +58,63 @@ def with_words(folder: Path, *, tied: bool = False, rows: int = 96, layers: int 
     return folder
 
 
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def save_with_tokens(
+    base: Path, folder: Path, tokens: Sequence[str], options: dict[str, Any] | None, *, seed: int,
+    size: int | None = None, copies: bool | str = "auto",
+) -> Path:  # fmt: skip
+    """An expert with added tokens and its tokenizer: LoRA with PEFT's options, or a full fine-tune if None.
+
+    `size`: the number of rows, unless it is the number of tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(list(tokens))
+    torch.manual_seed(seed)
+    model = resized(base, size or len(tokenizer))
+    if options is None:
+        pico.noisy(model, seed).save_pretrained(folder)
+    else:
+        config = LoraConfig(**{"r": 4, "use_rslora": True, "task_type": "CAUSAL_LM", **options})
+        pico.trained(model, config, folder, seed=1 + seed, save_embedding_layers=copies)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def row_by_row(
+    experts: Mapping[str, torch.Tensor], new: Mapping[str, set[int]], shares: Mapping[str, float], base: torch.Tensor
+) -> torch.Tensor:
+    """An embedding or head as the documentation says it: one row after the other."""
+    ruling = [name for name in experts if shares[name]]
+    covered = {i for name in ruling for i in new[name]}
+    entering = {*ruling, *(name for name in experts if not new[name] <= covered)}
+    rows = []
+    for row in range(max(len(experts[name]) for name in entering)):
+        owners = [name for name in experts if row in new[name]]
+        having = [name for name in (owners or ruling) if shares[name] and row < len(experts[name])]
+        having = having or owners or [name for name in entering if row < len(experts[name])]
+        if not owners and len(having) == len(ruling) and row < len(base):
+            rows.append(base[row] + sum(shares[name] * (experts[name][row] - base[row]) for name in ruling))
+            continue
+        total = sum(shares[name] for name in having)
+        parts = [experts[name][row] * (shares[name] / total if total else 1 / len(having)) for name in having]
+        rows.append(sum(parts[1:], parts[0]))
+    return torch.stack(rows)
+
+
+def resized(base: Path, size: int | None) -> PreTrainedModel:
+    """The base, with another number of rows in its vocabulary unless it has that many."""
+    model = load_base(base)
+    if size not in (None, model.config.vocab_size):
+        model.resize_token_embeddings(size, mean_resizing=False)
+    return model
 
 
 def in_peft(base: Path, adapter: Path, size: int | None = None) -> Any:
-    """PEFT's running model. `size`: resize the vocabulary of the base first, unless it has that many rows."""
-    model = loaded(base)
-    if size not in (None, model.config.vocab_size):
-        model.resize_token_embeddings(size, mean_resizing=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(model, adapter).eval()
+    """PEFT's running model on a base with `size` rows."""
+    return pico.in_peft(resized(base, size), adapter)
 
 
 def merged_by_peft(base: Path, adapter: Path, size: int | None = None) -> dict[str, torch.Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT warns of ties that come apart
-        model = in_peft(base, adapter, size).merge_and_unload()
-    return {key: value.clone() for key, value in model.state_dict().items()}
+    return pico.merged_by_peft(resized(base, size), adapter)
 
 
 def ends_in_peft(base: Path, adapter: Path, size: int) -> dict[str, torch.Tensor]:
