@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pico
 import pytest
 import torch
 from click.testing import Result
 from conftest import load_base, logits
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
+from pico import copied, edit_json, in_peft
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -60,22 +62,15 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def trained(base: Path, folder: Path, kind: str, targets: Sequence[str] = TARGETS, **options: Any) -> Path:
-    """An adapter with random numbers in all trainable parameters, saved by PEFT."""
     config = KINDS[kind](target_modules=list(targets), task_type="CAUSAL_LM", **options)
-    model = get_peft_model(load_base(base), config)
-    generator = torch.Generator().manual_seed(7)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
-    model.save_pretrained(folder)
-    return folder
+    return pico.trained(base, config, folder, seed=7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     """At full rank the LoRA computes the same as PEFT with the adapter itself."""
     adapter = trained(base("llama"), tmp_path / "in", kind)
-    own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
+    own = in_peft(base("llama"), adapter)
     outcome = adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
     assert outcome.peft_type == kind
     assert outcome.relative_error < 1e-5
@@ -83,7 +78,7 @@ def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tm
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert config["peft_type"] == "LORA"
     assert config["use_rslora"]
-    result = PeftModel.from_pretrained(load_base(base("llama")), tmp_path / "out").eval()
+    result = in_peft(base("llama"), tmp_path / "out")
     assert not torch.allclose(logits(own), logits(load_base(base("llama"))), atol=1e-3)
     close(logits(result), logits(own), depth=6)
     assert adapterswap.verify(tmp_path / "out", {"in": adapter}).equal
@@ -99,8 +94,7 @@ def test_verify_says_what_it_compared(base: Callable[[str], Path], run: Callable
     assert run("verify", tmp_path / "out").stdout == "equal: the files match the record\n"
     message = "equal: the files and the source match the record; nothing was converted again\n"
     assert run("verify", tmp_path / "out", *source).stdout == message
-    config = json.loads((adapter / CONFIG).read_text())
-    (adapter / CONFIG).write_text(json.dumps({**config, "alpha": 3}))
+    edit_json(adapter / CONFIG, alpha=3)
     changed = run("verify", tmp_path / "out", *source).stdout
     assert changed == f"source changed: in's {CONFIG} differs from what was converted (SHA-256)\n"
 
@@ -111,7 +105,7 @@ def test_every_accepted_kind_is_tested() -> None:
 
 def test_the_error_matches_pefts_conversion(base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", "LOHA")
-    model = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
+    model = in_peft(base("llama"), adapter)
     deltas = {
         name: module.get_delta_weight("default").double()
         for name, module in model.get_base_model().named_modules()
@@ -146,12 +140,8 @@ def test_the_bound_on_the_error(base: Callable[[str], Path], tmp_path: Path) -> 
         adapterswap.convert(adapter, tmp_path / "none")
     assert not (tmp_path / "none").exists()
     with refused(BaseModelError, "base_model"):
-        (tmp_path / "moved").mkdir()
-        for file in adapter.iterdir():
-            (tmp_path / "moved" / file.name).write_bytes(file.read_bytes())
-        config = json.loads((adapter / CONFIG).read_text()) | {"base_model_name_or_path": None}
-        (tmp_path / "moved" / CONFIG).write_text(json.dumps(config))
-        adapterswap.convert(tmp_path / "moved", tmp_path / "none", rank=4)
+        moved = copied(adapter, tmp_path / "moved", base_model_name_or_path=None)
+        adapterswap.convert(moved, tmp_path / "none", rank=4)
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -170,7 +160,7 @@ def test_a_converted_slice_is_still_one(pickled: bool, math: Path, tmp_path: Pat
 
 
 def test_a_lora_in_another_dtype_and_layout(math: Path, base: Callable[[str], Path], tmp_path: Path) -> None:
-    own = logits(PeftModel.from_pretrained(load_base(base("llama")), math))
+    own = logits(in_peft(base("llama"), math))
     for layout in ("exact", "portable"):
         for dtype in (None, "float32", "float16", "bfloat16"):
             out = tmp_path / f"{layout}-{dtype}"
@@ -182,7 +172,7 @@ def test_a_lora_in_another_dtype_and_layout(math: Path, base: Callable[[str], Pa
             assert (result.relative_error > 1e-5) == (dtype in ("float16", "bfloat16"))
             assert adapterswap.verify(out, {math.name: math}).equal
             if dtype in (None, "float32"):
-                close(logits(PeftModel.from_pretrained(load_base(base("llama")), out)), own, depth=6)
+                close(logits(in_peft(base("llama"), out)), own, depth=6)
             config = json.loads((out / CONFIG).read_text())
             assert config["use_rslora"] == (layout == "exact")
     plain = adapterswap.convert(math, tmp_path / "plain")
@@ -200,8 +190,7 @@ def test_a_pickled_adapter(math: Path, run: Callable[..., Result], tmp_path: Pat
     (folder / CONFIG).write_bytes((math / CONFIG).read_bytes())
     with refused(UnsupportedError, "allow_pickle"):
         adapterswap.convert(folder, tmp_path / "out")
-    result = run("convert", folder, "-o", tmp_path / "out", "--allow-pickle", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = run("convert", folder, "-o", tmp_path / "out", "--allow-pickle", "--json", exit_code=0)
     output = json.loads(result.stdout)
     assert output["pickled"]
     assert output["relative_error"] == 0
@@ -244,13 +233,6 @@ def test_a_hostile_pickle_runs_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def changed(source: Path, folder: Path, **config: Any) -> Path:
-    folder.mkdir()
-    save_file(load_file(source / WEIGHTS), folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(json.loads((source / CONFIG).read_text()) | config))
-    return folder
-
-
 # The kind, its base, changes of its config, the base to convert with; the error's class, and what the message names.
 # (IA)³ scales the output of a linear layer with its bias, and Qwen2's projections have biases.
 REFUSED: list[tuple[str, str, dict[str, Any], str | None, type[AdapterswapError], str]] = [
@@ -273,7 +255,7 @@ def test_what_cannot_be_converted(
     base: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     """PEFT starts a module at random if its config says so, or if some of its tensors are missing."""
-    adapter = changed(trained(base(base_name), tmp_path / "in", kind), tmp_path / "odd", **config)
+    adapter = copied(trained(base(base_name), tmp_path / "in", kind), tmp_path / "odd", **config)
     if error is ExpertError and other is None:
         without(adapter, "layers.3.mlp.up_proj")
     with refused(error, "adapter", match=named):
@@ -291,9 +273,9 @@ def without(adapter: Path, name: str) -> None:
 @pytest.mark.parametrize("kind", ["DORA", "LOHA", "VBLORA"])
 def test_modules_trained_in_full_are_kept(kind: str, module: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = trained(base("llama"), tmp_path / "in", kind, ["o_proj"], modules_to_save=[module])
-    own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
+    own = in_peft(base("llama"), adapter)
     adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
-    result = PeftModel.from_pretrained(load_base(base("llama")), tmp_path / "out").eval()
+    result = in_peft(base("llama"), tmp_path / "out")
     close(logits(result), logits(own), depth=6)
     assert any(f"{module}." in name and ".lora_" not in name for name in load_file(tmp_path / "out" / WEIGHTS))
 
@@ -307,10 +289,10 @@ def test_trained_biases_are_kept(kind: str, bias: str, base: Callable[[str], Pat
     adapter = trained(base("qwen2"), tmp_path / "in", kind, bias=bias)
     stored = sum(name.endswith(".bias") for name in load_file(adapter / WEIGHTS))
     assert stored == {"all": 18}.get(bias, 12)
-    own = PeftModel.from_pretrained(load_base(base("qwen2")), adapter).eval()
+    own = in_peft(base("qwen2"), adapter)
     adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
     assert sum(name.endswith(".bias") for name in load_file(tmp_path / "out" / WEIGHTS)) == stored
-    result = PeftModel.from_pretrained(load_base(base("qwen2")), tmp_path / "out").eval()
+    result = in_peft(base("qwen2"), tmp_path / "out")
     close(logits(result), logits(own), depth=6)
 
 
@@ -328,15 +310,12 @@ def test_a_module_without_tensors_is_unchanged_and_one_without_some_is_refused(
 
 def test_convert_on_the_command_line(math: Path, run: Callable[..., Result], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    dry = run("convert", math, "-o", out, "--dtype", "bfloat16", "--dry-run")
-    assert dry.exit_code == 0, dry.stderr
+    run("convert", math, "-o", out, "--dtype", "bfloat16", "--dry-run", exit_code=0)
     assert not out.exists()
-    result = run("convert", math, "-o", out, "--dtype", "bfloat16", "--layout", "portable")
-    assert result.exit_code == 0, result.stderr
+    result = run("convert", math, "-o", out, "--dtype", "bfloat16", "--layout", "portable", exit_code=0)
     assert result.stdout.startswith("LORA: 42 modules, rank 8")
     assert "relative error of ΔW: 0.00" in result.stderr
-    again = run("convert", math, "-o", out)
-    assert again.exit_code == 3
+    run("convert", math, "-o", out, exit_code=3)
     with refused(OutputError, "out_path"):
         adapterswap.convert(math, out)
     assert isinstance(adapterswap.convert(math, out, overwrite=True), Conversion)
@@ -375,7 +354,7 @@ def test_modules_trained_in_full_become_lora(
 ) -> None:
     options = {"target_modules": ["c_fc"], "fan_in_fan_out": True} if architecture == "gpt2" else {}
     adapter = with_saved(base(architecture), tmp_path / "in", saved, **options)
-    own = PeftModel.from_pretrained(load_base(base(architecture)), adapter).eval()
+    own = in_peft(base(architecture), adapter)
     outcome = adapterswap.convert(adapter, tmp_path / "out", saved_rank=3)
     opened = adapterswap.open_adapter(tmp_path / "out")
     assert not opened.saved
@@ -385,7 +364,7 @@ def test_modules_trained_in_full_become_lora(
         (module,) = (module for module in opened.modules.values() if module.name.endswith(name))
         assert module.rank == 3
         assert errors[module.name] < 1e-5
-    result = PeftModel.from_pretrained(load_base(base(architecture)), tmp_path / "out").eval()
+    result = in_peft(base(architecture), tmp_path / "out")
     assert not torch.allclose(logits(own), logits(load_base(base(architecture))), atol=1e-3)
     close(logits(result), logits(own), depth=6)
     assert adapterswap.verify(tmp_path / "out", {"in": adapter}).equal
@@ -417,8 +396,7 @@ def test_modules_that_lora_cannot_hold(base: Callable[[str], Path], run: Callabl
     content = load_file(adapter / WEIGHTS)
     key = "base_model.model.model.norm.weight"
     save_file(content | {key: load_base(base("llama")).model.norm.weight.detach()}, adapter / WEIGHTS)
-    result = run("convert", adapter, "-o", tmp_path / "out", "--saved-rank", 4)  # the norm now equals the base's
-    assert result.exit_code == 0, result.stderr
+    run("convert", adapter, "-o", tmp_path / "out", "--saved-rank", 4, exit_code=0)  # the norm now equals the base's
     assert adapterswap.open_adapter(tmp_path / "out").saved == {}
     grown = torch.zeros(100, content["base_model.model.lm_head.weight"].shape[1])
     save_file(content | {"base_model.model.lm_head.weight": grown}, adapter / WEIGHTS)

@@ -7,15 +7,13 @@ GPT-OSS.
 
 from __future__ import annotations
 
-import json
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from pico import copied, edit_json, merged_by_peft
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
@@ -45,10 +43,8 @@ def test_the_converted_adapter_equals_what_peft_merged(name: str, tmp_path: Path
         adapterswap.open_adapter(folder)
     conversion = adapterswap.convert(folder, tmp_path / "out", base_model=base)
     assert conversion.relative_error == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(loaded(folder / "base"), tmp_path / "out").merge_and_unload()
-    close({key: value for key, value in model.state_dict().items() if key in expected}, expected)
+    merged = merged_by_peft(loaded(folder / "base"), tmp_path / "out")
+    close({key: value for key, value in merged.items() if key in expected}, expected)
     expert = adapterswap.open_adapter(tmp_path / "out")
     plan = make_plan(Composition(allocation=(Rule(expert="a"),), base_model=base), {"a": expert})
     merged = plan.merge(tmp_path / "merged")
@@ -72,10 +68,7 @@ def test_diff_measures_fused_experts(tmp_path: Path) -> None:
 def edited(name: str, folder: Path, only: str, **config: Any) -> Path:
     """The fixture with LoRA on one of the two parameters."""
     out = folder / "edited"
-    shutil.copytree(FIXTURES / name, out)
-    content = json.loads((out / "adapter_config.json").read_text())
-    content |= {"target_parameters": [f"mlp.experts.{only}"], **config}
-    (out / "adapter_config.json").write_text(json.dumps(content))
+    copied(FIXTURES / name, out, target_parameters=[f"mlp.experts.{only}"], **config)
     inner = ".base_layer.lora_"
     tensors = load_file(out / WEIGHTS)
     kept = {
@@ -91,9 +84,7 @@ def test_one_parameter(only: str, tmp_path: Path) -> None:
     base = folder / "base"
     adapterswap.convert(folder, tmp_path / "out", base_model=str(base))
     own = loaded(base).state_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(loaded(base), tmp_path / "out").merge_and_unload().state_dict()
+    model = merged_by_peft(loaded(base), tmp_path / "out")
     for key, expected in load_file(folder / "merged_experts.safetensors").items():
         close(model[key], expected if only in key else own[key])
 
@@ -107,8 +98,7 @@ def test_without_a_version_the_shapes_decide(tmp_path: Path) -> None:
 
 def test_square_matrices_are_refused(tmp_path: Path) -> None:
     folder = edited("qwen3_moe", tmp_path, "down_proj")
-    config = json.loads((folder / "base" / "config.json").read_text())
-    (folder / "base" / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 8}))
+    edit_json(folder / "base" / "config.json", moe_intermediate_size=8)
     square = {"gate_proj": (8, 8), "up_proj": (8, 8), "down_proj": (8, 8)}
     stored = load_file(folder / "base" / "model.safetensors")
     stored = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import load_base, merged_weights
+from conftest import load_base, merged_weights, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near, tolerance
@@ -16,7 +16,7 @@ from tolerances import close, near, tolerance
 from adapterswap.tools.extraction import extract
 from adapterswap.writing.reduction import approximate
 
-from .conftest import Checkpoint, deltas, weights
+from .conftest import Checkpoint, deltas
 
 MODULE = "model.layers.3.mlp.gate_proj"  # 48×32
 

@@ -93,8 +93,7 @@ def test_the_same_bytes_every_time(architecture: str, checkpoint: Checkpoint, tm
 def test_the_command_line(run: Callable[..., Result], checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, out = checkpoint("llama", 1), tmp_path / "out"
     options = ["extract", full, "--base-model", checkpoint("llama"), "-o", out, "--rank", 4]
-    dry = run(*options, "--dry-run", "--json")
-    assert dry.exit_code == 0, dry.stderr
+    dry = run(*options, "--dry-run", "--json", exit_code=0)
     assert list(tmp_path.iterdir()) == []
     told = json.loads(dry.stdout)
     assert told["written"] is False
@@ -104,8 +103,7 @@ def test_the_command_line(run: Callable[..., Result], checkpoint: Checkpoint, tm
     assert told["lost_share"] > 0
     again = run(*options)
     assert (again.exit_code, again.stdout) == (3, "")
-    shown = run(*options, "--overwrite")
-    assert shown.exit_code == 0
+    shown = run(*options, "--overwrite", exit_code=0)
     assert shown.stdout.splitlines()[1].split()[:3] == ["mlp.down_proj", "0-5", "4"]
     assert "not in the adapter: 13 norms" in shown.stderr
     assert "Raise --rank" in shown.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAYERS, load_base, logits, merged_weights
+from conftest import LAYERS, load_base, logits, merged_weights, random_model, weights
 from peft import PeftModel
 from refusals import refused
 from safetensors.torch import save_file
@@ -18,16 +18,16 @@ import adapterswap
 from adapterswap.errors import UnsupportedError
 from adapterswap.tools.extraction import extract
 
-from .conftest import Checkpoint, changed, deltas, random_model, weights
+from .conftest import Checkpoint, changed, deltas
 
-CUT = {"llama": 42, "qwen2": 42, "gpt2": 24, "neox": 24, "gemma": 42, "mixtral": 8}
+CUT = {"llama": 42, "qwen2": 42, "gpt2": 24, "neox": 24, "gemma": 42, "mixtral": 24}
 LOST = {
     "llama": {"norms": 13, "embeddings and heads": 2},
     "qwen2": {"norms": 13, "embeddings and heads": 2, "biases": 18},
     "gpt2": {"norms": 13, "embeddings and heads": 2, "biases": 37},
     "neox": {"norms": 13, "embeddings and heads": 2, "biases": 37},
     "gemma": {"norms": 13, "embeddings and heads": 1},
-    "mixtral": {"norms": 5, "embeddings and heads": 2, "experts and routers": 20},
+    "mixtral": {"norms": 13, "embeddings and heads": 2, "experts and routers": 42},
 }
 
 

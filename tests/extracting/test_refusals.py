@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from conftest import random_model
+from pico import edit_json
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
 from adapterswap.tools.extraction import extract
 
-from .conftest import Checkpoint, changed, random_model
+from .conftest import Checkpoint, changed
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -29,8 +31,7 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    edit_json(folder / "config.json", **changes)
 
 
 def put(key: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
@@ -196,8 +197,7 @@ def test_the_command_line_prints_errors_in_one_line(
 def test_a_config_that_transformers_rejects_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folders = [shutil.copytree(checkpoint("llama", seed), tmp_path / str(seed)) for seed in (1, 0)]
     for folder in folders:
-        config = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": 5}
-        (folder / "config.json").write_text(json.dumps(config))
+        edit_config(folder, num_attention_heads=5)
     with pytest.raises(AdapterswapError, match="config"):
         extract(*folders, tmp_path / "out", rank=2)
     assert not (tmp_path / "out").exists()

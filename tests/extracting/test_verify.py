@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from conftest import random_model
 from experts.test_sources import files_of, repository
 from huggingface_hub import constants
 from refusals import refused
@@ -20,7 +21,7 @@ from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, 
 from adapterswap.tools.extraction import extract
 from adapterswap.tools.verification import verify
 
-from .conftest import Checkpoint, changed, random_model
+from .conftest import Checkpoint, changed
 
 WEIGHTS, CONFIG, RECORD = "adapter_model.safetensors", "adapter_config.json", "adapterswap.json"
 Q0, UP3 = "model.layers.0.self_attn.q_proj", "model.layers.3.mlp.up_proj"
@@ -92,8 +93,7 @@ def test_verify_on_the_command_line(cut: tuple[Path, Path, Path], run: Callable[
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == "equal: the files match the record, and every module has the recorded error of ΔW\n"
     edit(full / "model.safetensors", lambda tensors: tensors[f"{Q0}.weight"].mul_(1.01))
-    result = run("verify", out, *sources)
-    assert result.exit_code == 1
+    result = run("verify", out, *sources, exit_code=1)
     assert result.stdout == (
         f"source changed: full's model.safetensors differs from what was cut (SHA-256)\ndiffers: {Q0}\n"
     )

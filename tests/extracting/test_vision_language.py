@@ -1,4 +1,4 @@
-"""Adapters cut out of fine-tunes of vision-language models, whose classes AutoModelForCausalLM does not know.
+"""Adapters cut out of fine-tunes of vision-language models, and of text-only ones of the same language models.
 
 Both checkpoints may have the names of the Hub's files (transformers 4) or of the model in memory (transformers 5). The
 reference is plain torch: the base, with W_full in place of W_base wherever the adapter says that it has ΔW.
@@ -17,13 +17,12 @@ import pytest
 import torch
 import transformers
 from matrix.architectures import ARCHITECTURES
-from peft import PeftModel
+from pico import edit_json, in_peft, merged_by_peft
 from refusals import refused
 from safetensors.torch import load_file, save_file
-from tolerances import close, tolerance
+from tolerances import close, near, tolerance
 
 from adapterswap.errors import BaseModelError
-from adapterswap.model.loading import quiet_peft
 from adapterswap.tools.extraction import extract
 from adapterswap.tools.verification import verify
 
@@ -76,6 +75,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "internvl": lambda: transformers.InternVLConfig(
         text_config=QWEN2(**TEXT), vision_config={**VISION, "image_size": [8, 8], "patch_size": [4, 4]},
         image_token_id=95, tie_word_embeddings=False),
+    "gemma3": ARCHITECTURES["gemma3"].config,
     "qwen2_vl": ARCHITECTURES["qwen2_vl"].config,
     "qwen2_5_vl": lambda: transformers.Qwen2_5_VLConfig(
         text_config={**TEXT, "rope_parameters": ROPE},
@@ -106,7 +106,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 # These have a text-only class with the type of the multimodal config's language model.
 WITH_TEXT_CLASS = (
     "llava", "llava_tied", "llava_next", "llava_onevision", "paligemma", "mistral3", "internvl", "idefics3", "smolvlm",
-    "llama4", "qwen3_5",
+    "llama4", "qwen3_5", "gemma3",
 )  # fmt: skip
 
 
@@ -149,7 +149,8 @@ class World:
         return self.prefix + name.removeprefix("model.")
 
     def load(self, role: str) -> Any:
-        return self.model_class.from_pretrained(self.folder / role, dtype=torch.float32).eval()
+        model_class = transformers.AutoModelForCausalLM if role.endswith("-text") else self.model_class
+        return model_class.from_pretrained(self.folder / role, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +195,7 @@ def test_a_multimodal_fine_tune(name: str, worlds: Callable[[str], World], tmp_p
     untouched = answers(reference)
     for module in names:
         reference.get_submodule(module).weight.data.copy_(world.full[f"{module}.weight"])
-    with quiet_peft():
-        adapted = PeftModel.from_pretrained(world.load("base-new"), out).eval()
+    adapted = in_peft(world.load("base-new"), out)
     close(answers(adapted), answers(reference), depth=4 * LAYERS)
     change = float((answers(reference) - untouched).abs().max())
     assert change > 100 * tolerance(untouched, depth=4 * LAYERS)
@@ -230,11 +230,152 @@ def test_towers_with_embeddings(name: str, worlds: Callable[[str], World], tmp_p
     assert "towers" not in result.lost_by_reason
     names = check_deltas(tmp_path / "out", world.base, world.full)
     assert any("vis" in module for module in names)
-    with quiet_peft():
-        merged = PeftModel.from_pretrained(world.load("base"), tmp_path / "out").merge_and_unload().state_dict()
+    merged = merged_by_peft(world.load("base"), tmp_path / "out")
     for key, tensor in merged.items():
         wanted = world.full if key.removesuffix(".weight") in names else world.base
         close(tensor, wanted[key], depth=4, name=key)
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize(("full", "base"), [("full-text", "base"), ("full-text", "base-new"), ("full", "base-text")])
+def test_peft_restores_the_language_models_weights(
+    full: str, base: str, embeddings: bool, worlds: Callable[[str], World], tmp_path: Path
+) -> None:
+    """At full rank: equals the base with the fine-tune's matrices, in all weights and in the logits of a text."""
+    world = worlds("gemma3")
+    result = extract(world.folder / full, world.folder / base, tmp_path / "out", rank=48, embeddings=embeddings)
+    names = {module.name for module in result.modules}
+    assert len({name.rpartition(".")[2] for name in names}) == 7 + embeddings
+    reference, tuned = world.load(base), world.load("full-text").state_dict()
+    own = {name if base == "base-text" else world.inside(name): tensor for name, tensor in tuned.items()}
+    untouched = answers(reference)
+    for name in names:
+        reference.get_submodule(name).weight.data.copy_(own[f"{name}.weight"])
+    adapted = in_peft(world.load(base), tmp_path / "out")
+    close(answers(adapted), answers(reference), depth=10 * LAYERS)
+    assert float((answers(reference) - untouched).abs().max()) > 0.01
+    if not embeddings:  # PEFT merges a tied embedding's LoRA twice
+        close(adapted.merge_and_unload().state_dict(), reference.state_dict(), depth=2)
+    assert verify(tmp_path / "out", {"full": world.folder / full}, base_model=str(world.folder / base)).equal
+
+
+def test_a_mixtures_experts_are_matched_one_by_one(tmp_path: Path) -> None:
+    """Files hold each expert, memory holds all in one parameter; the base's text class is the text-only one."""
+    text = {
+        **TEXT, "head_dim": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4,
+        "num_experts_per_tok": 2, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    torch.manual_seed(0)
+    base = transformers.Qwen3_5MoeForConditionalGeneration(
+        transformers.Qwen3_5MoeConfig(text_config=text, vision_config={**vision, "out_hidden_size": 32})
+    )
+    base.save_pretrained(tmp_path / "seeing")
+    language = transformers.Qwen3_5MoeForCausalLM(base.config.text_config)
+    own = base.state_dict()
+
+    def inside(name: str) -> str:
+        return name if name.startswith("lm_head") else f"model.language_model.{name.removeprefix('model.')}"
+
+    language.load_state_dict({name: own[inside(name)] for name in language.state_dict()})
+    language.save_pretrained(tmp_path / "reading")
+    changed(language, 1).save_pretrained(tmp_path / "full")
+    assert any(".experts.3." in name for name in load_file(tmp_path / "full" / "model.safetensors"))
+    found = [
+        extract(tmp_path / "full", tmp_path / name, tmp_path / f"{name}-out", rank=4) for name in ("seeing", "reading")
+    ]
+    changes = [deltas(tmp_path / f"{name}-out") for name in ("seeing", "reading")]
+    assert changes[0].keys() == {inside(name) for name in changes[1]}
+    assert all(torch.equal(changes[0][inside(name)], delta) for name, delta in changes[1].items())
+    assert [result.lost_by_reason["experts and routers"][0] for result in found] == [26, 26]
+    classes = {
+        "seeing": transformers.Qwen3_5MoeForConditionalGeneration, "reading": transformers.Qwen3_5MoeForCausalLM
+    }  # fmt: skip
+    one, other = (
+        answers(in_peft(model_class.from_pretrained(tmp_path / name), tmp_path / f"{name}-out"))
+        for name, model_class in classes.items()
+    )
+    assert torch.equal(one, other)
+
+
+def test_a_tower_that_the_base_lacks_is_reported(worlds: Callable[[str], World], tmp_path: Path) -> None:
+    """Each of its tensors counts in full; a tower that only the base has counts as unchanged."""
+    world = worlds("gemma3")
+    result = extract(world.folder / "full", world.folder / "base-text", tmp_path / "out", rank=4)
+    tower = {each.name: each.norm for each in result.lost if each.reason == "not in the base"}
+    assert tower.keys() == {name for name in world.full if "vision" in name or "multi_modal" in name}
+    for name, norm in tower.items():
+        assert norm == near(float(world.full[name].double().norm()))
+    sources = {"full": world.folder / "full"}
+    assert verify(tmp_path / "out", sources, base_model=str(world.folder / "base-text")).equal
+    other = extract(world.folder / "full-text", world.folder / "base", tmp_path / "other", rank=4)
+    assert not [each for each in other.lost if "language_model" not in each.name]
+
+
+def without(name: str, tensor: torch.Tensor | None = None) -> Callable[[Path], None]:
+    """Remove a tensor of the fine-tune, or put another in its place."""
+
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop(name, None)
+        tensors |= {} if tensor is None else {name: tensor}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+def saved_anew(model_class: Any, config: Any) -> Callable[[Path], None]:
+    return lambda folder: model_class(config).save_pretrained(folder)
+
+
+INSIDE, Q = "model.language_model.", "self_attn.q_proj.weight"
+DEEPER = {**TEXT, "vocab_size": 64, "num_hidden_layers": 6, "head_dim": 8}
+# The fine-tune and its base, what happens to the fine-tune, and what the refusal names.
+MISFITS: dict[str, tuple[str, str, Callable[[Path], None], list[str]]] = {
+    "missing": (
+        "full-text", "base", without(f"model.layers.0.{Q}"), [f"{INSIDE}layers.0.{Q}", f"model.layers.0.{Q}"]
+    ),
+    "another shape": (
+        "full-text", "base", without(f"model.layers.0.{Q}", torch.ones(16, 32)),
+        [f"model.layers.0.{Q}", f"{INSIDE}layers.0.{Q}"],
+    ),
+    "unknown": (
+        "full-text", "base", without("model.layers.1.extra.weight", torch.ones(2, 2)),
+        ["model.layers.1.extra.weight", f"{INSIDE}layers.1.extra.weight"],
+    ),
+    "a missing norm": (
+        "full-text", "base", without("model.norm.weight"), [f"{INSIDE}norm.weight", "model.norm.weight"]
+    ),
+    "a multimodal one without a layer's weight": (
+        "full", "base-text", without(f"language_model.model.layers.1.{Q}"),
+        [f"model.layers.1.{Q}", f"{INSIDE}layers.1.{Q}"],
+    ),
+    "deeper": (
+        "full-text", "base", saved_anew(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**DEEPER)),
+        ["model.layers.5.", f"{INSIDE}layers.5."],
+    ),
+    "another language model": (  # with the same names and shapes
+        "full-text", "base", saved_anew(transformers.LlamaForCausalLM, LLAMA(**TEXT)), ["llama", "gemma3"]
+    ),
+    "another multimodal model with this language model": (
+        "full", "base", lambda folder: edit_json(folder / "config.json", model_type="gemma3n"), ["gemma3n", "gemma3 "]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_fine_tune_without_a_certain_counterpart_is_refused(
+    misfit: str, worlds: Callable[[str], World], tmp_path: Path
+) -> None:
+    role, base, damage, named = MISFITS[misfit]
+    folder = worlds("gemma3").folder
+    full = shutil.copytree(folder / role, tmp_path / "full")
+    damage(full)
+    with refused(BaseModelError, "base_model") as raised:
+        extract(full, folder / base, tmp_path / "out", rank=2)
+    assert all(name in str(raised.value) for name in named)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_names_the_class_that_loads_the_base(
