@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
+from pico import copied
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import near, tolerance
@@ -33,12 +34,10 @@ def test_slices_compose_like_whole_experts(
     """Byte for byte, tensors and config, with different ranks, a transition, and LoRA on the embedding and the head."""
     targets = ["q_proj", "down_proj", "embed_tokens", "lm_head"]
     math, swahili = (expert(seed=seed, r=rank, target_modules=targets) for seed, rank in ((1, 4), (2, 8)))
-    whole = run("compose", "-t", math, "-l", swahili, *ZONES, "-o", tmp_path / "whole")
-    assert whole.exit_code == 0, whole.stderr
+    run("compose", "-t", math, "-l", swahili, *ZONES, "-o", tmp_path / "whole", exit_code=0)
     assert run("slice", math, "--layers", "2-4", "-o", tmp_path / "core").exit_code == 0
     assert run("slice", swahili, "--layers", "0-2,5", "-o", tmp_path / "shell").exit_code == 0
-    both = run("compose", "-t", tmp_path / "core", "-l", tmp_path / "shell", *ZONES, "-o", tmp_path / "sliced")
-    assert both.exit_code == 0, both.stderr
+    run("compose", "-t", tmp_path / "core", "-l", tmp_path / "shell", *ZONES, "-o", tmp_path / "sliced", exit_code=0)
     for name in (WEIGHTS, CONFIG):
         assert (tmp_path / "sliced" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -76,11 +75,8 @@ def test_a_slice_takes_its_depth_from_the_named_base(
     run: Callable[..., Result], expert: Callable[..., Path], math: Path, tmp_path: Path
 ) -> None:
     base = json.loads((math / CONFIG).read_text())["base_model_name_or_path"]
-    moved = shutil.copytree(math, tmp_path / "moved")
-    content = json.loads((moved / CONFIG).read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
-    (moved / CONFIG).write_text(json.dumps(content))
-    lost = run("slice", moved, "--layers", "0-1", "-o", tmp_path / "shell")
-    assert lost.exit_code == 3
+    moved = copied(math, tmp_path / "moved", base_model_name_or_path=str(tmp_path / "gone"))
+    lost = run("slice", moved, "--layers", "0-1", "-o", tmp_path / "shell", exit_code=3)
     assert "--base-model" in lost.stderr
     assert run("slice", moved, "--layers", "0-1", "--base-model", base, "-o", tmp_path / "shell").exit_code == 0
     assert run("slice", moved, "--layers", "0-9", "--base-model", base, "-o", tmp_path / "more").exit_code == 2
@@ -91,16 +87,13 @@ def test_a_slice_is_refused_only_if_its_missing_layers_are_needed(
 ) -> None:
     run("slice", swahili, "--layers", "0-1", "-o", tmp_path / "shell")
     for zones in (["--bottom", 3, "--top", 0], ["--bottom", 2, "--top", 1], ["--bottom", 2, "--bottom-transition", 1]):
-        declined = run("compose", "-t", math, "-l", tmp_path / "shell", *zones, "-o", tmp_path / "out")
-        assert declined.exit_code == 2
+        declined = run("compose", "-t", math, "-l", tmp_path / "shell", *zones, "-o", tmp_path / "out", exit_code=2)
         assert "shell is a slice with the layers 0-1" in declined.stderr
     weighed = run("compose", "-t", math, "-l", tmp_path / "shell", "--bottom", 1, "--bottom-transition", 1, "--top", 0,
-                  "--weights", "magnitude", "-o", tmp_path / "out")  # fmt: skip
-    assert weighed.exit_code == 2
+                  "--weights", "magnitude", "-o", tmp_path / "out", exit_code=2)  # fmt: skip
     assert "shell is a slice, but magnitude weights need the magnitude of the whole expert" in weighed.stderr
     assert run("slice", tmp_path / "shell", "--layers", "1", "-o", tmp_path / "smaller").exit_code == 0
-    gone = run("slice", tmp_path / "shell", "--layers", "2-3", "-o", tmp_path / "none")
-    assert gone.exit_code == 2
+    gone = run("slice", tmp_path / "shell", "--layers", "2-3", "-o", tmp_path / "none", exit_code=2)
     assert gone.stderr == "Error: shell adapts none of the layers 2-3. Choose from those that it adapts: 0-1.\n"
 
 
@@ -124,8 +117,7 @@ def test_a_slice_stays_one_through_every_later_step(
         "extracted": (("extract", tmp_path / "merged", "--base-model", llama, "--rank", 8), "2-4"),
     }
     for name, (arguments, layers) in kept.items():
-        written = run(*arguments, "-o", tmp_path / name)
-        assert written.exit_code == 0, (name, written.stderr)
+        run(*arguments, "-o", tmp_path / name, exit_code=0)
         if name not in ("beside", "extracted"):
             checked = run("verify", tmp_path / name, "--expert", f"core={core}", "--base-model", llama)
             assert checked.stdout.startswith("equal"), (name, checked.stdout, checked.stderr)
@@ -142,15 +134,13 @@ def test_a_slice_stays_one_through_every_later_step(
             declined = run("merge", *needing, "--base-model", llama, "-o", tmp_path / "out")
             assert declined.exit_code in (2, 3), (name, needing, declined.stdout)
             assert "is a slice with the layers" in declined.stderr, declined.stderr
-    filled = run("compose", "-t", core, "-l", swahili, "--bottom", 2, "--top", 1, "-o", tmp_path / "filled")
-    assert filled.exit_code == 0
+    run("compose", "-t", core, "-l", swahili, "--bottom", 2, "--top", 1, "-o", tmp_path / "filled", exit_code=0)
     assert "slice" not in json.loads((tmp_path / "filled" / "adapterswap.json").read_text())
 
 
 @pytest.mark.parametrize("layers", ["", "none", "7", "9-12", "x", "4-2"])
 def test_invalid_layers_are_refused(layers: str, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
-    refused = run("slice", math, "--layers", layers, "-o", tmp_path / "out")
-    assert refused.exit_code == 2
+    refused = run("slice", math, "--layers", layers, "-o", tmp_path / "out", exit_code=2)
     assert refused.stderr.startswith("Error: ")
     assert refused.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -168,8 +158,7 @@ def composed(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Pa
         "portable": [*ZONES, "--weights", "magnitude", "--layout", "portable", "--max-error", 0.3],
     }
     for name, options in forms.items():
-        result = run("compose", *experts, *options, "-o", tmp_path / name)
-        assert result.exit_code == 0, result.stderr
+        run("compose", *experts, *options, "-o", tmp_path / name, exit_code=0)
     return {name: tmp_path / name for name in (*forms, "math", "swahili")}
 
 
@@ -181,16 +170,13 @@ def test_a_base_path_that_no_config_can_hold(
     shutil.copytree(base("llama"), named)
     experts = [tmp_path / "math", tmp_path / "swahili"]
     for expert, source in zip(experts, (math, swahili), strict=True):
-        shutil.copytree(source, expert)
-        content = json.loads((expert / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
-        (expert / "adapter_config.json").write_text(json.dumps(content))
+        copied(source, expert, base_model_name_or_path=None)
     out = ("-o", tmp_path / "out", "--base-model")
     for command in (
         ("compose", "-t", experts[0], "-l", experts[1], "--bottom", 1, "--top", 1),
         ("slice", experts[0], "--layers", "0-1"),
     ):
-        refused = run(*command, *out, named)
-        assert refused.exit_code == 3
+        refused = run(*command, *out, named, exit_code=3)
         assert "adapter_config.json cannot hold" in refused.stderr
         assert not (tmp_path / "out").exists()
         assert run(*command, *out, base("llama")).exit_code == 0
@@ -213,8 +199,7 @@ def test_verify_names_the_module_that_differs(run: Callable[..., Result], compos
     key = "base_model.model.model.layers.3.mlp.up_proj.lora_A.weight"
     tensors[key][0, 0] += 1
     save_file(tensors, file, metadata={"format": "pt"})
-    result = run("verify", composed["swap"], *sources, "--json")
-    assert result.exit_code == 1
+    result = run("verify", composed["swap"], *sources, "--json", exit_code=1)
     assert json.loads(result.stdout) == {
         "equal": False, "changed_sources": {}, "differing": [key], "config_differs": False,
         "record_differs": [], "unchecked": [], "notes": [],
@@ -269,8 +254,7 @@ def test_verify_names_what_is_wrong_in_the_record(
     assert run("inspect", composed[name]).exit_code == 0
     if lie == "swapped owners":
         sources = ["--expert", f"math={composed['math']}", "--expert", f"swahili={composed['swahili']}"]
-        shown = run("verify", composed[name], *sources)
-        assert shown.exit_code == 1
+        shown = run("verify", composed[name], *sources, exit_code=1)
         assert shown.stdout == "differs: modules in adapterswap.json\n"
         assert json.loads(run("verify", composed[name], *sources, "--json").stdout)["record_differs"] == ["modules"]
 
@@ -306,8 +290,9 @@ def test_verify_names_the_source_that_changed(run: Callable[..., Result], compos
     assert result.changed_sources == {"math": WEIGHTS}
     assert result.differing == ()
     assert not result.equal
-    shown = run("verify", composed["swap"], *(f"--expert={name}={composed[name]}" for name in ("math", "swahili")))
-    assert shown.exit_code == 1
+    shown = run(
+        "verify", composed["swap"], *(f"--expert={name}={composed[name]}" for name in ("math", "swahili")), exit_code=1
+    )
     assert "source changed: math's adapter_model.safetensors" in shown.stdout
 
 
@@ -321,8 +306,7 @@ def test_verify_names_ten_and_counts_the_rest(run: Callable[..., Result], compos
 
 
 def test_verify_asks_for_missing_sources(run: Callable[..., Result], composed: dict[str, Path], math: Path) -> None:
-    missing = run("verify", composed["swap"], "--expert", f"math={composed['math']}")
-    assert missing.exit_code == 2
+    missing = run("verify", composed["swap"], "--expert", f"math={composed['math']}", exit_code=2)
     assert "--expert swahili=PATH" in missing.stderr
     assert "--expert names 'code'" in run("verify", composed["swap"], "--expert", f"code={math}").stderr
     with refused(ArgumentError, "experts", match=r"`experts=\{'swahili': PATH\}`"):

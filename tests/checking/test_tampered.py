@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from click.testing import Result
+from peft import LoraConfig
+from pico import edit_json, trained
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import adapterswap
 from adapterswap import AdapterswapError
@@ -81,8 +83,6 @@ def rewrite(file: Path, record: str) -> None:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    from peft import LoraConfig, get_peft_model
-
     pytest.importorskip("gguf")
     folder = tmp_path_factory.mktemp("made")
     base, experts = folder / "base", {name: folder / name for name in ("math", "swahili")}
@@ -91,11 +91,10 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Made:
     LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=96)).save_pretrained(base)
     raw = (base / "model.safetensors").read_bytes()
     prints = {"model.safetensors": hashlib.sha256(str(len(raw)).encode() + raw).hexdigest()}
-    for expert in experts.values():
-        lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-        get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(expert)
-        config = json.loads((expert / CONFIG).read_text()) | {"base_model_name_or_path": "base"}
-        (expert / CONFIG).write_text(json.dumps(config))
+    for seed, expert in enumerate(experts.values()):
+        lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        trained(base, lora, expert, seed=seed)
+        edit_json(expert / CONFIG, base_model_name_or_path="base")
         (expert / "training.json").write_text(json.dumps({"base": {"fingerprints": prints}}))
     pickled = shutil.copytree(experts["math"], folder / "pickled")
     torch.save(load_file(pickled / WEIGHTS), pickled / "adapter_model.bin")
@@ -199,8 +198,7 @@ def test_files_beside_a_result_are_reported(kind: str, made: Made, run: Callable
     (folder / "thesis.txt").write_text("mine")
     (folder / "README.md").write_text("edited")
     experts = [text for name, path in made.experts[kind].items() for text in ("--expert", f"{name}={path}")]
-    result = run("verify", folder, *experts, "--base-model", made.base)
-    assert result.exit_code == 0, result.stderr
+    result = run("verify", folder, *experts, "--base-model", made.base, exit_code=0)
     assert "thesis.txt" in result.stderr
     assert ("README.md" in result.stderr) == (kind in ("adapter", "model"))
 
@@ -223,6 +221,5 @@ def test_a_file_beside_the_weights_is_compared(made: Made) -> None:
 
 
 def test_a_conversion_without_its_source(made: Made, run: Callable[..., Result]) -> None:
-    result = run("verify", made.paths["conversion"], "--base-model", made.base)
-    assert result.exit_code == 0, result.stderr
+    result = run("verify", made.paths["conversion"], "--base-model", made.base, exit_code=0)
     assert "--expert pickled=PATH" in result.stderr

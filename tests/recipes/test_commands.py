@@ -30,8 +30,7 @@ def test_every_shipped_recipe_is_listed_with_its_purpose(run: Run) -> None:
     only = run("recipes", "ls", "--kind", "models").stdout.splitlines()
     assert only
     assert all(line.startswith("models/") for line in only)
-    wrong = run("recipes", "ls", "--kind", "model")
-    assert wrong.exit_code == 2
+    wrong = run("recipes", "ls", "--kind", "model", exit_code=2)
     assert "Kinds are: compose, data, models, regimes" in wrong.stderr
 
 
@@ -128,8 +127,7 @@ def test_recipes_that_commands_refuse_are_invalid(
     """Rules are made and names looked up as `compose` and `sweep` do it."""
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    result = run("recipes", "validate", path)
-    assert result.exit_code == 1
+    result = run("recipes", "validate", path, exit_code=1)
     assert named in result.stderr
     assert str(path) in result.stderr
 
@@ -158,11 +156,9 @@ def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     output = json.loads(run("recipes", "cp", *names, target, "--json").stdout)
     assert output == dry | {"written": True}
     assert sorted(output["files"]) == sorted(str(path.relative_to(target)) for path in target.rglob("*.yaml"))
-    astray = run("recipes", "cp", *names, tmp_path / "mine.yaml")
-    assert astray.exit_code == 3
+    astray = run("recipes", "cp", *names, tmp_path / "mine.yaml", exit_code=3)
     assert "recipes cat" in astray.stderr
-    again = run("recipes", "cp", *names, target)
-    assert again.exit_code == 3
+    again = run("recipes", "cp", *names, target, exit_code=3)
     assert "--overwrite" in again.stderr
     monkeypatch.setattr("adapterswap.files.yaml._folder", lambda: tmp_path / "nothing")
     assert [read_content(target / name)[0] for name in output["recipes"]] == whole
@@ -170,8 +166,7 @@ def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_only_what_is_shipped_can_be_copied(run: Run, tmp_path: Path) -> None:
-    result = run("recipes", "cp", "train/qwen3-1.7b/swahilli", "train/none", tmp_path / "mine")
-    assert result.exit_code == 3
+    result = run("recipes", "cp", "train/qwen3-1.7b/swahilli", "train/none", tmp_path / "mine", exit_code=3)
     assert [line.split("'")[1] for line in result.stderr.splitlines()] == ["train/qwen3-1.7b/swahilli", "train/none"]
     assert "such as train/qwen3-1.7b/swahili" in result.stderr
     assert not (tmp_path / "mine").exists()
@@ -205,8 +200,7 @@ def test_validate_reports_every_mistake_in_every_file(run: Run, tmp_path: Path) 
         "train/qwen3-1.7b/math",
         "models/qwen3-1.7b",
     ]
-    result = run("recipes", "validate", *files)
-    assert result.exit_code == 1
+    result = run("recipes", "validate", *files, exit_code=1)
     assert result.stdout.replace(f"{tmp_path}/", "").splitlines() == [
         "bad.yaml: invalid",
         "both.yaml: invalid",
@@ -224,11 +218,9 @@ def test_validate_reports_every_mistake_in_every_file(run: Run, tmp_path: Path) 
     ]
     assert "but has none: " in errors[4]
     assert len(errors) == 5
-    as_json = run("recipes", "validate", *files, "--json")
-    assert as_json.exit_code == 1
+    as_json = run("recipes", "validate", *files, "--json", exit_code=1)
     output = json.loads(as_json.stdout)
     assert [(recipe["kind"], len(recipe["problems"])) for recipe in output] == [
         (None, 3), (None, 1), ("compose", 0), ("train", 0), (None, 1),
     ]  # fmt: skip
-    right = run("recipes", "validate", tmp_path / "good.yaml", "--json")
-    assert right.exit_code == 0
+    run("recipes", "validate", tmp_path / "good.yaml", "--json", exit_code=0)

@@ -49,8 +49,7 @@ def test_it_composes(name: str, run: Callable[..., Result], experts: dict[str, P
     named = ", ".join(f"{expert}: {places[expert]}" for expert in requested.experts)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"extends: {name}\nexperts: {{{named}}}\nnum_layers: 32\n", encoding="utf-8")
-    result = run("compose", recipe, "-o", tmp_path / "out", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = run("compose", recipe, "-o", tmp_path / "out", "--json", exit_code=0)
     modules = json.loads(result.stdout)["modules"]
     language = requested.language[0]
     owned = {
@@ -80,8 +79,7 @@ def coefficients(name: str, run: Callable[..., Result], tmp_path: Path, layers: 
     named = ", ".join(f"{expert}: {place}" for expert, place in places.items())
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"extends: {name}\nexperts: {{{named}}}\nnum_layers: {layers}\n", encoding="utf-8")
-    result = run("compose", recipe, "-o", tmp_path / "out", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = run("compose", recipe, "-o", tmp_path / "out", "--json", exit_code=0)
     modules = json.loads(result.stdout)["modules"]
     return {name: owner if isinstance(owner, dict) else {owner: 1.0} for name, owner in modules.items()}
 
