@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS, load_base, logits, merged_weights
+from merging.test_full_experts import algorithm_1
 from peft import LoraConfig, PeftModel, get_peft_model
 from refusals import refused
 from tolerances import close
-from writing.test_equivalence import algorithm_1
 
 import adapterswap
 from adapterswap import Composition
