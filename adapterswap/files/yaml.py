@@ -626,7 +626,9 @@ def _explain(details: Any, file_location: Location, model: type[BaseModel]) -> P
         return Problem(f"{key} {message}", remedy, parameter)
     value = f"{number:g}" if isinstance(number := details["input"], float) else shown(number)
     if kind in _RULES:
-        return Problem(f"{key} is {value}, but must be {_RULES[kind].format(**details.get('ctx', {}))}", "", parameter)
+        remedy = "If it is text, quote it: YAML reads no, yes, on and off as false and true" * isinstance(number, bool)
+        rule = _RULES[kind].format(**details.get("ctx", {}))
+        return Problem(f"{key} is {value}, but must be {rule}", remedy, parameter)
     return Problem(f"{key} is {value}: {message[:1].lower()}{message[1:]}", remedy, parameter)
 
 

@@ -15,6 +15,7 @@ from refusals import refused
 
 from adapterswap.errors import ArgumentError, FieldError, NotFoundError
 from adapterswap.files.yaml import StrictModel, apply_overrides, dump_yaml, load_yaml, parse_yaml, read_recipe, validate
+from adapterswap.planning.composition import Composition
 
 
 class Part(StrictModel):
@@ -223,3 +224,11 @@ def test_values_are_shown_shortly(tmp_path: Path) -> None:
     with refused(FieldError, "name") as caught:
         validate({"name": deep}, Recipe, where="here")
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["experts: {math: m, no: n}\nmethod: soup", "task: m\nlanguage: no"])
+def test_norwegian_without_quotes_gets_a_remedy(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(FieldError, match="is False") as caught:
+        read_recipe(tmp_path / "recipe.yaml", Composition)
+    assert "quote it" in caught.value.problems[0].remedy
