@@ -90,7 +90,10 @@ A learned mixture has to beat training on the problems in xx on which it would b
 little: the best method is the best on the test, and the training has the rate and steps that are best on the
 {sizes["development"]} problems.
 
-{line}"""
+{line}
+This training starts from the math expert. From the swap, the sum, the soup or the language expert it goes further:
+[a second study](lab.md#where-to-start-and-which-checkpoints) compares starts, also on ten seeds.
+"""
 
 
 def _methods(results: Mapping[str, Any]) -> Iterator[Sequence[str]]:
