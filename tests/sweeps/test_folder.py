@@ -16,8 +16,6 @@ from safetensors.torch import load, save
 
 from adapterswap import AdapterswapError
 from adapterswap.errors import DataError, NotFoundError, OutputError, RunError
-from adapterswap.evaluation.stock_tasks import _manager
-from adapterswap.evaluation.tasks import _load
 from adapterswap.sweeps import Run, SweepRecipe, prepare, read_prompts, read_run, read_samples, sweep
 from adapterswap.sweeps.recording import Recording, recording
 from adapterswap.sweeps.results import Findings
@@ -228,8 +226,6 @@ def test_a_task_that_was_changed_is_refused(kind: str, recipe: Recipe, tmp_path:
     text = (tasks / name).read_text()
     assert old in text
     (tasks / name).write_text(text.replace(old, new))
-    _load.cache_clear()  # as in another process
-    _manager.cache_clear()
     with (
         refused(RunError, "out_path", match="task"),
         recording(tmp_path / "run", prepare(recipe(**requested)).described),
