@@ -255,7 +255,8 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     """The form in which PEFT can load the plan's adapter: the portable layout if PEFT fuses its experts.
 
     PEFT gives all fused experts one rank and one alpha, and ignores patterns on their old names. If every module is a
-    copy with the same rank and alpha, the layout `exact` has no patterns, and is kept.
+    copy with the same rank and alpha, the layout `exact` has no patterns, and is kept; but not if the scale is α/√r:
+    PEFT doubles both for the fused gates, which is right for α/r only.
     """
     modules = plan.modules
     fused = [name for name in modules if is_fused(name)]
@@ -266,11 +267,12 @@ def loadable_form(plan: Plan, form: Form) -> Form:
 
 
 def _is_uniform(plan: Plan, form: Form) -> bool:
-    """Whether every module is a copy, and all have one rank and alpha."""
+    """Whether every module is a copy of plain LoRA, and all have one rank and alpha."""
     if form.max_rank is not None or form.max_error is not None or not all(slot.owner for slot in plan.modules.values()):
         return False
     copies = [slot.terms[0].lora if slot.terms else None for slot in plan.modules.values()]
-    return len({lora and (lora.rank, lora.alpha, lora.rslora) for lora in copies}) == 1
+    stabilized = any(lora.rslora for lora in copies if lora)
+    return not stabilized and len({lora and (lora.rank, lora.alpha) for lora in copies}) == 1
 
 
 def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) -> bool:

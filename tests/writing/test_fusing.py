@@ -86,6 +86,25 @@ def test_what_peft_cannot_fuse_is_refused(case: str, tmp_path: Path) -> None:
         adapterswap.layer_swap(expert, expert, bottom=1, top=1).write(tmp_path / "out")
 
 
+@pytest.mark.parametrize("layout", ["exact", "portable"])
+def test_rank_stabilized_experts_have_their_scale_in_peft(layout: Any, tmp_path: Path) -> None:
+    """PEFT scales fused gates √2 too large if it divides by √r; the reference is the merged model."""
+    from matrix.reference import load_with_peft, logits
+    from tolerances import close
+    from transformers import AutoModelForCausalLM
+
+    build(ARCHITECTURES["qwen3_moe"]).save_pretrained(tmp_path / "base")
+    pair = [
+        lora(tmp_path / name, of_experts("qwen3_moe"), base=tmp_path / "base", seed=seed, use_rslora=True)
+        for seed, name in enumerate(("math", "swahili"))
+    ]
+    plan = adapterswap.layer_swap(*pair, bottom=1, top=1)
+    plan.write(tmp_path / "out", layout=layout)
+    plan.merge(tmp_path / "merged", base_model=tmp_path / "base")
+    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("base", "merged"))
+    close(logits(load_with_peft(base, tmp_path / "out")[0]), logits(merged), depth=LAYERS)
+
+
 def test_experts_with_one_rank_are_copied_byte_for_byte(tmp_path: Path) -> None:
     """The layout `exact` has no patterns, so PEFT loads it like `portable`, and no tensor is computed."""
     import torch
