@@ -8,7 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,12 @@ from adapterswap.serving.vllm import ManifestOnly, plan_launch, value_of
 from .conftest import load, make_expert
 
 Serve = Callable[..., Result]
+
+
+def finish(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in a thread of its own: a browser's loop may be running in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, coroutine).result()
 
 
 @pytest.fixture
@@ -299,7 +306,7 @@ def ask(path: str, *parts: bytes, status: int = 200, key: bytes = b"") -> tuple[
 
     headers = [(b"authorization", b"Bearer " + key)]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "app": Application()}
-    asyncio.run(ManifestOnly(application)(scope, receive, send))
+    finish(ManifestOnly(application)(scope, receive, send))
     return sent, handed_on[0] if handed_on else None
 
 
@@ -386,7 +393,7 @@ def listed(status: int, *parts: bytes) -> tuple[Any, Any]:
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/prefix/v1/models"}
-    asyncio.run(ManifestOnly(application)(scope, None, send))  # type: ignore[arg-type]
+    finish(ManifestOnly(application)(scope, None, send))  # type: ignore[arg-type]
     start, body = sent
     assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
     return start, body["body"]
