@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from pico import copied
+from pico_models import copied
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import near, tolerance

@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import Result
 from peft import LoraConfig
-from pico import edit_json, trained
+from pico_models import edit_json, trained
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import peft
-import pico
+import pico_models as pico
 import pytest
 import torch
 from click.testing import Result
 from conftest import load_base, logits
 from peft import get_peft_model
-from pico import copied, edit_json, in_peft
+from pico_models import copied, edit_json, in_peft
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from pico import copied, edit_json, merged_by_peft
+from pico_models import copied, edit_json, merged_by_peft
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from refusals import refused
 from adapterswap.errors import ArgumentError, DataError, Problems
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.evaluating import preview
-from adapterswap.evaluation.stock_tasks import _manager, harness_folder, refuse_task_code
+from adapterswap.evaluation.stock_tasks import _manager, from_source, harness_folder, refuse_task_code
 from adapterswap.evaluation.tasks import load_tasks, task_fingerprint
 from adapterswap.sweeps import SweepRecipe
 
@@ -178,26 +179,26 @@ def test_a_tasks_fingerprint_does_not_depend_on_its_folder(
     assert len(set(found[0].values())) == len(names)
 
 
-def test_an_edited_function_is_the_one_that_runs(tasks: Tasks) -> None:
+def test_an_edited_function_is_the_one_that_runs(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would run a cached compilation of a file that has the same size and second as before the edit."""
-    scoring = tasks.folder / "scoring.py"
-    lines = "task: own_edited", "include: ../plain.inc", "output_type: multiple_choice"
-    (tasks.folder / "edited.yaml").write_text("\n".join([*lines, "doc_to_choice: !function scoring.words"]))
-    found = []
-    for word in ("one", "two"):
-        scoring.write_text(f"def words(row):\n    return [{word!r}]\n")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    scoring = tasks.folder.parent / "scoring.py"
+
+    def word(text: str, context: AbstractContextManager[None]) -> str:
+        scoring.write_text(f"WORD = {text!r}\n")
         os.utime(scoring, (1_700_000_000, 1_700_000_000))
-        program = (
-            "import sys; from adapterswap.evaluation import Settings; "
-            "from adapterswap.evaluation.tasks import load_tasks; "
-            f"settings = Settings(include_path={str(tasks.folder)!r}, trust_task_code=True); "
-            "task = load_tasks(['own_edited'], settings)['tasks']['own_edited']; "
-            "print(task.config.doc_to_choice({}))"
-        )
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-        found.append(run.stdout.strip() or run.stderr)
-    assert found == ["['one']", "['two']"]
+        spec = importlib.util.spec_from_file_location("scoring", scoring)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with context:
+            spec.loader.exec_module(module)
+        return str(module.WORD)
+
+    assert [word("one", nullcontext()), word("two", nullcontext())] == ["one", "one"]
+    assert [word("one", from_source()), word("two", from_source())] == ["one", "two"]
+    load_tasks(["own_function"], Settings(include_path=tasks.folder, trust_task_code=True))
+    assert tasks.ran
     assert not [*tasks.folder.rglob("*.pyc")]
 
 

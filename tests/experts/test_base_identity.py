@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from pico import copied, in_peft
+from pico_models import copied, in_peft
 from refusals import refused
 from transformers import AutoModelForCausalLM
 

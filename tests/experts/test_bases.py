@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 from click.testing import Result
-from pico import copied, edit_json
+from pico_models import copied, edit_json
 from refusals import refused
 
 import adapterswap

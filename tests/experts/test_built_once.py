@@ -10,7 +10,7 @@ import pytest
 import transformers
 from matrix.architectures import ARCHITECTURES, build
 from peft import LoraConfig
-from pico import trained
+from pico_models import trained
 
 import adapterswap
 from adapterswap.live import LiveComposer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import LAYERS, load_base, logits
 from peft import LoraConfig
-from pico import in_peft, noisy, trained
+from pico_models import in_peft, noisy, trained
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close

@@ -19,7 +19,7 @@ import pytest
 import torch
 from matrix.architectures import ARCHITECTURES, LAYERS, build
 from peft import LoraConfig
-from pico import in_peft, trained
+from pico_models import in_peft, trained
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close

@@ -13,7 +13,7 @@ import torch
 from conftest import load_base, logits
 from matrix.architectures import ARCHITECTURES, LAYERS, build
 from peft import LoraConfig, PeftModel
-from pico import trained
+from pico_models import trained
 from refusals import refused
 from safetensors.torch import load_file, save_file
 

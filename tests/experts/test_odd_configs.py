@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from pico import copied, merged_by_peft, trained
+from pico_models import copied, merged_by_peft, trained
 from tolerances import close
 
 import adapterswap

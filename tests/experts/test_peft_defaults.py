@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from conftest import LAYERS, logits
 from peft import LoraConfig, PeftModel
-from pico import copied, in_peft, trained
+from pico_models import copied, in_peft, trained
 from refusals import refused
 from tolerances import close
 from transformers import (

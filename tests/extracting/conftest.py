@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pico
+import pico_models as pico
 import torch
 from transformers import PreTrainedModel
 

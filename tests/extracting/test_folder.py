@@ -111,6 +111,7 @@ def test_the_command_line(run: Callable[..., Result], checkpoint: Checkpoint, tm
     assert "because of --rank" in bounded.stderr
 
 
+@pytest.mark.full  # `test_every_command_that_writes_survives_its_kills` kills it three times
 @pytest.mark.slow
 def test_killed_at_every_step(checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "outputs").mkdir()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import Result
 from conftest import random_model
-from pico import edit_json
+from pico_models import edit_json
 from refusals import refused
 from safetensors.torch import load_file, save_file
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from matrix.architectures import ARCHITECTURES
-from pico import edit_json, in_peft, merged_by_peft
+from pico_models import edit_json, in_peft, merged_by_peft
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close, near, tolerance

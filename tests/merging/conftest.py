@@ -11,7 +11,7 @@ import torch
 import transformers
 from conftest import CONFIGS
 from peft import LoraConfig
-from pico import trained
+from pico_models import trained
 from transformers import AutoModelForCausalLM
 
 ARCHITECTURES = ["llama", "qwen2", "gpt2", "neox", "gemma", "mixtral"]

@@ -13,7 +13,7 @@ import torch
 from click.testing import Result
 from conftest import merged_weights
 from peft import LoraConfig, PeftModel
-from pico import copied, trained
+from pico_models import copied, trained
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig

@@ -19,7 +19,7 @@ from conftest import load_base
 from crafting import lora
 from matrix.architectures import ARCHITECTURES, build
 from peft import LoraConfig, PeftModel
-from pico import copied, in_peft, merged_by_peft, trained
+from pico_models import copied, in_peft, merged_by_peft, trained
 from refusals import refused
 from tolerances import close
 from writing.test_fusing import of_experts

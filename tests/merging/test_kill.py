@@ -59,6 +59,7 @@ def crashing(tmp_path: Path) -> Crashing:
     return call
 
 
+@pytest.mark.full  # the next test kills it at fifteen moments
 def test_killed_at_every_step(crashing: Crashing) -> None:
     result = crashing("every", overwrite=True)
     assert result["kills"] >= 12

@@ -11,7 +11,7 @@ import pytest
 from conftest import weights
 from methods import dense_methods
 from methods.test_merge_methods import CASES, own_choice, seed_of
-from pico import merged_by_peft
+from pico_models import merged_by_peft
 from tolerances import close
 
 import adapterswap

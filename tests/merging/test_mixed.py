@@ -11,7 +11,7 @@ import torch
 from conftest import save_like, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pico import merged_by_peft
+from pico_models import merged_by_peft
 from tolerances import close, near
 
 import adapterswap

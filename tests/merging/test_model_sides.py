@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import weights
-from pico import merged_by_peft
+from pico_models import merged_by_peft
 from planning.test_sides import METHODS, combined, label
 from tolerances import close, near
 

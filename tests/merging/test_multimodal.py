@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from matrix.architectures import ARCHITECTURES, build
-from pico import noisy
+from pico_models import noisy
 from refusals import refused
 from safetensors.torch import save_file
 from tolerances import close

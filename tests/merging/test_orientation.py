@@ -20,7 +20,7 @@ import transformers
 from conftest import weights
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from pico import in_peft, trained
+from pico_models import in_peft, trained
 from refusals import refused
 from tolerances import close
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from pico import in_peft, trained
+from pico_models import in_peft, trained
 from refusals import refused
 from safetensors import safe_open
 from tolerances import close

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from pico import in_peft, trained
+from pico_models import in_peft, trained
 from tolerances import close
 from transformers import AutoModelForCausalLM
 

@@ -15,7 +15,7 @@ import torch
 from click.testing import Result
 from conftest import CONFIGS, LAYERS, load_base, logits, merged_weights
 from peft import LoraConfig, PeftModel
-from pico import copied, trained
+from pico_models import copied, trained
 from refusals import refused
 from safetensors.torch import load_file
 from tolerances import close

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from conftest import load_base
 from crafting import WEIGHTS, lora
-from pico import deltas
+from pico_models import deltas
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 from tolerances import close

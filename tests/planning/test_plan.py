@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from pico import copied
+from pico_models import copied
 from refusals import refused
 from safetensors.torch import load_file, save_file
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from matrix.architectures import ARCHITECTURES, build
 from peft import LoraConfig
-from pico import merged_by_peft, trained
+from pico_models import merged_by_peft, trained
 from safetensors import safe_open
 from tolerances import close
 

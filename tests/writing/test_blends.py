@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from pico import deltas
+from pico_models import deltas
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close

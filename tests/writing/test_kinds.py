@@ -34,7 +34,7 @@ from peft import (
     TrainableTokensConfig,
     VeraConfig,
 )
-from pico import in_peft, merged_by_peft, trained
+from pico_models import in_peft, merged_by_peft, trained
 from refusals import refused
 from safetensors.torch import load_file
 from tolerances import close

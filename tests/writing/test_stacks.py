@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from pico import edit_json, in_peft, merged_by_peft, noisy, trained
+from pico_models import edit_json, in_peft, merged_by_peft, noisy, trained
 from refusals import refused
 from tolerances import close
 

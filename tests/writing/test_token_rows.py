@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pico
+import pico_models as pico
 import pytest
 import torch
 from conftest import load_base

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pico
+import pico_models as pico
 import pytest
 import torch
 from conftest import load_base

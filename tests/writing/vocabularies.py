@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pico
+import pico_models as pico
 import torch
 from conftest import load_base
 from peft import LoraConfig
