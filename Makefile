@@ -31,7 +31,7 @@ FAST := $(filter-out $(SLOWER), \
 	tests/recipes/test_extends.py tests/sweeps/test_grid.py tests/serving/test_manifest.py tests/reporting/test_ranks.py \
 	tests/training/test_recipe.py tests/training/test_schedule.py tests/lab/test_world.py tests/lab/test_statistics.py
 
-test-fast: $(STAMP)  ## the quick tests while you work: two and a half minutes on 2 cores
+test-fast: $(STAMP)  ## the quick tests while you work: two minutes on 2 cores
 	$(BIN)/ruff check .
 	$(BIN)/pytest -q -n 2 -m "not slow" $(FAST)
 

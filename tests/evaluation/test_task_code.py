@@ -182,6 +182,7 @@ def test_a_tasks_fingerprint_does_not_depend_on_its_folder(
 def test_an_edited_function_is_the_one_that_runs(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would run a cached compilation of a file that has the same size and second as before the edit."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr("adapterswap.evaluation.tasks._KEPT", {})
     scoring = tasks.folder.parent / "scoring.py"
 
     def word(text: str, context: AbstractContextManager[None]) -> str:
