@@ -94,12 +94,13 @@ def serve_command(
         for name in manifest.allow or ():
             pieces.scales(name)  # an allowed name must not fail later
         opened = {name: pieces.open(name) for name in manifest.adapters}
-        _show(llama, pieces, opened, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
+        _show(llama, pieces, opened, pieces.unchecked, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
         note_dry_run("started") if dry_run else serve_llama(llama, pieces)
         return
     import os
 
     from adapterswap.errors import ExpertError, Problems
+    from adapterswap.planning.base import with_chains
     from adapterswap.serving import NamedComposer
     from adapterswap.serving.cache import content_hash
     from adapterswap.serving.vllm import plan_launch
@@ -111,7 +112,12 @@ def serve_command(
             experts[name] = composer.open(name)
     problems.raise_if_any()
     launch = plan_launch(composer, experts, experts_path, engine_args)
-    _show(launch, composer, experts, _of_vllm(launch, composer, experts), started=not dry_run, as_json=as_json)
+    chained = Problems()
+    _, unchecked = with_chains(experts, manifest.chains, chained, recorded=False)
+    chained.raise_if_any()  # a chain must not fail at its first request
+    _show(
+        launch, composer, experts, unchecked, _of_vllm(launch, composer, experts), started=not dry_run, as_json=as_json
+    )
     if dry_run:
         note_dry_run("started")
         return
@@ -169,19 +175,16 @@ def _show(
     launch: Launch | LlamaLaunch,
     composer: NamedComposer,
     experts: Mapping[str, Adapter],
+    unchecked: Sequence[str],
     shown: _Shown,
     *,
     started: bool,
     as_json: bool,
 ) -> None:
     """Print what will be served, the command of the engine, and a request."""
-    from adapterswap.errors import Problems
-    from adapterswap.planning.base import with_chains
     from adapterswap.serving.vllm import other_bases
 
-    manifest, cache, problems = composer.manifest, composer.cache.root, Problems()
-    _, unchecked = with_chains(experts, manifest.chains, problems, recorded=False)
-    problems.raise_if_any()  # a chain must not fail at its first request
+    manifest, cache = composer.manifest, composer.cache.root
     example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
     curl = f"curl {launch.url}/v1/completions{shown.key} -H 'Content-Type: application/json' -d '{body}'"

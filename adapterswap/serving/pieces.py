@@ -63,6 +63,7 @@ class PieceComposer(NamedComposer):
 
     Attributes:
         pieces: all pieces in the order in which the engine loads them. A piece's position is its id.
+        unchecked: what could not be checked of the chains.
     """
 
     target = Target.LLAMA
@@ -78,7 +79,7 @@ class PieceComposer(NamedComposer):
             with problems.collect():
                 self._opened[name] = super().open(name)
         problems.raise_if_any()
-        on_base, _ = with_chains(self._opened, manifest.chains, problems, recorded=False)
+        on_base, self.unchecked = with_chains(self._opened, manifest.chains, problems, recorded=False)
         for name, adapter in on_base.items():
             assert isinstance(adapter, Adapter)
             with problems.collect():
