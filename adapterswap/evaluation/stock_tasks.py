@@ -35,6 +35,7 @@ from adapterswap.errors import (
     did_you_mean,
     reason_of,
 )
+from adapterswap.files.folders import files_in
 from adapterswap.files.hashes import Stamps, stamps
 
 _VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own permission, needed besides the harness's
@@ -253,11 +254,6 @@ _LISTED = "Run `lm_eval ls tasks` to list the tasks of lm-evaluation-harness"
 
 def _manager(include_path: str | None) -> Any:
     return _indexed(include_path, () if include_path is None else stamps(files_in(Path(include_path))))
-
-
-def files_in(folder: Path) -> list[Path]:
-    """All files in a folder, at any depth."""
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 @lru_cache(maxsize=2)

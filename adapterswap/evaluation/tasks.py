@@ -26,7 +26,8 @@ from adapterswap.errors import ArgumentError, Problems
 from adapterswap.evaluation.downloaded import LOCAL_NAMES, build_local_task, local_folders, local_names
 from adapterswap.evaluation.mgsm import AFRIMGSM, LANGUAGES, MODES, mgsm_task_names, normalized_language, variant_of
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, files_in, load_stock, mentioned_names
+from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
+from adapterswap.files.folders import files_in
 from adapterswap.files.hashes import Stamps, fingerprint, stamps
 from adapterswap.files.text import expand
 
@@ -251,19 +252,19 @@ def _kept(requested: _Requested) -> LoadedTasks:
     folders = {*(folder for _, folder in requested.local), *map(Path, filter(None, [requested.include_path]))}
     now = stamps(path for folder in sorted(folders) for path in files_in(folder))
     kept = _KEPT.pop(requested, None)
-    if kept is None or kept.tasks != now or kept.data != stamps(path for path, *_ in kept.data if path.is_file()):
-        loaded = _load(*requested)
-        kept = _Kept(loaded, now, stamps(sorted(_data_files(loaded["tasks"].values()))))
+    if kept is None or kept.tasks != now or kept.data != _data_stamps(kept.loaded):
+        loaded = _load(requested)
+        kept = _Kept(loaded, now, _data_stamps(loaded))
     _KEPT[requested] = kept
     if len(_KEPT) > _MOST_KEPT:
         del _KEPT[next(iter(_KEPT))]  # the one that was needed longest ago
     return kept.loaded
 
 
-def _data_files(tasks: Iterable[Any]) -> set[Path]:
-    """The files on this machine that tasks name as their data."""
+def _data_stamps(loaded: LoadedTasks) -> Stamps:
+    """The stamps of the files on this machine that tasks name as their data."""
     found: set[Path] = set()
-    for task in tasks:
+    for task in loaded["tasks"].values():
         options = task.config.dataset_kwargs or {}
         named = [task.config.dataset_path, *(options.get(key) for key in ("data_files", "data_dir"))]
         for value in named:  # grows while it is read
@@ -274,26 +275,17 @@ def _data_files(tasks: Iterable[Any]) -> set[Path]:
             elif isinstance(value, str | Path):
                 for place in map(Path, glob.glob(str(value), recursive=True) or [str(value)]):
                     found.update(files_in(place) if place.is_dir() else [place] if place.is_file() else [])
-    return found
+    return stamps(sorted(found))
 
 
-def _load(
-    resolved: _TaskNames,
-    local: tuple[tuple[str, Path], ...],
-    num_fewshot: int | None,
-    suffix: str,
-    settings: str,
-    include_path: str | None,
-    unsafe_code: bool,
-    trust_task_code: bool,
-) -> LoadedTasks:
+def _load(requested: _Requested) -> LoadedTasks:
     from adapterswap.evaluation.harness import add_normalized, build_mgsm_task
 
-    tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in resolved.mgsm}
-    tasks |= {name: build_local_task(name, folder, num_fewshot or 0) for name, folder in local}
+    tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in requested.names.mgsm}
+    tasks |= {name: build_local_task(name, folder, requested.num_fewshot or 0) for name, folder in requested.local}
     groups: dict[str, Any] = {}
-    if resolved.theirs:
-        loaded = load_stock(resolved.theirs, include_path, unsafe_code, trust_task_code)
+    if theirs := requested.names.theirs:
+        loaded = load_stock(theirs, requested.include_path, requested.unsafe_code, requested.trust_task_code)
         clash = tasks.keys() & loaded["tasks"].keys()
         if clash:
             raise ArgumentError(
@@ -309,10 +301,10 @@ def _load(
     problems = Problems(ArgumentError)
     for name, task in tasks.items():
         with problems.collect():
-            _configure(name, task, num_fewshot, json.loads(settings))
-            _check_pool(name, task, parameter="tasks" if suffix else "num_fewshot")
+            _configure(name, task, requested.num_fewshot, json.loads(requested.generation))
+            _check_pool(name, task, parameter="tasks" if requested.suffix else "num_fewshot")
     problems.raise_if_any()
-    return _renamed(tasks, groups, suffix) if suffix else {"tasks": tasks, "groups": groups}
+    return _renamed(tasks, groups, requested.suffix) if requested.suffix else {"tasks": tasks, "groups": groups}
 
 
 def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> dict[str, Any]:

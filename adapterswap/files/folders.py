@@ -296,6 +296,11 @@ def _known_files(folder: Path, kind: OutputKind | None) -> tuple[Sequence[str], 
     return kind.names(), {}
 
 
+def files_in(folder: Path) -> list[Path]:
+    """All files in a folder, at any depth."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
 def weight_prints(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The fingerprints of the weights among these files of a folder; a few milliseconds for any size."""
     weights = [name for name in names if name.endswith(".safetensors") and (folder / name).is_file()]

@@ -8,6 +8,7 @@ another training step differ everywhere. Time stamps do not count, since copying
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,13 +38,18 @@ def fingerprint(path: Path, *, most: int = _MOST, block: int = _BLOCK) -> str:
     return digest.hexdigest()
 
 
-Stamps = tuple[tuple[Path, int, int, int, int], ...]
+def stamp(file_stat: os.stat_result) -> tuple[int, ...]:
+    """Size, times and inode, which change when a file is replaced or written to."""
+    # Size and modification time are not enough: images, archives and `cp -p` set the latter. No program sets ctime.
+    return file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino
+
+
+Stamps = tuple[tuple[Path, tuple[int, ...]], ...]
 
 
 def stamps(paths: Iterable[Path]) -> Stamps:
-    """What changes if one of these files is changed or replaced, without reading them."""
-    stats = ((path, path.stat()) for path in paths)
-    return tuple((path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for path, s in stats)
+    """The `stamp` of each of these files."""
+    return tuple((path, stamp(path.stat())) for path in paths)
 
 
 def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:

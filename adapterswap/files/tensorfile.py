@@ -22,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from adapterswap.errors import ExpertError
+from adapterswap.files.hashes import stamp
 from adapterswap.files.text import check_pointer, open_regular, shown
 
 # Bytes per element of every dtype that a safetensors file may hold and that is a whole number of bytes.
@@ -136,12 +137,6 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     start = 8 + len(raw)
     moved = {name: Tensor(name, t.dtype, t.shape, t.start + start, t.stop + start) for name, t in placed.items()}
     return len(raw).to_bytes(8, "little") + raw, moved
-
-
-def stamp(file_stat: os.stat_result) -> tuple[int, ...]:
-    """Size, times and inode, which change when a file is replaced or written to."""
-    # Size and modification time are not enough: images, archives and `cp -p` set the latter. No program sets ctime.
-    return file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino
 
 
 def _check_stamp(file: BufferedReader, source: TensorFile) -> None:

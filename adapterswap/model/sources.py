@@ -418,7 +418,7 @@ def base_fingerprints(folder: Path) -> dict[str, str]:
 @lru_cache(maxsize=16)
 def _fingerprints(files: Stamps) -> dict[str, str]:
     """The fingerprints of files, by name."""
-    return {path.name: fingerprint(path) for path, *_ in files}
+    return {path.name: fingerprint(path) for path, _ in files}
 
 
 def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from adapterswap.errors import UnsupportedError
+from adapterswap.files.hashes import stamp
 from adapterswap.files.text import exists, open_regular, read_json
 
 TOKENIZER_FILES = (
@@ -61,12 +62,11 @@ def read_tokens(folder: Path) -> Tokens | None:
     path = folder / _FAST
     if not exists(path):
         return None
-    file_stat = path.stat()
-    return _read(path, (file_stat.st_size, file_stat.st_mtime_ns))
+    return _read(path, stamp(path.stat()))
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, stamp: tuple[int, int]) -> Tokens | None:
+def _read(path: Path, version: tuple[int, ...]) -> Tokens | None:
     from tokenizers import Tokenizer
 
     with open_regular(path, _REMEDY) as file:

@@ -137,9 +137,8 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
     ranked = [family for family in labels if len(table.get(family, ())) * 2 >= len(settings)]
     complete = [setting for setting in settings if all(setting in table[family] for family in ranked)]
     trained: dict[tuple[str, Unit], list[list[float]]] = {}  # a mean over the checkpoints of a ladder is one setting
-    for task_name, unit in complete:
-        row = [table[family][task_name, unit] for family in ranked]
-        trained.setdefault((task_name, as_trained([unit], run)[0]), []).append(row)
+    for setting, unit in zip(complete, as_trained([unit for _, unit in complete], run), strict=True):
+        trained.setdefault((setting[0], unit), []).append([table[family][setting] for family in ranked])
     scores = [[sum(column) / len(rows) for column in zip(*rows, strict=True)] for rows in trained.values()]
     ranks = rank(scores, [labels[family] for family in ranked], labels.get(reference))
     if ranks is None:

@@ -26,8 +26,8 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, OutputError, RunError
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import replacing, sync_folder, sync_one
-from adapterswap.files.hashes import sha256_of
-from adapterswap.files.tensorfile import open_tensors, stamp
+from adapterswap.files.hashes import sha256_of, stamp
+from adapterswap.files.tensorfile import open_tensors
 from adapterswap.files.text import expand, read_json
 
 _MOST = 2000  # answers; the oldest go first

@@ -71,7 +71,8 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
     retention = load(recipe.retention) if recipe.retention else ()
     problems.raise_if_any()
     known = {name: task for tasks in loaded.values() for name, task in tasks.items()}
-    _check_own_settings({name: task for name, task in known.items() if name not in named_tasks(recipe)}, settings)
+    named = named_tasks(recipe)
+    _check_own_settings({name: task for name, task in known.items() if name not in named}, settings)
     if settings.language_fidelity:
         check_languages(known)
     targets = dict.fromkeys(task for tasks in target.values() for task in tasks)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from adapterswap.changes.reading import Factors, read_factors
 from adapterswap.errors import ArgumentError, Problems
 from adapterswap.experts.adapter import Adapter, open_adapter
-from adapterswap.files.folders import LIST, PRINTS, weight_prints
+from adapterswap.files.folders import LIST, PRINTS, files_in, weight_prints
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files
 from adapterswap.model.checkpoints import Checkpoint, hashed, open_checkpoint
@@ -86,7 +86,7 @@ def contradicting(*sources: SourceRecord | None) -> bool:
 
 def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     """A note about files in a result's folder that its record does not list, if there are any."""
-    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    found = [path.relative_to(folder).as_posix() for path in files_in(folder)]
     listed = content.get(LIST, found)
     added = sorted(name for name in found if name not in listed and not name.startswith("."))
     return (f"Files that were not written with it: {', '.join(added)}",) if added else ()
