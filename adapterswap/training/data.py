@@ -106,11 +106,8 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
             "Correct `path` or `split`",
             parameter="datasets",
         )
-    everything = table
-    for column, allowed in source.filter.items():
-        for value in _as_list(allowed):  # one that no row has is a slip that would leave rows out
-            _filter(source, everything, column, [value])
-        table = _filter(source, table, column, _as_list(allowed))
+    if source.filter:
+        table = _filter(source, table)
     if source.samples is not None and source.samples < len(table):
         chosen = np.random.default_rng(seed).permutation(len(table))[: source.samples]
         table = table.select(sorted(chosen.tolist()))
@@ -334,29 +331,39 @@ def _named_columns(source: DatasetSource) -> list[tuple[str, str]]:
     return named + ([("messages", source.messages)] if source.messages else [])
 
 
-def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) -> Any:
+def _filter(source: DatasetSource, table: Any) -> Any:
+    """The rows that `filter` keeps. A value that no row has is refused: it is a slip that would leave rows out."""
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.compute  # type: ignore[import-untyped]
 
-    cells = table.with_format("arrow")[column][:]
-    if pyarrow.types.is_nested(cells.type):
-        raise DataError(
-            f"the dataset {source.path}: `filter` names {column}, which does not contain plain values",
-            "Filter another column",
-            parameter="datasets",
-        )
-    # A source may have millions of rows, but few distinct values in this column.
-    distinct, values = cells.unique().to_pylist(), _values(allowed)
-    matching = pyarrow.array([value for value in distinct if value in values], cells.type)
-    keep = np.flatnonzero(pyarrow.compute.is_in(cells, value_set=matching))
-    if not len(keep):
-        examples = ", ".join(repr(value) for value in sorted(set(map(str, distinct)))[:8])
-        raise DataError(
-            f"the dataset {source.path}: no row has {column} in {allowed}",
-            f"Use values of that column, such as {examples}",
-            parameter="datasets",
-        )
-    return table.select(keep)
+    keep = np.full(len(table), True)
+    for column, allowed in source.filter.items():
+        cells = table.with_format("arrow")[column][:]
+        if pyarrow.types.is_nested(cells.type):
+            raise DataError(
+                f"the dataset {source.path}: `filter` names {column}, which does not contain plain values",
+                "Filter another column",
+                parameter="datasets",
+            )
+        # A source may have millions of rows, but few distinct values in this column.
+        distinct, values = cells.unique().to_pylist(), _values(allowed)
+        for value in _as_list(allowed):
+            if _values(value).isdisjoint(distinct):
+                raise _no_row(source, column, [value], distinct)
+        matching = pyarrow.array([value for value in distinct if value in values], cells.type)
+        before, keep = keep, keep & np.asarray(pyarrow.compute.is_in(cells, value_set=matching))
+        if not keep.any():
+            raise _no_row(source, column, _as_list(allowed), cells.filter(pyarrow.array(before)).to_pylist())
+    return table.select(np.flatnonzero(keep))
+
+
+def _no_row(source: DatasetSource, column: str, allowed: list[Any], values: Iterable[Any]) -> DataError:
+    examples = ", ".join(repr(value) for value in sorted(set(map(str, values)))[:8])
+    return DataError(
+        f"the dataset {source.path}: no row has {column} in {allowed}",
+        f"Use values of that column, such as {examples}",
+        parameter="datasets",
+    )
 
 
 def _values(allowed: Any) -> set[Any]:

@@ -388,3 +388,5 @@ def test_a_filter_with_a_value_that_no_row_has_is_refused(tmp_path: Path) -> Non
         load_rows_of(tmp_path, path="rows.jsonl", text="{text}", filter={"lang": ["sw", "swh"]})
     kept = load_rows_of(tmp_path, path="rows.jsonl", text="{text}", filter={"lang": ["sw"], "kind": [1, 2]})
     assert kept == ["a"]  # some row has kind 2
+    with refused(DataError, "datasets", match="no row has kind in \\[2\\].*such as '1'[^,]*$"):
+        load_rows_of(tmp_path, path="rows.jsonl", text="{text}", filter={"lang": "sw", "kind": 2})
