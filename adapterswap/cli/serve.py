@@ -188,16 +188,10 @@ def _show(
     example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
     curl = f"curl {launch.url}/v1/completions{shown.key} -H 'Content-Type: application/json' -d '{body}'"
-    if as_json:
-        ranks = {name: {"rank": rank} for name, rank in shown.ranks.items()}
-        listed = {name: {"source": str(one.source), **ranks.get(name, {})} for name, one in experts.items()}
-        allow = None if manifest.allow is None else list(manifest.allow)
-        content = {"command": list(launch.command), "url": launch.url, **shown.facts, "experts": listed}
-        print_json({"started": started, **content, "allow": allow, "cache": str(cache), "curl": curl})
-        return
-    for name, adapter in experts.items():
-        rank = f"rank {shown.ranks[name]}, " if shown.ranks else ""
-        note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
+    if not as_json:
+        for name, adapter in experts.items():
+            rank = f"rank {shown.ranks[name]}, " if shown.ranks else ""
+            note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
     lowest = {
         name: experts[name] for name in experts if not any(name in parts[1:] for parts in manifest.chains.values())
     }
@@ -205,6 +199,13 @@ def _show(
         note(f"Warning: {line}")
     if manifest.skipped:
         note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
+    if as_json:
+        ranks = {name: {"rank": rank} for name, rank in shown.ranks.items()}
+        listed = {name: {"source": str(one.source), **ranks.get(name, {})} for name, one in experts.items()}
+        allow = None if manifest.allow is None else list(manifest.allow)
+        content = {"command": list(launch.command), "url": launch.url, **shown.facts, "experts": listed}
+        print_json({"started": started, **content, "allow": allow, "cache": str(cache), "curl": curl})
+        return
     served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
     for remark in (f"served: {served}; {shown.kept}, kept in {cache}", *shown.remarks):
         note(remark)

@@ -198,9 +198,9 @@ def test_ranks_beyond_vllms_are_refused(
 def test_an_expert_that_names_the_base_differently_causes_a_warning(serve: Serve, experts: Path) -> None:
     path = experts / "math" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "org/other"}))
-    result = serve()
-    assert result.exit_code == 0
-    assert "Warning: math says that its base is org/other" in result.stderr
+    for result in (serve(), serve("--json")):
+        assert result.exit_code == 0
+        assert "Warning: math says that its base is org/other" in result.stderr
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
