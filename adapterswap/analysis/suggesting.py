@@ -11,10 +11,10 @@ effect of that part is KL(p_base ‖ p), summed over the tokens of the texts, in
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from adapterswap.analysis.interference import Block, Changes, measure
 from adapterswap.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import FileKind, atomic_file, check_file
-from adapterswap.files.text import expand, is_folder, read_small
+from adapterswap.files.text import as_row, expand, is_folder, json_lines, read_small
 from adapterswap.files.yaml import dump_yaml
 from adapterswap.live import LiveComposer
 from adapterswap.model.layers import format_layers
@@ -338,19 +338,16 @@ BATCH = 8  # texts per batch
 def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list[str]:
     """Read the first `limit` texts of a file: rows of a .jsonl file with the columns of common datasets, or lines."""
     path = expand(path)
-    texts = []
     try:
         content = read_small(path, _FILES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8", _FILES, parameter=parameter) from None
-    for number, line in enumerate(content.split("\n"), 1):  # `splitlines` would cut JSON at U+2028
-        text = line.strip()
-        if text and path.suffix == ".jsonl":
-            text = _text_of_row(text, f"{path}, line {number}", parameter)
-        if text:
-            texts.append(text)
-        if len(texts) == limit:
-            break
+    lines = content.split("\n")  # `splitlines` would cut JSON at U+2028
+    found = json_lines(lines, _text_of_row) if path.suffix == ".jsonl" else map(str.strip, lines)
+    try:
+        texts = [*islice(filter(None, found), limit)]
+    except ValueError as error:
+        raise DataError(f"{path}: {error}", _FILES, parameter=parameter) from None
     if not texts:
         raise DataError(f"{path} has no text", _FILES, parameter=parameter)
     return texts
@@ -381,17 +378,12 @@ _FILES = (
 )
 
 
-def _text_of_row(line: str, where: str, parameter: str) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}", _FILES, parameter=parameter) from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is not a JSON object", _FILES, parameter=parameter)
+def _text_of_row(value: Any) -> str:
+    row = as_row(value)
     for columns, reader in _READERS.items():
         if all(column in row for column in columns):
             return "\n".join(_joined(prompt, completion) for prompt, completion in reader(row))
-    raise DataError(f"{where} has the columns {', '.join(row) or 'none'}", _FILES, parameter=parameter)
+    raise ValueError(f"it has the columns {', '.join(row) or 'none'}")
 
 
 def _joined(prompt: str, completion: str) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import fnmatch
-import json
 import math
 import os
 import re
@@ -29,7 +28,7 @@ from typing import Any
 from adapterswap.errors import ArgumentError, DataError, NotFoundError, Problems
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, VARIANTS, variant_of, variant_task_names
 from adapterswap.evaluation.results import Score, TaskResult
-from adapterswap.files.text import expand
+from adapterswap.files.text import as_row, expand, json_lines
 
 FLORES_PATH = "FLORES_PATH"
 """The environment variable that names the folder with `dev/` and `devtest/`."""
@@ -146,7 +145,7 @@ def _sentences(folder: Path, split: str, code: str) -> list[str]:
 
             rows = parquet.read_table(path, columns=["id", "text"]).to_pylist()
         elif path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+            rows = [*json_lines(path.read_text(encoding="utf-8").split("\n"), as_row)]
         else:
             return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
         return [str(row["text"]) for row in sorted(rows, key=lambda row: int(row["id"]))]
@@ -335,17 +334,17 @@ def score_labels(evaluation: str | Path, labels: str | Path) -> tuple[TaskResult
 
 def _rows(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The rows of a file of JSON lines, which have these keys."""
+
+    def checked(value: Any) -> dict[str, Any]:
+        row = as_row(value)
+        if missing := [key for key in keys if key not in row]:
+            raise ValueError(f"it has no {missing[0]}")
+        if not isinstance(row["task"], str) or not isinstance(row["doc_id"], int):
+            raise ValueError("it must have a task name and a whole-number doc_id")
+        return row
+
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-            if not line:
-                continue
-            row = json.loads(line)
-            missing = [key for key in keys if key not in row] if isinstance(row, dict) else list(keys)
-            if missing:
-                raise ValueError(f"line {number} has no {missing[0]}")
-            if not isinstance(row["task"], str) or not isinstance(row["doc_id"], int):
-                raise ValueError(f"line {number} must have a task name and a whole-number doc_id")
-            yield row
+        yield from json_lines(path.read_text(encoding="utf-8").split("\n"), checked)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}", "Pass JSON lines, as `evaluate` writes them") from None
 

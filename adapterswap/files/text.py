@@ -8,20 +8,22 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, TypeVar
 
-from adapterswap.errors import AdapterswapError, ExpertError
+from adapterswap.errors import AdapterswapError, ExpertError, reason_of
 
 _MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
 _MAX_CONTAINERS = 500_000  # lists and objects
 _POINTER = b"version https://git-lfs.github.com/spec/"  # the start of the text that Git LFS keeps in place of a file
 _POINTER_BYTES = 1024  # a pointer is always shorter
 _MAX_DEPTH = 40  # the configs of real models nest about five deep
+
+_T = TypeVar("_T")
 
 
 class _Short(Repr):
@@ -151,18 +153,10 @@ def parse_json(raw: bytes, where: str, remedy: str, *, kind: type[AdapterswapErr
     """
     if raw.count(b"[") + raw.count(b"{") > _MAX_CONTAINERS:  # counted before they take up memory
         raise kind(f"{where} contains more than {_MAX_CONTAINERS:,} lists and objects", remedy)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) < len(pairs):
-            raise ValueError("an object has the same key twice")
-        return mapping
-
     try:
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-        raise kind(f"{where} is not JSON in UTF-8: {reason[:200]}", remedy) from None
+        content = loads(raw.decode("utf-8"))
+    except ValueError as error:
+        raise kind(f"{where} is not JSON in UTF-8: {str(error)[:200]}", remedy) from None
     if not isinstance(content, dict):
         raise kind(f"{where} is not a JSON object", remedy)
     if _is_deep(content):
@@ -182,3 +176,56 @@ def _is_deep(content: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def loads(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Like `json.loads`, but a key that an object has twice is an error too; `json` would keep its last value.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has the same key twice: {shown(max(keys, key=keys.count))}")
+    return mapping
+
+
+def json_lines(
+    lines: Iterable[str | bytes], make: Callable[[Any], _T], *, parse_constant: Callable[[str], Any] | None = None
+) -> Iterator[_T]:
+    """What `make` returns for the value in each line of JSON Lines, such as `as_row`; empty lines are skipped.
+
+    Raises:
+        ValueError: a line cannot be read, or `make` refuses its value; says which line.
+        AdapterswapError: the error that `make` raised, with the line.
+    """
+    for number, line in enumerate(lines, 1):
+        try:
+            text = (line if isinstance(line, str) else line.decode()).strip()
+            if not text:
+                continue
+            made = make(loads(text, parse_constant))
+        except AdapterswapError as error:
+            raise error.within(f"line {number}") from None
+        except json.JSONDecodeError as error:
+            place = f"{error.msg} at column {error.colno} of {shown(error.doc)}"
+            raise ValueError(f"line {number} is not JSON: {place}") from None
+        except (ValueError, TypeError, LookupError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else reason_of(error)
+            raise ValueError(f"line {number} cannot be read: {reason}") from None
+        yield made
+
+
+def as_row(value: Any) -> dict[str, Any]:
+    """A row of a file; ValueError for a value that is not an object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{shown(value)} is not an object with keys and values")
+    return value

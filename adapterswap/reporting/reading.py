@@ -6,14 +6,13 @@ cell each, and its configurations were already chosen on a development set.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
-from adapterswap.files.text import exists, expand, open_regular, read_json
+from adapterswap.files.text import as_row, exists, expand, json_lines, open_regular, read_json
 from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, combined, read_run, remarks
 
 RESULTS, ANSWERS = "results.json", "answers.jsonl"
@@ -131,7 +130,7 @@ def _searched(run: Run) -> Iterator[str]:
 
 def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> ReportSource:
     try:
-        rows = [json.loads(line) for line in answers.splitlines()]
+        rows = [*json_lines(answers.splitlines(), as_row)]
         return lab_source(folder, content, rows, name=folder.resolve().name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import queue
 import threading
@@ -24,6 +23,7 @@ from adapterswap.errors import AdapterswapError, ArgumentError, DataError, RunEr
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.answers import is_correct, parse_number
 from adapterswap.evaluation.mgsm import mgsm_task_names
+from adapterswap.files.text import as_row, json_lines
 from adapterswap.lab.scenes import draw_problems
 from adapterswap.lab.seed import Questions, exact_match
 from adapterswap.planning.composition import Composition
@@ -82,27 +82,27 @@ def read_rows(content: str) -> list[tuple[str, str]]:
         content: the file's text; U+FFFD where it is not UTF-8.
     """
     remedy = 'Write lines such as {"prompt": "2 + 2 =", "answer": "4"}'
-    found: list[tuple[str, str]] = []
     if len(content.encode(errors="replace")) > LARGEST_FILE:
         raise DataError("the file is too large", f"Choose one of at most {LARGEST_FILE} bytes", parameter="file")
     if "\ufffd" in content:
         raise DataError("the file is not UTF-8", "Save it as UTF-8", parameter="file")
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            check_values(row)
-            prompt, answer = row["prompt"], row["answer"]
-        except (AdapterswapError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise DataError(f"line {number} cannot be read: {reason_of(error)}", remedy, parameter="file") from None
-        answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
-        if not all(isinstance(value, str) and value.strip() for value in (prompt, answer)):
-            raise DataError(f"line {number}: the prompt or answer is empty or not text", remedy, parameter="file")
-        found.append((prompt, answer.strip()))
+    try:
+        found = [*json_lines(content.split("\n"), _pair)]
+    except (AdapterswapError, ValueError) as error:
+        raise DataError(reason_of(error), remedy, parameter="file") from None
     if not 1 <= len(found) <= _MOST_ROWS:
         raise DataError(f"the file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
     return found
+
+
+def _pair(value: Any) -> tuple[str, str]:
+    row = as_row(value)
+    check_values(row)
+    prompt, answer = row["prompt"], row["answer"]
+    answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+    if not all(isinstance(value, str) and value.strip() for value in (prompt, answer)):
+        raise ValueError("the prompt or answer is empty or not text")
+    return prompt, answer.strip()
 
 
 def tasks(workspace: Workspace) -> list[str]:

@@ -176,7 +176,7 @@ class Recording:
             self._place(path, text)
         elif path.read_bytes() != text.encode("utf-8", "backslashreplace"):
             prompts = [json.loads(_line(row))["prompt"] for row in questions]
-            before = [row.get("prompt") for row in read_questions(self._folder, task) if isinstance(row, dict)]
+            before = [row.get("prompt") for row in read_questions(self._folder, task)]
             part = "prompts" if before != prompts else "targets"
             raise RunError(
                 f"{task} has other {part} than those that {self._folder} was begun with",

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from adapterswap.errors import DataError, NotFoundError
-from adapterswap.files.text import exists, expand, open_regular, read_json
+from adapterswap.files.text import as_row, exists, expand, json_lines, open_regular, read_json
 from adapterswap.sweeps.grid import Assignment, Carrier, Cell
 
 LARGEST = 1e50  # in size: fourth powers of larger scores overflow in statistics
@@ -323,15 +323,10 @@ def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> tuple[_L
         return ()
     with open_regular(path, _REMEDY) as file:
         raw = file.read()
-    lines = []
-    for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            lines.append(from_json(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise DataError(
-                f"{path}: line {number} is damaged: {error}", "Delete that line, and run the same sweep again"
-            ) from None
-    return tuple(lines)
+    try:
+        return tuple(json_lines(raw[: raw.rfind(b"\n") + 1].splitlines(), from_json))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}", "Delete that line, and run the same sweep again") from None
 
 
 def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
@@ -367,6 +362,6 @@ def prompts_file(folder: Path, task: str) -> Path:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     with open_regular(path, _REMEDY) as file:
         try:
-            return [json.loads(line) for line in file]
+            return [*json_lines(file, as_row)]
         except ValueError as error:
             raise DataError(f"{path} is damaged: {error}", "Run the sweep again with `overwrite=True`") from None

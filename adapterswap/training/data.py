@@ -9,7 +9,6 @@ the whole. All sources are joined, shuffled with the data seed, and the validati
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from adapterswap.errors import BaseModelError, DataError, NotFoundError, Problems, reason_of
 from adapterswap.files.folders import scratch_folder
 from adapterswap.files.hashes import sha256_of
-from adapterswap.files.text import expand, shown
+from adapterswap.files.text import as_row, expand, json_lines, loads, shown
 from adapterswap.model.loading import OpenedBase
 from adapterswap.model.sources import hub_reason, hub_remedy
 from adapterswap.planning.composition import SIDES
@@ -193,16 +192,24 @@ def _json_rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
     `datasets` infers types: 18 beside 3.5 becomes 18.0, "007" beside 5 becomes 7, and a date becomes a time.
     """
-    decode = json.JSONDecoder(parse_constant=lambda _: None).decode
+
+    def missing(constant: str) -> None:
+        return None
+
     for name in names:
         with open(name, encoding="utf-8-sig") as file:
             begins = file.read(1)
             file.seek(0)
-            lines: Iterable[Any] = decode(file.read()) if begins == "[" else (decode(ln) for ln in file if ln.strip())
-            for number, row in enumerate(lines, 1):
-                if not isinstance(row, dict):
-                    raise ValueError(f"row {number} of {Path(name).name} is not an object with columns")
-                yield row
+            try:
+                if begins == "[":
+                    for number, row in enumerate(loads(file.read(), missing), 1):
+                        if not isinstance(row, dict):
+                            raise ValueError(f"row {number} is {shown(row)}, not an object with columns")
+                        yield row
+                else:
+                    yield from json_lines(file, as_row, parse_constant=missing)
+            except ValueError as error:
+                raise ValueError(f"{Path(name).name}: {error}") from None
 
 
 def _json_table(names: Sequence[str], split: str, source: DatasetSource) -> Any:

@@ -14,7 +14,6 @@ polynomial over the tokens' CRC-32.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import unicodedata
@@ -28,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.errors import DataError, NotFoundError, Problems
-from adapterswap.files.text import expand
+from adapterswap.errors import DataError, NotFoundError, Problems, reason_of
+from adapterswap.files.text import expand, json_lines, loads
 from adapterswap.training.recipe import Hygiene
 
 _SIZE = 13  # tokens of a gram
@@ -224,9 +223,10 @@ def _texts(path: Path) -> Iterator[str]:
     """The lines of a file, or every text in JSON, whose escapes hide letters and ends of lines."""
     content = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        yield from _strings(json.loads(content))
+        yield from _strings(loads(content))
     elif path.suffix == ".jsonl":
-        yield from _strings([json.loads(line) for line in content.split("\n") if line.strip()])
+        for texts in json_lines(content.split("\n"), _strings):
+            yield from texts
     else:
         yield from content.splitlines()
 
@@ -238,7 +238,7 @@ def _file(path: Path) -> Grams:
     except FileNotFoundError:
         raise NotFoundError(f"hygiene.overlap: {path} does not exist", remedy, parameter="hygiene.overlap") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8, or not JSON"
+        reason = error.strerror if isinstance(error, OSError) else reason_of(error)
         raise DataError(
             f"hygiene.overlap: {path} cannot be read: {reason}", remedy, parameter="hygiene.overlap"
         ) from None

@@ -167,7 +167,12 @@ def test_texts_are_read(tmp_path: Path) -> None:
     assert read_texts(lines, 9) == ["moja", "mbili"]
     for name, content, place in (
         ("empty.txt", "\n", "empty.txt"),
-        ("bad.jsonl", '{"text": "a"}\n{"question": 1, "solution": 2}\n', "line 2 has the columns question, solution"),
+        (
+            "bad.jsonl",
+            '{"text": "a"}\n{"question": 1, "solution": 2}\n',
+            "line 2 .* has the columns question, solution",
+        ),
+        ("twice.jsonl", '{"text": "a", "text": "b"}', "line 1 .*same key twice"),
         ("torn.jsonl", '{"text": ', "line 1"),
         ("list.jsonl", "[1]", "line 1"),
     ):

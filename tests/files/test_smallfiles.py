@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
-from adapterswap.files.text import read_json, write_json
+from adapterswap.errors import DataError
+from adapterswap.files.text import as_row, json_lines, read_json, write_json
 
 CONTENT = {"sources": ["de", "日本語"], "r": 8, "layers": {"b": None, "a": True}, "none": [], "loss": 0.1}
 
@@ -66,3 +68,36 @@ def test_a_lone_surrogate_is_read_back(tmp_path: Path) -> None:
     write_json(tmp_path / "out.json", content)
     assert read_json(tmp_path / "out.json") == content
     assert "\U0001f600" in (tmp_path / "out.json").read_text(encoding="utf-8")
+
+
+def test_json_lines_are_read() -> None:
+    lines = ['{"a": 1}\r\n', "\n", ' {"a": "\u2028é"}'.encode(), b'{"a": NaN}']
+    assert [*json_lines(lines, as_row, parse_constant=str)] == [{"a": 1}, {"a": "\u2028é"}, {"a": "NaN"}]
+    assert [*json_lines(["[3]", "null"], repr)] == ["[3]", "None"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"a": }', "Expecting value at column 7"),
+        (b'{"a": "\xff"}', "'utf-8' codec"),
+        ('{"a": 1, "b": {"c": 1, "c": 1}}', "same key twice: 'c'"),
+        ("[" * 100_000, "too deeply"),
+        ("[1]", r"\[1\] is not an object"),
+        ('{"b": 1}', "no 'a'"),
+        ('{"a": []}', "list indices"),
+    ],
+)
+def test_json_lines_that_cannot_be_read_are_numbered(line: str | bytes, reason: str) -> None:
+    rows = json_lines(['{"a": {"a": 1}}', "", line], lambda value: as_row(value)["a"]["a"])
+    next(rows)
+    with pytest.raises(ValueError, match=f"^line 3 .*{reason}"):
+        next(rows)
+
+
+def test_an_error_of_ours_keeps_its_class_and_parameter() -> None:
+    def refuse(value: object) -> None:
+        raise DataError("no", "Correct it", parameter="datasets")
+
+    with refused(DataError, "datasets", match="line 1: no"):
+        next(json_lines(["1"], refuse))

@@ -252,6 +252,14 @@ def test_sources_that_cannot_be_loaded(tmp_path: Path, path: str, kind: type[Ada
         load(tmp_path, path=path, text="{t}")
 
 
+@pytest.mark.parametrize("content", ['{"t": "a"}\n{"t": "b", "t": "c"}\n', '[{"t": "b", "t": "c"}]'])
+@pytest.mark.parametrize("streamed", [{}, {"streaming": True, "samples": 1}], ids=["read", "streamed"])
+def test_a_row_with_the_same_key_twice_is_refused(tmp_path: Path, content: str, streamed: dict[str, object]) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with refused(DataError, "datasets", match="rows.json: .*same key twice: 't'"):
+        load(tmp_path, path="rows.json", text="{t}", **streamed)
+
+
 def test_missing_files_and_mixed_kinds(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "b.csv").write_text("t\nx\n")
@@ -365,7 +373,7 @@ def test_texts_and_numbers_of_json_are_trained_on_as_they_are_written(tmp_path: 
         with refused(DataError, "datasets", match="odd.jsonl"):
             load_rows_of(tmp_path, path="odd.jsonl", text="{t}", **options)
     (tmp_path / "odd.jsonl").write_text("[1, 2]")
-    with refused(DataError, "datasets", match="row 1 of odd.jsonl is not an object"):
+    with refused(DataError, "datasets", match="odd.jsonl: row 1 is 1, not an object"):
         load_rows_of(tmp_path, path="odd.jsonl", text="{t}")
 
 
