@@ -8,6 +8,7 @@ import shutil
 import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any Hugging Face library is imported
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the references are computed on the CPU; `make gpu-check` compares the GPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator, Mapping

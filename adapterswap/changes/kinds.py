@@ -2,7 +2,7 @@
 
 Pure data, which say where the numbers are stored. Adapters and full checkpoints are both sets of changes to named
 weights of one base, and are treated alike. What a change contributes to a sum is W' itself if it `replaces` the base's
-weight, else ΔW.
+weight, else ΔW. It is `by_rows` if each of its rows can be taken alone, without the base's.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ class LowRank:
     transposed: bool = False
     within: ExpertRows | None = None
 
-    replaces = False
+    replaces = by_rows = False
     rows = ()
+
+    @property
+    def height(self) -> int:
+        """The rows of the weight that it is for."""
+        return self.lora.height
 
     @property
     def matrices(self) -> int:
@@ -67,7 +72,7 @@ class Whole:
     path: Path
     tensors: Mapping[str, Tensor]
     rows: tuple[int, ...] = ()
-    replaces = True
+    replaces = by_rows = True
     transposed = False
     lora = None
     copy = None
@@ -77,6 +82,11 @@ class Whole:
     def of(cls, path: Path, tensor: Tensor) -> Whole:
         """A change of a single tensor."""
         return cls(path, {tensor.name.rpartition(".")[2]: tensor})
+
+    @property
+    def height(self) -> int:
+        """The rows of its first tensor."""
+        return next(iter(self.tensors.values())).shape[0]
 
     @property
     def tensor(self) -> Tensor:
@@ -109,7 +119,13 @@ class Opaque:
     path: Path
     transposed: bool = False
     replaces = True
+    by_rows = False
     rows = ()
+
+    @property
+    def height(self) -> int | None:
+        """The rows of the weight that its factors are for; None without factors: those of the base's weight."""
+        return None if self.lora is None else self.lora.height
 
     @property
     def lora(self) -> LoraModule | None:

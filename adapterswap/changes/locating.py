@@ -81,11 +81,7 @@ def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
     shapes = [
         tensor.shape for module in adapter.saved.values() if module.layer is None for tensor in module.tensors.values()
     ]
-    shapes += [
-        (module.in_features if module.embedding else module.out_features, 1)
-        for module in adapter.factors.values()
-        if module.layer is None
-    ]
+    shapes += [(module.height, 1) for module in adapter.factors.values() if module.layer is None]
     if any(part.layer is None and part.lora is None for part in adapter.opaque.values()):
         return True
     return any(len(shape) == 2 and vocabulary in (None, shape[0]) for shape in shapes)
@@ -388,7 +384,7 @@ class _Search:
 
     def _report_resized(self, method: str, lora: LoraModule, rows: int) -> None:
         """Report factors for an embedding or head with more rows than the model stores."""
-        size = lora.in_features if lora.embedding else lora.out_features
+        size = lora.height
         self.problems.add(
             f"{self.expert} has {method} on {lora.name} of a resized vocabulary, {size} rows, and {self.where} stores "
             f"{rows}",

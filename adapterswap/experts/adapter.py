@@ -213,6 +213,11 @@ class LoraModule(_Part):
         return self.b.shape[0]
 
     @property
+    def height(self) -> int:
+        """The rows of the weight as torch stores it: an embedding's tokens, else the outputs."""
+        return self.in_features if self.embedding else self.out_features
+
+    @property
     def a_key(self) -> str:
         """The key under which PEFT stores A."""
         return factor_key(self.name, "A", embedding=self.embedding)
@@ -395,10 +400,9 @@ class Adapter:
         return {name: part.lora for name, part in self.parts.items() if part.lora is not None}
 
     @property
-    def vocabulary(self) -> dict[str, LoraModule | FullModule]:
+    def vocabulary(self) -> dict[str, Part]:
         """The embeddings and heads that it changes, by name."""
-        parts: dict[str, LoraModule | FullModule] = {**self.factors, **self.saved}
-        return {name: part for name, part in parts.items() if is_vocabulary(name, part.layer) or name in self.tokens}
+        return {n: part for n, part in self.parts.items() if is_vocabulary(n, part.layer) or n in self.tokens}
 
     @cached_property
     def tokens(self) -> Mapping[str, FullModule]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from adapterswap.changes.kinds import Whole
 from adapterswap.errors import CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
 from adapterswap.experts.keys import is_bias
@@ -426,7 +425,7 @@ def check_vocabulary(
                 )
     for slot in ends.values():
         extra = extra_rows(skeleton.config, slot.module)
-        whole = ((t.expert, t.change.tensor.shape) for t in slot.all_terms if isinstance(t.change, Whole))
+        whole = ((term.expert, term.change.tensor.shape) for term in slot.all_whole)
         expert, shape = next(((expert, shape) for expert, shape in whole if shape != slot.shape), ("", slot.shape))
         if extra and expert:
             problems.add(

@@ -14,6 +14,7 @@ expert owns the weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.changes.kinds import Change, Whole
 from adapterswap.changes.locating import TiedHead
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, and_more
@@ -232,7 +233,8 @@ def settle_vocabulary(
         else:
             slot_changes = {name: change for name, change in slot_changes.items() if not change.rows}
             size = None
-        if slot_changes and not slot.of_tokens:
+        is_known = own_table.size is not None or any(change.height is not None for change in slot_changes.values())
+        if slot_changes and is_known and not slot.of_tokens:
             with problems.collect():
                 slot, size = _settled(_Rows.of(slot, slot_changes, own_table), composition)
         if size is not None:
@@ -262,7 +264,7 @@ def _are_alike(
     if not all(slot.is_stored for slot in slots):
         return False
     rows_of = {slot.name: slot.shape[0] for slot in slots if slot.shape}
-    if any(_rows_of(part, rows_of[name]) != rows_of[name] for parts in ends.values() for name, part in parts.items()):
+    if any(part.height not in (None, rows_of[name]) for parts in ends.values() for name, part in parts.items()):
         return False
     folders = [expert.source.folder for expert in experts.values()] + ([base.source.folder] if base else [])
     return len({tokenizer_bytes(folder) for folder in folders} - {None}) < 2
@@ -278,16 +280,6 @@ def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
             "Save that expert again with both in modules_to_save, or with save_embedding_layers=True",
             kind=UnsupportedError,
         )
-
-
-def _rows_of(change: Change, base: int | None = None) -> int:
-    """The number of rows of the weight that a change of an embedding or head is for; `base` is that of the base."""
-    if isinstance(change, Whole):
-        return next(iter(change.tensors.values())).shape[0]
-    if change.lora is None:  # (IA)³ and others, of the base's own weight
-        assert base is not None
-        return base
-    return change.lora.in_features if change.lora.embedding else change.lora.out_features
 
 
 def _token_table(
@@ -323,12 +315,10 @@ def _token_table(
         base = None if folder is None else read_tokens(folder)
     if base is None:  # assume the tokens that all experts share
         everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
-        row_counts = [
-            min(change.rows) if change.rows else _rows_of(change, size)
-            for changes in ends.values()
-            for change in changes.values()
-        ]
-        base = {i: token for i, token in everywhere if i < (size or min(row_counts))}
+        changes = [change for by_name in ends.values() for change in by_name.values()]
+        row_counts = [min(change.rows) if change.rows else change.height for change in changes]
+        most = size or min((count for count in row_counts if count is not None), default=math.inf)
+        base = {i: token for i, token in everywhere if i < most}
     is_unknown = reference is None and opened is None
     names = list(tokens)
     for number, name in enumerate(names):
@@ -356,7 +346,10 @@ class _Rows:
 
     @classmethod
     def of(cls, slot: Slot, changes: Mapping[str, Change], table: _TokenTable) -> _Rows:
-        sizes = {name: _rows_of(part, table.size) for name, part in changes.items()}
+        heights = {name: change.height for name, change in changes.items()}
+        # A method without factors changes the base's own rows. Every expert has at least these.
+        own = table.size or min(height for height in heights.values() if height is not None)
+        sizes = {name: own if height is None else height for name, height in heights.items()}
         return cls(slot, changes, table, sizes, {name: table.new(name, sizes[name]) for name in changes})
 
     @cached_property
@@ -428,7 +421,7 @@ class _Rows:
             entering = [Term(owners[0], owners[0], 1.0, self.changes[owners[0]])]
         terms = shared_out(entering)
         # The coefficients add up to 1, so the base's is the sum of those that are added to it.
-        added = [term.coefficient for term in terms if not isinstance(term.change, Whole)]
+        added = [term.coefficient for term in terms if not term.change.replaces]
         rest = 1.0 if len(added) == len(terms) else sum(added)
         return Span(start, stop, terms, (own_weight(rest, slot.base),) if rest else (), is_new=True)
 
@@ -439,7 +432,7 @@ def _settled(rows: _Rows, composition: Composition) -> tuple[Slot, int | None]:
     _check_named(rows)
     if not slot.terms:
         return slot, None
-    if not all(isinstance(rows.changes[name], Whole) for name in rows.entering):
+    if not all(rows.changes[name].by_rows for name in rows.entering):
         if rows.have_one_rule:
             return slot, max(rows.sizes[term.expert] for term in slot.terms)
         _check_sum(rows, composition)
@@ -483,7 +476,7 @@ def _check_named(rows: _Rows) -> None:
 def _check_sum(rows: _Rows, composition: Composition) -> None:
     """Raise unless the rows can be computed one by one: as a sum with coefficients that no tensor decides."""
     slot, changes = rows.slot, rows.changes
-    opaque = next((name for name, change in changes.items() if isinstance(change, Opaque)), None)
+    opaque = next((name for name, change in changes.items() if change.replaces and not change.by_rows), None)
     fixed = slot.rule is not None and not slot.rule.weights and composition.row_threshold is None
     if fixed and slot.method == "linear" and opaque is None:
         return
@@ -568,7 +561,7 @@ def with_lent_rows(
         if not slot.has_tokens:
             continue
         size = stored[name].tensor.shape[0]
-        if any(_factor_rows(term) > size for term in slot.all_terms if isinstance(term.change, LowRank)):
+        if any(_factor_rows(term) > size for part in (slot, *slot.spans) for term in part.low_rank):
             extended[name] = _with_copies(slot, size, problems)
         elif any(_factor_rows(term) > size for term in slot.opaque):
             extended[name] = _on_copy(slot, size, problems)

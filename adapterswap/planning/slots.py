@@ -268,10 +268,10 @@ class Slot(_Terms):
         return tuple(row for span in self.spans for row in range(span.start, span.stop))
 
     @property
-    def all_terms(self) -> tuple[Term[Change], ...]:
-        """The terms, and those of the spans: an expert may own only rows, or lend them."""
+    def all_whole(self) -> tuple[Term[Whole], ...]:
+        """The terms with whole weights, also those of spans: an expert may own only rows, or lend them."""
         lent = (term for span in self.spans for term in span.base if term.expert != BASE)
-        return (*self.terms, *(term for span in self.spans for term in span.terms), *lent)
+        return (*self.whole, *(term for span in self.spans for term in span.whole), *lent)
 
     @property
     def factors_by_rows(self) -> str | None:

@@ -13,7 +13,6 @@ from enum import Flag
 from functools import cache, cached_property, partial
 from typing import Any
 
-from adapterswap.changes.kinds import Whole
 from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, OpaqueModule, and_more
 from adapterswap.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, is_bias, is_fused
@@ -309,11 +308,11 @@ def averaged(slot: Slot, f: Facts) -> Found:
 
 @_of_slot("blends of LoRA on a module with the module in full", _FILES | Target.LIVE)
 def _beside_a_copy(slot: Slot, f: Facts) -> Found:
-    others = [term for term in slot.terms if not isinstance(term.change, Whole)]
+    others = [*(term.expert for term in slot.low_rank), *(term.expert for term in slot.opaque)]
     for term in slot.whole if others else ():
         yield (
             f"{slot.name} is a blend of {term.expert}, which holds it in full (modules_to_save), and "
-            f"{others[0].expert}, which has LoRA on it",
+            f"{others[0]}, which has LoRA on it",
             f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {term.expert}}}. "
             f"Or: {f.otherwise}",
         )
@@ -395,8 +394,7 @@ def _of_many_matrices(slot: Slot, f: Facts) -> Found:
 def _not_numbers(slot: Slot, f: Facts) -> Found:
     if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
         return
-    changes = [term.change for term in slot.all_terms]
-    entering = [change.tensor.dtype for change in changes if isinstance(change, Whole)]
+    entering = [term.change.tensor.dtype for term in slot.all_whole]
     for dtype in [*entering, slot.dtype, *([slot.base.tensor.dtype] if slot.base else [])]:
         if dtype not in FLOATS:
             yield (

@@ -334,7 +334,8 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
 def _copies(plan: Plan) -> Iterator[Carried]:
     """The experts' copies of base weights whose LoRA takes part."""
     for slot in plan:
-        adapted = [term for term in slot.all_terms if term.change.lora is not None]
+        terms = (term for part in (slot, *slot.spans) for term in part.terms)
+        adapted = [term for term in terms if term.change.lora is not None]
         for expert, copy in {term.expert: term.change.copy for term in adapted}.items():
             if copy is not None and slot.base is not None:
                 yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)

@@ -61,9 +61,9 @@ def dora(**options: Any) -> PeftConfig:
     return LoraConfig(**{"r": 4, "target_modules": TARGETS, "use_dora": True, "task_type": "CAUSAL_LM", **options})
 
 
-def pair(base: Path, folder: Path, math: PeftConfig, swahili: PeftConfig) -> dict[str, Path]:
+def pair(base: Path, folder: Path, math: PeftConfig, swahili: PeftConfig, **saving: Any) -> dict[str, Path]:
     return {
-        name: trained(base, config, folder / name, seed=seed)
+        name: trained(base, config, folder / name, seed=seed, **saving)
         for seed, (name, config) in enumerate({"math": math, "swahili": swahili}.items())
     }
 
@@ -358,6 +358,26 @@ def test_a_head_that_one_expert_trained_in_full_and_another_by_lora(base: Base, 
     with pytest.raises(UnsupportedError):
         composed(experts, rules).write(tmp_path / "out")
     merged = load_base(composed(experts, rules).merge(tmp_path / "full", base_model=base("llama")))
+    heads = [merged_by_peft(base("llama"), folder)["lm_head.weight"].double() for folder in experts.values()]
+    close(merged.lm_head.weight, (0.25 * heads[0] + 0.75 * heads[1]).float())
+
+
+@pytest.mark.parametrize("make", [IA3Config, OFTConfig, VeraConfig])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_head_that_one_expert_changes_without_factors_and_another_by_lora(
+    make: Any, known: bool, base: Base, tmp_path: Path
+) -> None:
+    """Methods without factors do not say how many rows the head has."""
+    sizes = {IA3Config: {"feedforward_modules": []}, OFTConfig: {"r": 0, "oft_block_size": 4}, VeraConfig: {"r": 4}}
+    other = make(target_modules=["lm_head"], task_type="CAUSAL_LM", **sizes[make])
+    lora = dora(use_dora=False, target_modules=["lm_head"])
+    experts = pair(base("llama"), tmp_path, other, lora, save_embedding_layers=False)
+    rules: Any = [{"blend": {"math": 1, "swahili": 3}}]
+    given: Any = {"base_model": str(base("llama"))} if known else {"num_layers": LAYERS}
+    plan = composed(experts, rules, **given)
+    with refused(UnsupportedError):
+        plan.write(tmp_path / "out")
+    merged = load_base(plan.merge(tmp_path / "full", base_model=base("llama")))
     heads = [merged_by_peft(base("llama"), folder)["lm_head.weight"].double() for folder in experts.values()]
     close(merged.lm_head.weight, (0.25 * heads[0] + 0.75 * heads[1]).float())
 
