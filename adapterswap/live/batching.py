@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.errors import AdapterswapError, ArgumentError, Problems, RunError, UnsupportedError
 from adapterswap.live.inventory import Inventory, beside, factors, parameter_of, scale_of
 from adapterswap.live.switching import Switch, apply_switch, check_loaded
+from adapterswap.model.layers import is_other_part, layer_container
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +72,11 @@ class Rows:
         apply_switch(Switch(in_full=self._in_full(inventory)), inventory)
         base = inventory.model.get_base_model()
         self._handles.append(base.register_forward_pre_hook(self._check_batch, with_kwargs=True))
+        container = layer_container(inventory.layers)
         for name, layer in inventory.layers.items():
             if shares[name]:
-                self._handles.append(layer.register_forward_hook(_Adder(name, shares[name], len(self.switches))))
+                adder = _Adder(name, shares[name], None if is_other_part(name, container) else len(self.switches))
+                self._handles.append(layer.register_forward_hook(adder))
 
     def withdraw(self) -> None:
         while self._handles:
@@ -158,10 +161,14 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
 
 
 class _Adder:
-    """A forward hook that adds Σ c·s·B·A·x to each row of a LoRA layer's output."""
+    """A forward hook that adds Σ c·s·B·A·x to each row of a LoRA layer's output.
 
-    def __init__(self, name: str, shares: Sequence[_Share], count: int) -> None:
+    `count` is the number of rows; None in a part of the model that sees images or audio, however many each row has.
+    """
+
+    def __init__(self, name: str, shares: Sequence[_Share], count: int | None) -> None:
         self.name, self.shares, self.count = name, shares, count
+        self.rows_differ = any(share.rows is not None or not isinstance(share.factor, float) for share in shares)
 
     def __call__(self, layer: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
         import torch
@@ -173,7 +180,14 @@ class _Adder:
         # Like PEFT, sum in the adapters' precision if it is higher.
         result = output.to(torch.promote_types(dtype, self.shares[0].b.dtype)).contiguous()
         shape = result.shape
-        if len(result) != self.count:  # some models flatten rows and positions before their feed-forward layers
+        if self.count is None and self.rows_differ:
+            raise UnsupportedError(
+                f"{self.name} sees images or audio instead of rows, and the rows would need different experts in it",
+                "Use one composition for the whole batch, or compositions with the same experts there (`outside`)",
+            )
+        if (
+            self.count is not None and len(result) != self.count
+        ):  # some models flatten rows and positions before their feed-forward layers
             if len(result) % self.count or result.dim() != 2:
                 raise UnsupportedError(
                     f"{self.name} receives {len(result)} rows, and the batch has {self.count}",

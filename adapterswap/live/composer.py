@@ -297,7 +297,7 @@ class LiveComposer:
         Raises:
             CompositionError: as for `set`.
             UnsupportedError: as for `set`; a layer does not see rows (a mixture of experts); experts are pinned; or,
-                in the forward pass, the model is in training mode.
+                in the forward pass, the model is in training mode, or images or audio go through experts that differ.
             ArgumentError: in the forward pass, the batch has another size.
         """
         if self._session.pin is not None:

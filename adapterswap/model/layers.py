@@ -373,6 +373,14 @@ def is_vocabulary(module: str, layer: int | None) -> bool:
     return layer is None and module.rpartition(".")[2] in EMBEDDINGS | HEADS
 
 
+def is_other_part(module: str, container: str | None) -> bool:
+    """Whether a module belongs to a tower, a projector or the like, which sees images or audio instead of tokens."""
+    layer = layer_of(module, container)
+    if layer is not None or is_vocabulary(module, layer):
+        return False
+    return any(map(_OTHER_PARTS.search, module.split(".")))
+
+
 def extra_rows(config: Mapping[str, Any], module: str) -> int:
     """The rows of an embedding beyond `vocab_size`, which some multimodal models have for image tokens; their heads
     have none."""

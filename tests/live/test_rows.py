@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import LAYERS
+from matrix.architectures import ARCHITECTURES, build
 from peft import LoraConfig, get_peft_model
+from pico_models import trained
 from refusals import refused
 from tolerances import close, rounded_once
 from transformers import BartConfig, BartForConditionalGeneration
@@ -249,3 +252,33 @@ def test_nested_with_whole_compositions(composer: Composers) -> None:
                 output()
             assert torch.equal(output(), whole)
         assert torch.equal(output(), rows)
+
+
+def test_images_are_not_rows(tmp_path: Path) -> None:
+    """The first of two rows has two images and the second none, so the tower sees two images and no rows."""
+    architecture = ARCHITECTURES["llava"]
+    base = build(architecture)
+    base.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    experts = {
+        name: trained(architecture.model_class.from_pretrained(tmp_path / "base"), lora, tmp_path / name, seed=seed)
+        for seed, name in enumerate(("math", "swahili"))
+    }
+    composer = LiveComposer.from_experts(base.eval(), experts)
+    size = base.config.vision_config.image_size
+    tokens = base.model.get_image_features(torch.zeros(1, 3, size, size)).pooler_output[0].shape[0]
+    image = base.config.image_token_id
+    rows = [torch.tensor([image] * 2 * tokens + [1, 2]), torch.tensor([5] * 2 * tokens + [3, 4])]
+    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": torch.stack(rows), "pixel_values": pixels}
+    shared = ["math+swahili@bottom=1,top=1,outside=task", "math"]  # the tower is math's in both
+    with composer.use_rows(shared), torch.no_grad():
+        together = composer.model(**batch).logits
+    for row, name in enumerate(shared):
+        with composer.use(name), torch.no_grad():
+            images = {"pixel_values": pixels} if row == 0 else {}
+            close(together[row], composer.model(input_ids=rows[row][None], **images).logits[0], depth=LAYERS)
+    with composer.use_rows(["math", "swahili"]):
+        composer.model(input_ids=torch.stack(rows)[:, -2:])  # without images
+        with refused(UnsupportedError):
+            composer.model(**batch)
