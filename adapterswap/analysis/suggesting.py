@@ -25,7 +25,7 @@ from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import FileKind, atomic_file, check_file
 from adapterswap.files.text import as_row, expand, is_folder, json_lines, read_small
 from adapterswap.files.yaml import dump_yaml
-from adapterswap.live import LiveComposer
+from adapterswap.live import LiveComposer, load_experts
 from adapterswap.model.layers import format_layers
 from adapterswap.planning.composing import soup
 from adapterswap.planning.composition import Composition
@@ -319,7 +319,6 @@ def _by_weights(plan: Plan, bars: Bars) -> Importance:
 
 
 def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str, bars: Bars) -> Importance:
-    from adapterswap.live import load_experts
     from adapterswap.model.loading import choose_device, load_weights, open_base
 
     target = choose_device(device)

@@ -194,7 +194,6 @@ def slice_command(
     """
     from adapterswap.experts.adapter import open_adapter
     from adapterswap.files.folders import check_target
-    from adapterswap.model.layers import format_depth
     from adapterswap.planning.composing import slice_layers
     from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
     from adapterswap.writing.outputs import Form

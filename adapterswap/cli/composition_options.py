@@ -14,7 +14,7 @@ import click
 from adapterswap.cli.options import Count, Expert, NamedExpert, name_and_path
 from adapterswap.cli.printing import note
 from adapterswap.cli.signature import Option, Options
-from adapterswap.errors import ArgumentError
+from adapterswap.errors import ArgumentError, CompositionError, FieldError, Problems
 from adapterswap.methods.method import Parameter, flag_of
 from adapterswap.methods.registry import PARAMETERS, find_method, names_of
 from adapterswap.processes import is_first
@@ -249,7 +249,6 @@ def _chains(options: tuple[str, ...]) -> dict[str, list[str]]:
 
 def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
     """The rules of `--rule`; the mistakes in all of them are reported together."""
-    from adapterswap.errors import FieldError, Problems
     from adapterswap.planning.rules import Rule
 
     problems = Problems(FieldError)
@@ -264,7 +263,6 @@ def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
 
 def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str, Any]) -> Composition:
     """The composition of `--expert` and `--rule`; without rules, of a method that combines all experts."""
-    from adapterswap.errors import CompositionError
     from adapterswap.files.yaml import validate
     from adapterswap.planning.composition import Composition
 

@@ -5,7 +5,7 @@ With torchrun or `accelerate launch`, every process runs this, and one of them w
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
@@ -211,8 +211,6 @@ def _phase(step: str) -> None:
 
 def _dry_run(prepared: Evaluation, as_json: bool) -> None:
     """Print what would be evaluated: the composition, the tasks, the first prompt."""
-    from dataclasses import asdict
-
     previews = prepared.preview()
     if as_json:
         print_json({"subject": prepared.subject, "tasks": [asdict(task) for task in previews], "evaluated": False})

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -230,8 +230,6 @@ class VLLMEngine:
 
     def _checked(self, needs: Needs) -> dict[str, Any]:
         """The user's settings, if vLLM has them and nothing else decides them."""
-        from dataclasses import fields
-
         from vllm import EngineArgs
 
         known = {field.name for field in fields(EngineArgs)}

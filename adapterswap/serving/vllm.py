@@ -36,7 +36,7 @@ from adapterswap.errors import ArgumentError, UnsupportedError
 from adapterswap.experts.adapter import Adapter
 from adapterswap.files.text import expand, is_folder
 from adapterswap.model.sources import same_base, split_revision
-from adapterswap.serving import plugin
+from adapterswap.serving import plugin, readiness
 from adapterswap.serving.composer import NamedComposer, largest_rank
 from adapterswap.serving.refusals import NO_KEY, NO_MODEL, has_key, refusal
 
@@ -86,7 +86,6 @@ class ManifestOnly:
 
 def _checked(app: Any, send: Send) -> Send:
     """`send`, which reports a successful start only after the engine has decoded a token."""
-    from adapterswap.serving import readiness
 
     async def checked(message: Message) -> None:
         if message["type"] == "lifespan.startup.complete":

@@ -27,12 +27,11 @@ from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
 from adapterswap.sweeps.grid import Assignment, Cell, composition_of
 from adapterswap.sweeps.preparing import PreparedSweep
-from adapterswap.sweeps.results import LARGEST, CellResult, TaskValue
+from adapterswap.sweeps.results import LARGEST, CellResult, Run, TaskValue
 
 if TYPE_CHECKING:
     from adapterswap.evaluation import EvaluationResult
     from adapterswap.live import LiveComposer
-    from adapterswap.sweeps.results import Run
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of finished requests of an assignment, and the number of all its requests."""
@@ -275,8 +274,6 @@ def lead(prepared: PreparedSweep, processes: Processes, device: str, dtype: str)
 
 def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> Run:
     """Evaluate the main process's assignments with it, until it sends the results. Loads nothing before the first."""
-    from adapterswap.sweeps.results import Run
-
     judge: LocalJudge | None = None
     message: Assignment | Run | None = None
     while not isinstance(message := processes.from_main(message), Run):

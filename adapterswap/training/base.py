@@ -139,8 +139,6 @@ def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype:
 
 def _attention(options: TrainingOptions, device: str, dtype: str) -> str | None:
     """The attention implementation to request from transformers; None leaves the choice to it."""
-    from importlib.util import find_spec
-
     if options.attn_implementation != "auto":
         return options.attn_implementation
     flash = device == "cuda" and dtype == "bfloat16" and find_spec("flash_attn") is not None

@@ -22,7 +22,7 @@ from adapterswap.files.folders import atomic_folder, check_target, scratch_folde
 from adapterswap.files.text import expand
 from adapterswap.files.yaml import find_recipe
 from adapterswap.progress import Progress
-from adapterswap.training.base import check_libraries
+from adapterswap.training.base import check_libraries, device_and_dtype, load_trainable, open_trainable
 from adapterswap.training.recipe import TrainRecipe, read_train_recipe
 from adapterswap.training.report import TrainEstimate, TrainReport
 from adapterswap.training.selection import Enough
@@ -131,7 +131,6 @@ def train(
 
         check_task_names(judged_by.tasks, judged_by.as_settings(recipe.folder).include_path)
     from adapterswap.processes import joined
-    from adapterswap.training.base import device_and_dtype
     from adapterswap.training.checkpoints import Checkpoints, explained
     from adapterswap.training.output import EXPERT, write_expert, write_weights
 
@@ -190,7 +189,6 @@ def _prepare(
     recipe: TrainRecipe, scratch: Path, processes: int, *, trust_task_code: bool, tell: Callable[[str], None]
 ) -> _Prepared:
     from adapterswap.model.loading import empty_model
-    from adapterswap.training.base import open_trainable
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.start import open_start
     from adapterswap.training.targets import find_targets
@@ -221,7 +219,6 @@ def _run(
 
     These are loaded into the trainer's model one after the other; at the end it has those of the expert.
     """
-    from adapterswap.training.base import load_trainable
     from adapterswap.training.checkpoints import explained
     from adapterswap.training.start import put_below
     from adapterswap.training.trainer import Completing, Ladder, Stopping, build_trainer
@@ -362,7 +359,6 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
     """
     check_libraries(recipe)
     from adapterswap.processes import count_processes
-    from adapterswap.training.base import device_and_dtype
     from adapterswap.training.report import memory, rows_a_step, steps_between
 
     with isolated(), scratch_folder("training") as scratch:
