@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from inspect import signature
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
+import adapterswap
+from adapterswap.cli import find_command
 from adapterswap.errors import CompositionError, FieldError
 from adapterswap.evaluation import Settings
 from adapterswap.evaluation.languages import language_of
@@ -222,6 +225,11 @@ def test_settings_are_those_of_evaluate() -> None:
     fields = {field.name for field in dataclasses.fields(Settings)}
     assert SweepSettings.model_fields.keys() == fields - {"confirm_run_unsafe_code", "trust_task_code"} | {"in_flight"}
     assert SweepSettings().as_settings() == Settings()
+    of_command = find_command("evaluate").make_context("evaluate", ["--base-model", "b", "--tasks", "t"]).params
+    of_function = {name: param.default for name, param in signature(adapterswap.evaluate).parameters.items()}
+    for name, default in dataclasses.asdict(Settings()).items():
+        for defaults in (of_command, of_function):
+            assert (defaults["sampling_seed" if name == "seed" else name] or default) == default, name
 
 
 def test_a_family_takes_the_fields_of_a_composition() -> None:
