@@ -137,9 +137,14 @@ def test_an_adapter_is_merged_with_a_depth_that_is_passed(
 
 
 def test_one_folder_under_two_names_is_reported(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
-    result = run("compose", "-t", math, "-l", math, "-o", tmp_path / "out", "--dry-run")
+    words = ["compose", "-t", math, "-l", math, "-o", tmp_path / "out", "--dry-run"]
+    result = run(*words)
     assert result.exit_code == 0
     assert "are the same folder\n" in result.stderr
+    as_json = run(*words, "--json")
+    assert json.loads(as_json.stdout)["written"] is False
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("Warning: ")]
+    assert as_json.stderr.splitlines()[1:] == warnings  # after a remark on the name of an expert
 
 
 def test_a_dry_run_writes_nothing(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:

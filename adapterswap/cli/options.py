@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import click
 from click.core import ParameterSource
 
-from adapterswap.cli.printing import note, note_output, print_json, working
+from adapterswap.cli.printing import note, note_output, only_warnings, print_json, working
 from adapterswap.cli.signature import Options
 from adapterswap.errors import AdapterswapError
 from adapterswap.processes import Processes, count_processes, first_to_report, joined, leave
@@ -235,11 +235,13 @@ class Writing(NamedTuple):
         return cls(out_path, overwrite, dry_run, as_json, push)
 
     def report(self, content: Callable[[], Mapping[str, Any]], show: Callable[[], None]) -> None:
-        """Upload what was written, then print `content` as JSON, or let `show` print it."""
+        """Upload what was written, then let `show` print, or print `content` as JSON and the warnings of `show`."""
         if self.push is not None and not self.dry_run:
             self.push.upload(self.out_path)
         if self.as_json:
             print_json({"out_path": self.out_path, "written": not self.dry_run, **content()})
+            with only_warnings():
+                show()
         else:
             show()
             note_output(self.out_path, dry_run=self.dry_run)

@@ -90,7 +90,7 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-_QUIET = "adapterswap.quiet"
+_QUIET, _ONLY_WARNINGS = "adapterswap.quiet", "adapterswap.only_warnings"
 # What moves the cursor, changes colours or the direction of writing, starts a line or a file; not a tab or a joiner.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
 
@@ -107,13 +107,28 @@ def be_quiet() -> None:
 
 
 def is_quiet() -> bool:
+    return _is_set(_QUIET) or _is_set(_ONLY_WARNINGS)
+
+
+def _is_set(key: str) -> bool:
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(_QUIET))
+    return context is not None and bool(context.meta.get(key))
+
+
+@contextmanager
+def only_warnings() -> Iterator[None]:
+    """Print warnings, and nothing else, inside the block; for what JSON has already said."""
+    meta = click.get_current_context().meta
+    meta[_ONLY_WARNINGS] = True
+    try:
+        yield
+    finally:
+        meta[_ONLY_WARNINGS] = False
 
 
 def echo(*lines: str, err: bool = False) -> None:
     """Print lines to stdout. They may quote paths and files, so control characters are written as their codes."""
-    for line in lines:
+    for line in lines if err or not _is_set(_ONLY_WARNINGS) else ():
         click.echo(_CONTROL.sub(lambda character: printable(character[0]), line), err=err)
 
 
@@ -163,7 +178,7 @@ def print_table(*tables: Table, width: int = 120) -> None:
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else width)
-    for shown in tables:
+    for shown in tables if not _is_set(_ONLY_WARNINGS) else ():
         console.print(shown)
 
 
