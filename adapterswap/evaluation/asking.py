@@ -4,7 +4,7 @@ So an engine can answer the requests of many compositions at once. Both halves a
 own model class, HFLM, which here holds no weights: it turns texts into tokens, cuts answers at their stops and adds up
 windows as it does for a model in memory. The first half stops at the model; the second looks the answers up.
 
-`Engine` is the protocol of engines; a window of compositions is in flight at any time.
+`Engine` is the protocol of engines; a window of compositions is in flight at any time, each written for a while.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +20,21 @@ from typing import Any, Protocol
 
 import torch
 
+from adapterswap.errors import OutputError
 from adapterswap.evaluation.evaluating import as_result, harness, padded, run_harness, tasks_to_evaluate
 from adapterswap.evaluation.harness import EvaluatedModel, seed_of
 from adapterswap.evaluation.results import EvaluationResult, check_texts
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import LoadedTasks
+from adapterswap.files.folders import scratch_folder
 from adapterswap.model.loading import OpenedBase, generation_config
+from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
+from adapterswap.serving.composer import for_any_engine
+from adapterswap.writing.adapter import write_prepared
+from adapterswap.writing.outputs import Form
+from adapterswap.writing.streaming import ModelForm
+from adapterswap.writing.weights import prepare_model, write_model
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,53 @@ class FullWeights:
 
 Subject = Path | FullWeights | None
 """The folder of an adapter; full weights; None for the base itself."""
+
+
+Output = Mapping[str, Any]
+"""How a composition is reduced: `max_rank`, `max_error`, or `full_rank` for full weights; empty if it is not."""
+
+
+@contextmanager
+def written(
+    plan: Plan | None,
+    output: Output,
+    *,
+    full: bool,
+    base_model: str,
+    hashes: Mapping[str, str] | None = None,
+    tell: Callable[[float], None] = lambda error: None,
+) -> Iterator[Subject]:
+    """Write a composition to a temporary folder, which exists inside the block.
+
+    Args:
+        plan: the composition; None for the base, which needs no folder.
+        hashes: see `write_prepared`.
+        tell: called with the largest relative error of a module if the composition is reduced.
+    """
+    if plan is None:
+        yield None
+        return
+    with scratch_folder("composition") as place:
+        try:
+            if full:
+                subject: Subject = FullWeights(_merged(plan, place / "merged", base_model))
+            else:
+                prepared = for_any_engine(plan, Form("portable", **output))
+                if output:
+                    tell(max((reduced.written_error for reduced in prepared.reduced.values()), default=0.0))
+                subject = write_prepared(prepared, place / "composed", hashes=hashes, tokenizer=False)
+        except OutputError as error:
+            raise OutputError(
+                error.problems[0].message,
+                "Set TMPDIR to a folder on a disk with enough free space for the base model"
+                if full
+                else "Set TMPDIR to a folder on a disk with enough free space",
+            ) from error
+        yield subject
+
+
+def _merged(plan: Plan, folder: Path, base_model: str) -> Path:
+    return write_model(prepare_model(plan, ModelForm(), None if plan.is_model else base_model), folder)
 
 
 class Engine(Protocol):

@@ -293,9 +293,8 @@ class Evaluation:
         self, device: str, dtype: str, on_loaded: Callable[[], None], on_progress: Callable[[int, int], None] | None
     ) -> EvaluationResult:
         """The result by vLLM; an adapter is composed with nothing, so that vLLM gets a layout that it reads."""
-        from adapterswap.evaluation.asking import Job, Questions, evaluated
-        from adapterswap.evaluation.compositions import fits_vllm, needs_of, shapes_of, written
-        from adapterswap.evaluation.vllm_engine import VLLMEngine
+        from adapterswap.evaluation.asking import Job, Questions, evaluated, written
+        from adapterswap.evaluation.vllm_engine import VLLMEngine, fits_vllm, needs_of, shapes_of
 
         require("vllm")
         plan, base = self.plan, self.base

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -28,10 +28,14 @@ from safetensors.numpy import save_file
 
 from adapterswap.dependencies import require
 from adapterswap.errors import ArgumentError, RunError, UnsupportedError, reason_of
-from adapterswap.evaluation.asking import Answer, FullWeights, Generation, Likelihood, Request, Subject
+from adapterswap.evaluation.asking import Answer, FullWeights, Generation, Likelihood, Output, Request, Subject
+from adapterswap.experts.adapter import Adapter
 from adapterswap.files.folders import scratch_folder
+from adapterswap.model.base import base_at
 from adapterswap.model.loading import OpenedBase, generation_config
 from adapterswap.model.sources import CONFIG, WEIGHTS
+from adapterswap.planning.plan import Plan
+from adapterswap.serving.composer import check_fits, largest_rank
 from adapterswap.serving.vllm import RANKS
 
 _RESERVED = {"model", "tokenizer", "dtype", "seed", "skip_tokenizer_init", "generation_config"}
@@ -93,6 +97,64 @@ class Needs:
 def longest_of(requests: Sequence[Request]) -> int:
     """Tokens of the longest request with its answer; of likelihoods vLLM decodes one more token."""
     return max(len(one.tokens) + (one.limit if isinstance(one, Generation) else 1) for one in requests)
+
+
+def shapes_of(base: OpenedBase) -> dict[str, str]:
+    """Each module of the base that LoRA can adapt, with its shape in the format of `LoraModule.shape`."""
+    weights = base_at(base.source.folder, f"the base {base.reference}")
+    return {name: weight.shape for name, weight in weights.items()}
+
+
+def fits_vllm(adapter: Adapter, name: str, shapes: Mapping[str, str]) -> bool:
+    """Whether vLLM can hold an expert's changes as LoRA; otherwise its compositions are full weights."""
+    try:
+        check_fits(adapter, shapes, name)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def rank_of(plan: Plan, output: Output) -> int:
+    """The highest rank that the adapter of a composition may have."""
+    return min(largest_rank(plan), output.get("max_rank") or largest_rank(plan))
+
+
+def needs_of(
+    adapters: Mapping[str, tuple[Plan, Output]], requests: Iterable[Request], in_flight: int, shapes: Mapping[str, str]
+) -> Needs:
+    """What vLLM must hold for compositions as adapters."""
+    ranks = {name: rank_of(plan, output) for name, (plan, output) in adapters.items()}
+    highest = max(ranks, key=lambda name: ranks[name], default=None)
+    if highest is not None and ranks[highest] > RANKS[-1]:
+        raise UnsupportedError(
+            f"{highest} has rank {ranks[highest]}, and vLLM supports at most {RANKS[-1]}",
+            "Reduce it with `max_rank`, or use `engine=transformers`",
+            parameter="engine",
+        )
+    names = {module.name for plan, _ in adapters.values() for module in plan.modules.values() if module.terms}
+    modules = tuple(sorted({name.rpartition(".")[2] for name in names}))
+    requests = tuple(requests)
+    widths = (shapes[name].split()[0].split("×") for name in shapes if name.rpartition(".")[2] in modules)
+    return Needs(
+        rank=max(ranks.values(), default=0),
+        modules=modules,
+        zeros=_zeros(plan for plan, _ in adapters.values()),
+        width=sum(sum(map(int, pair)) for pair in widths),
+        longest=longest_of(requests),
+        likelihoods=any(isinstance(one, Likelihood) for one in requests),
+        in_flight=in_flight,
+    )
+
+
+def _zeros(plans: Iterable[Plan]) -> dict[str, tuple[int, int]]:
+    """The keys of the factors of one adapted module of each kind, with their shapes at rank 1."""
+    adapted = (module for plan in plans for adapter in plan.adapters.values() for module in adapter.modules.values())
+    kinds = {module.name.rpartition(".")[2]: module for module in adapted if not module.parameter}
+    return {
+        name: shape
+        for module in kinds.values()
+        for name, shape in ((module.a.name, (1, module.in_features)), (module.b.name, (module.out_features, 1)))
+    }
 
 
 class VLLMEngine:

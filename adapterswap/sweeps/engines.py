@@ -63,7 +63,7 @@ def _generating(prepared: PreparedSweep) -> frozenset[str]:
 
 def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
     """What vLLM must be able to hold for all cells of a sweep."""
-    from adapterswap.evaluation.compositions import needs_of
+    from adapterswap.evaluation.vllm_engine import needs_of
 
     requests = (request for _, of_tasks in asked.values() for request in of_tasks)
     return needs_of(_as_adapters(prepared), requests, prepared.recipe.settings.in_flight, prepared.shapes)
@@ -83,7 +83,7 @@ def _as_adapters(prepared: PreparedSweep) -> dict[str, tuple[Plan, Mapping[str, 
 
 def needed(prepared: PreparedSweep) -> dict[str, Any]:
     """vLLM's settings for a sweep, the numbers in its slots for adapters, and the cell with the highest rank."""
-    from adapterswap.evaluation.compositions import rank_of
+    from adapterswap.evaluation.vllm_engine import rank_of
 
     all_needs = needs(prepared, asked_of_all(prepared))
     ranks = {name: rank_of(plan, output) for name, (plan, output) in _as_adapters(prepared).items()}
@@ -130,7 +130,7 @@ class EngineJudge:
         return Job(name, partial(self._written, cell, alone), *self._asked[key], alone=alone)
 
     def _written(self, cell: Cell, full: bool) -> AbstractContextManager[Subject]:
-        from adapterswap.evaluation.compositions import written
+        from adapterswap.evaluation.asking import written
 
         prepared = self._prepared
         described = prepared.described["experts"]

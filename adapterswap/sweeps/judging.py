@@ -196,8 +196,7 @@ class LocalJudge:
     @contextmanager
     def _merged(self, plan: Plan) -> Iterator[None]:
         """Replace the model in memory by the one that `merge` writes for a plan, until the cell is evaluated."""
-        from adapterswap.evaluation.asking import FullWeights
-        from adapterswap.evaluation.compositions import written
+        from adapterswap.evaluation.asking import FullWeights, written
         from adapterswap.model.loading import load_weights
 
         self._model = self._composer = None

@@ -226,14 +226,14 @@ class PreparedSweep:
     @cached_property
     def shapes(self) -> Mapping[str, str]:
         """Each module of the base that LoRA can adapt, with its shape."""
-        from adapterswap.evaluation.compositions import shapes_of
+        from adapterswap.evaluation.vllm_engine import shapes_of
 
         return shapes_of(self.base)
 
     @cached_property
     def beyond_vllm(self) -> frozenset[str]:
         """The experts whose changes vLLM cannot hold as LoRA."""
-        from adapterswap.evaluation.compositions import fits_vllm
+        from adapterswap.evaluation.vllm_engine import fits_vllm
 
         unfit = {name for name, adapter in self.adapters.items() if not fits_vllm(adapter, name, self.shapes)}
         return frozenset(unfit | (self.experts.keys() - self.adapters.keys()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -177,3 +179,9 @@ def test_what_does_not_fit_is_refused_before_an_engine_is_asked(byte_base: Path)
     with pytest.raises(ArgumentError) as refusal:
         questions.requests()
     assert refusal.value.found[0].parameter == "max_gen_toks"
+
+
+def test_compositions_are_written_without_the_packages_of_servers() -> None:
+    """In transformers a sweep merges cells with `full_rank`, which the `eval` extra alone must suffice for."""
+    code = "import sys\nsys.modules['starlette'] = None\nfrom adapterswap.evaluation.asking import written"
+    subprocess.run([sys.executable, "-c", code], check=True)
