@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.errors import AdapterswapError, ArgumentError, Problems, RunError, UnsupportedError
 from adapterswap.live.inventory import Inventory, beside, factors, parameter_of, scale_of
 from adapterswap.live.switching import Switch, apply_switch, check_loaded
+from adapterswap.model.architectures import architecture_of
 from adapterswap.model.layers import is_other_part, layer_container
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
 
     problems = Problems(UnsupportedError)
     remedy = "Use one composition for the whole batch"
+    config = inventory.model.get_base_model().config
+    if architecture_of(config.to_dict()).rows_second:
+        problems.add(f"a layer of {config.model_type} sees positions first, and rows second", remedy)
     for name, layer in inventory.layers.items():
         if not shares[name]:
             continue

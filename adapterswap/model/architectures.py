@@ -18,6 +18,7 @@ class Architecture:
         expert_width: the config key with the width of an expert, where PEFT is known to fuse LoRA on single experts.
         renamed_twice: PEFT 0.21 may lose modules: it renames LoRA's keys, which have their final names, by the rules
             of transformers for the keys of checkpoints, and these rules change such names again.
+        rows_second: some layers see (positions, rows, width), so a batch's rows are not on the first axis.
     """
 
     has_conv1d: bool = False
@@ -25,6 +26,7 @@ class Architecture:
     extra_rows: int | str = 0
     expert_width: str | None = None
     renamed_twice: bool = False
+    rows_second: bool = False
 
 
 _ROWS = (
@@ -32,6 +34,7 @@ _ROWS = (
     ("zamba zamba2", Architecture(shares_blocks=True)),
     ("mllama mllama_text_model", Architecture(extra_rows=8)),
     ("molmo2 molmo2_text", Architecture(extra_rows="additional_vocab_size")),
+    ("fsmt led longformer xlnet", Architecture(rows_second=True)),
     ("olmoe", Architecture(expert_width="intermediate_size")),
     ("qwen3_moe", Architecture(expert_width="moe_intermediate_size")),
     (

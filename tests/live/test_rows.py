@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from pico_models import trained
 from refusals import refused
 from tolerances import close, rounded_once
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import BartConfig, BartForConditionalGeneration, XLNetConfig, XLNetLMHeadModel
 
 from adapterswap.errors import ArgumentError, CompositionError, UnsupportedError
 from adapterswap.live import LiveComposer
@@ -282,3 +282,11 @@ def test_images_are_not_rows(tmp_path: Path) -> None:
         composer.model(input_ids=torch.stack(rows)[:, -2:])  # without images
         with refused(UnsupportedError):
             composer.model(**batch)
+
+
+def test_a_model_that_sees_positions_first() -> None:
+    """Three prompts of three tokens: positions could be taken for rows."""
+    config = XLNetConfig(vocab_size=32, d_model=16, n_layer=2, n_head=2, d_inner=32)
+    model = get_peft_model(XLNetLMHeadModel(config), LoraConfig(r=2, target_modules=["layer_1"]), "math")
+    with refused(UnsupportedError), LiveComposer(model.eval()).use_rows(["math", "base", "math"]):
+        pass
