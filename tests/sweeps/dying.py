@@ -1,7 +1,8 @@
 """Run a sweep in child processes that are killed. test_dying starts it as a separate program, so that it can fork:
 libraries are imported and the sweep is prepared once, and a child costs little more than its cells.
 
-Usage: dying.py kill|fill '{"recipe": {…}, "folder": …, …}'; prints JSON.
+Usage: dying.py '{"recipe": {…}, "kill": {"folder": …, "kills": 6, "seed": 0}, "fill": {"folder": …, "steps": […]}}',
+       with `kill` or `fill` or both; prints JSON.
        dying.py held '{"folder": …, "cells": 4, "arguments": ["sweep", …]}', by torchrun: runs the command line, and
        the first process prints a line and stops once so many cells are written.
 """
@@ -26,7 +27,7 @@ def count_cells(folder: Path) -> int:
     return lines.read_bytes().count(b"\n") if lines.exists() else 0
 
 
-def kill(work: Callable[[], None], folder: Path, kills: int, seed: int) -> dict[str, Any]:
+def kill(work: Callable[[], None], folder: Path, *, kills: int, seed: int) -> dict[str, Any]:
     """Kill at random accesses to the folder: from the start, or after each new cell, to make progress.
 
     The last two come while the process goes on, and may come too late.
@@ -42,7 +43,7 @@ def kill(work: Callable[[], None], folder: Path, kills: int, seed: int) -> dict[
     return {"killed_at": killed, "last": result(last)}
 
 
-def fill(work: Callable[[], None], folder: Path, steps: list[int]) -> dict[str, Any]:
+def fill(work: Callable[[], None], folder: Path, *, steps: list[int]) -> dict[str, Any]:
     """The disk counts as full once a file reaches a size: RLIMIT_FSIZE stops a write in the middle."""
     reports = []
     for size in steps:
@@ -80,21 +81,24 @@ def held(folder: str, cells: int, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    mode, settings = sys.argv[1], json.loads(sys.argv[2])
-    if mode == "held":
-        held(**settings)
+    if sys.argv[1] == "held":
+        held(**json.loads(sys.argv[2]))
         return
     import torch
 
     from adapterswap.sweeps import SweepRecipe, prepare, sweep
 
     torch.set_num_threads(1)
-    prepared, folder = prepare(SweepRecipe.model_validate(settings.pop("recipe"))), Path(settings.pop("folder"))
+    settings = json.loads(sys.argv[1])
+    prepared, found = prepare(SweepRecipe.model_validate(settings.pop("recipe"))), {}
+    for mode, options in settings.items():
+        folder = Path(options.pop("folder"))
 
-    def work() -> None:
-        sweep(prepared, folder, device="cpu")
+        def work(folder: Path = folder) -> None:
+            sweep(prepared, folder, device="cpu")
 
-    print(json.dumps({"kill": kill, "fill": fill}[mode](work, folder, **settings)))
+        found[mode] = {"kill": kill, "fill": fill}[mode](work, folder, **options)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def test_an_interrupted_search_asks_the_same_questions(
 def test_a_killed_search_ends_the_same(
     halving: Content, peace: tuple[Run, list[SweepProgress]], tmp_path: Path
 ) -> None:
-    found = dying("kill", recipe=halving(), folder=str(tmp_path / "killed"), kills=4, seed=1)
+    found = dying(halving(), kill={"folder": str(tmp_path / "killed"), "kills": 4, "seed": 1})["kill"]
     assert [code for code, _ in found["killed_at"]].count(-9) >= 2
     assert found["last"] == 0
     assert plain(tmp_path / "killed") == plain(peace[0].folder)

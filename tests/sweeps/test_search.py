@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -21,7 +22,7 @@ from adapterswap.sweeps.results import CellResult, Findings, TaskValue
 from adapterswap.sweeps.running import estimate
 from adapterswap.sweeps.search import ask, batches
 
-from .conftest import plain
+from .conftest import SETTINGS, plain
 
 pytest.importorskip("optuna")
 
@@ -77,7 +78,9 @@ def searching(content: Content, world: Path) -> Callable[..., SweepRecipe]:
     def make(**changes: Any) -> SweepRecipe:
         experts = {name: str(world / name) for name in ("math1", "math2")}
         families = {"swap": ZONES, "parts": {"partition": ["A", "B"]}}
-        return SweepRecipe.model_validate(content(task_experts=experts, compositions=families, **changes))
+        settings = {**SETTINGS, "max_gen_toks": 2}
+        changes = {"task_experts": experts, "compositions": families, "settings": settings, **changes}
+        return SweepRecipe.model_validate(content(**changes))
 
     return make
 
@@ -128,16 +131,16 @@ def test_only_the_documents_to_choose_on_are_used(searching: Callable[..., Sweep
 
 
 def test_a_resumed_search_asks_the_same_questions(searching: Callable[..., SweepRecipe], tmp_path: Path) -> None:
-    prepared = prepare(searching(search={"trials": 6}))
+    prepared = prepare(searching(search={"trials": 4}))
     sweep(prepared, tmp_path / "peace", device="cpu")
-    sweep(prepared, tmp_path / "killed", device="cpu")
+    shutil.copytree(tmp_path / "peace", tmp_path / "killed")
     lines = (tmp_path / "killed" / "cells.jsonl").read_bytes().splitlines(keepends=True)
     for kept in (len(lines) - 2, 9):  # in the middle of a trial
         (tmp_path / "killed" / "cells.jsonl").write_bytes(b"".join(lines[:kept]))
         sweep(prepared, tmp_path / "killed", device="cpu")
         assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
-    more = sweep(prepare(searching(search={"trials": 8})), tmp_path / "killed", device="cpu")
-    assert len(more.results) == len(lines) + 2 * 2
+    more = sweep(prepare(searching(search={"trials": 5})), tmp_path / "killed", device="cpu")
+    assert len(more.results) == len(lines) + 2
     assert [json.loads(line)["cell"] for line in lines] == [result.cell.cell for result in more.results[: len(lines)]]
 
 

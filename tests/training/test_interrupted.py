@@ -23,7 +23,7 @@ from .conftest import echo_rows, two_sides, write_jsonl
 from .spying import spied
 
 MakeRecipe = Callable[..., TrainRecipe]
-OPTIONS = {"max_steps": 11, "batch_size": 4, "save_every_samples": 16, "gradient_accumulation": 2}
+OPTIONS = {"max_steps": 7, "batch_size": 4, "save_every_samples": 16, "gradient_accumulation": 2}
 REGIMES = {
     "turns": {"simultaneous": {"partition": "A", "steps_per_switch": 2}},
     "full": {"adapter": "none"},
@@ -69,23 +69,21 @@ def test_a_crashed_run_resumes_to_the_same_bytes(
     assert resumed.resumed_from == 4
     assert files(resumed.path) == files(unbroken.path)
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"unbroken", "broken"}
+    if regime == "turns":
+        ended_by_sigterm(recipe, tmp_path, monkeypatch)
+        assert files(tmp_path / "ended") == files(unbroken.path)
 
 
-def test_sigterm_ends_a_run_after_its_step(
-    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of("turns", tmp_path, make_recipe)
-    unbroken = train(recipe, out_path=tmp_path / "unbroken")
+def ended_by_sigterm(recipe: TrainRecipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends after its step, with a checkpoint."""
     handler = signal.getsignal(signal.SIGTERM)
     ask = cut_short(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with ask, refused(RunError, match="5 of 11"):
-        train(recipe, out_path=tmp_path / "broken")
+    with ask, refused(RunError, match="5 of 7"):
+        train(recipe, out_path=folder / "ended")
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert not (tmp_path / "broken").exists()
-    resumed = train(recipe, out_path=tmp_path / "broken", resume=True)
+    assert not (folder / "ended").exists()
+    resumed = train(recipe, out_path=folder / "ended", resume=True)
     assert resumed.resumed_from == 5  # and not 4, the last one that save_every_samples asked for
-    name = "adapter_model.safetensors"
-    assert (resumed.path / name).read_bytes() == (unbroken.path / name).read_bytes()
 
 
 @contextmanager
@@ -143,50 +141,49 @@ def test_an_incomplete_checkpoint_is_skipped(
     assert (resumed.resumed_from, files(resumed.path)) == (2, unbroken)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_run_is_not_resumed_on_another_base(
-    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The same folder, and the same time stamps, with other weights, another config or another tokenizer."""
-    base = tmp_path / "base"
-    shutil.copytree(make_recipe().base_model, base)
-    recipe = make_recipe(base_model=str(base), training=OPTIONS)
-    interrupted_run(recipe, tmp_path / "broken", monkeypatch)
-    file = base / name
-    stamp = file.stat()
-    if name == "model.safetensors":
-        tensors = load(file.read_bytes())
-        tensors["model.norm.weight"][3] += 0.25
-        file.write_bytes(save(tensors, {"format": "pt"}))
-    else:
-        content = json.loads(file.read_text())
-        file.write_text(json.dumps(content | {"changed": 1} if name == "config.json" else content, indent=1))
-    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    with refused(RunError, "resume", match=": base"):
-        train(recipe, out_path=tmp_path / "broken", resume=True)
+def other_weights(file: Path) -> None:
+    tensors = load(file.read_bytes())
+    tensors["model.norm.weight"][3] += 0.25
+    file.write_bytes(save(tensors, {"format": "pt"}))
 
 
-def test_a_run_is_not_resumed_with_other_validation_rows(
+def other_rows(file: Path) -> None:
+    write_jsonl(file, echo_rows(8, seed=2))
+
+
+def other_text(file: Path) -> None:
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"changed": 1} if file.name == "config.json" else content, indent=1))
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "base/model.safetensors": (": base", other_weights),
+    "base/config.json": (": base", other_text),
+    "base/tokenizer.json": (": base", other_text),
+    "held-out.jsonl": (": validation_rows", other_rows),  # their losses would be mixed with those on the earlier rows
+    "broken.checkpoints/run.json": (r"run\.json", Path.unlink),
+}
+
+
+def test_a_run_is_not_resumed_on_what_was_changed(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their losses would be mixed with those on the earlier rows."""
+    """The same paths, and the same time stamps, with other content."""
+    base = shutil.copytree(make_recipe().base_model, tmp_path / "base")
     held_out = write_jsonl(tmp_path / "held-out.jsonl", echo_rows(8, seed=1))
     validation = {"datasets": [{"path": str(held_out), "prompt": "{question}", "completion": " {answer}"}]}
-    recipe = make_recipe(training=OPTIONS, validation=validation)
+    recipe = make_recipe(base_model=str(base), training=OPTIONS, validation=validation)
     interrupted_run(recipe, tmp_path / "broken", monkeypatch)
-    write_jsonl(held_out, echo_rows(8, seed=2))
-    with refused(RunError, "resume", match=": validation_rows"):
-        train(recipe, out_path=tmp_path / "broken", resume=True)
-
-
-def test_a_run_without_a_description_is_not_resumed(
-    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = make_recipe(training=OPTIONS)
-    interrupted_run(recipe, tmp_path / "broken", monkeypatch)
-    (tmp_path / "broken.checkpoints" / "run.json").unlink()
-    with refused(RunError, "resume", match=r"run\.json"):
-        train(recipe, out_path=tmp_path / "broken", resume=True)
+    for name, (named, change) in CHANGES.items():
+        file = tmp_path / name
+        before, stamp = file.read_bytes(), file.stat()
+        change(file)
+        if file.exists():
+            os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        with refused(RunError, "resume", match=named):
+            train(recipe, out_path=tmp_path / "broken", resume=True)
+        file.write_bytes(before)
+    assert train(recipe, out_path=tmp_path / "broken", resume=True).resumed_from == 4
 
 
 BROKEN_CONFIGS = {"heads": {"num_attention_heads": 0}, "rope": {"rope_parameters": {"rope_type": "spiral"}},

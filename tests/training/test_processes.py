@@ -46,7 +46,7 @@ def check_the_failure(done: subprocess.CompletedProcess[str], folder: Path, reci
 @pytest.mark.slow
 def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     options = {
-        "max_steps": 8, "batch_size": 2, "gradient_accumulation": 2, "weight_decay": 0.1, "max_grad_norm": 0.5,
+        "max_steps": 4, "batch_size": 2, "gradient_accumulation": 2, "weight_decay": 0.1, "max_grad_norm": 0.5,
         "gradient_checkpointing": True, "schedule": "constant",
     }  # fmt: skip
     recipes = {
@@ -59,7 +59,7 @@ def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: Make
     }
     on_top = {"adapter": str(tmp_path / "expert"), "mode": "chain"}
     recipes["chain"] = make_recipe(start=on_top, training=options)
-    failing = make_recipe(training={"max_steps": 8, "save_every_samples": 16})
+    failing = make_recipe(training={"max_steps": 4, "save_every_samples": 16})
     alone = {}
     for name, recipe in recipes.items():
         twice = recipe.training.model_copy(update={"gradient_accumulation": 4})
@@ -75,8 +75,8 @@ def test_two_processes_compute_the_same_as_one(tmp_path: Path, make_recipe: Make
         for actual in (one[name], other[name]):
             assert actual["wrapper"] == "torch.nn.parallel.distributed.DistributedDataParallel"
             assert actual["processes"] == 2
-            assert actual["losses"] == near([loss for _, loss in report.train_losses], depth=8 * LAYERS)
-            assert actual["eval"] == near([loss for _, loss in report.eval_losses], depth=9 * LAYERS)
+            assert actual["losses"] == near([loss for _, loss in report.train_losses], depth=4 * LAYERS)
+            assert actual["eval"] == near([loss for _, loss in report.eval_losses], depth=5 * LAYERS)
             assert actual["tokens"] == report.tokens
             assert actual["written"]  # no process returns before the output exists
         file = next(report.path.glob("*.safetensors")).name

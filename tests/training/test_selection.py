@@ -66,7 +66,7 @@ aggregate_metric_list:
 def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, data = tmp_path_factory.mktemp("tasks"), tmp_path_factory.mktemp("data")
     rows = []
-    for row in echo_rows(40, seed=9):
+    for row in echo_rows(24, seed=9):
         words = row["question"].split()[1:]
         choices = sorted({*words, "w0", "w1"})
         rows.append(
@@ -85,9 +85,10 @@ def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def selecting(make_recipe: MakeRecipe, own_tasks: Path) -> MakeRecipe:
+@pytest.fixture(scope="module")
+def selecting(make_recipe_in: Callable[..., MakeRecipe], own_tasks: Path, tmp_path_factory: Any) -> MakeRecipe:
     """`selecting(tasks=[…], keep_best=2, training={…})`: a recipe of five checkpoints, judged."""
+    make_recipe = make_recipe_in(tmp_path_factory.mktemp("selecting"))
 
     def make(**changes: Any) -> TrainRecipe:
         keys = SelectionOptions.model_fields.keys()
@@ -97,6 +98,14 @@ def selecting(make_recipe: MakeRecipe, own_tasks: Path) -> MakeRecipe:
         return make_recipe(rows=echo_rows(96), selection=selection, training=training, **changes)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def judged(selecting: MakeRecipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainRecipe, TrainReport]:
+    """An undisturbed run by two tasks, whose checkpoints are kept."""
+    changes = {"validation": {"rows": 8}, "training": {"keep_checkpoints": True}}
+    recipe = selecting(tasks=["pico_last", "pico_first"], keep_best=2, **changes)
+    return recipe, train(recipe, out_path=tmp_path_factory.mktemp("judged") / "expert", progress=False)
 
 
 def described(folder: Path) -> Any:
@@ -111,13 +120,12 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_the_best_checkpoint_is_written_with_its_table(tmp_path: Path, selecting: MakeRecipe) -> None:
-    recipe = selecting(keep_best=2, validation={"rows": 8}, training={"keep_checkpoints": True})
-    report = train(recipe, out_path=tmp_path / "expert", progress=False)
+def test_the_best_checkpoint_is_written_with_its_table(judged: tuple[TrainRecipe, TrainReport]) -> None:
+    _, report = judged
     found = report.selection
     assert found is not None
     assert [row.step for row in found.table] == [2, 4, 6, 8, 10]
-    assert found.metrics == {"pico_last": "acc,none"}
+    assert found.metrics == {"pico_last": "acc,none", "pico_first": "acc,none"}
     scores = {row.step: row.score for row in found.table}
     assert len(set(scores.values())) > 1
     assert list(found.kept) == sorted(scores, key=lambda step: (-scores[step], step))[:2]
@@ -127,11 +135,14 @@ def test_the_best_checkpoint_is_written_with_its_table(tmp_path: Path, selecting
     assert all(row["eval_loss"] is not None for row in result["table"])
     assert [step for step, _ in report.eval_losses] == [2, 4, 6, 8, 10]
     card = (report.path / "README.md").read_text()
-    assert f"These are the weights after step {found.kept[0]}, the best of the checkpoints by pico_last:" in card
+    assert (
+        f"These are the weights after step {found.kept[0]}, the best of the checkpoints by pico_last and pico_first:"
+        in card
+    )
     assert f"| **{found.kept[0]}** | **{found.chosen.score:.4f} ± " in card
 
     # The last two checkpoints are the trainer's own; the best two are among those that were judged.
-    kept = tmp_path / "expert.checkpoints" / "best"
+    kept = report.path.with_name("expert.checkpoints") / "best"
     assert sorted(path.name for path in (report.path / f"checkpoint-{found.kept[1]}").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -228,14 +239,14 @@ def test_two_ladders_are_swept_and_reported(
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_score_equals_evaluating_the_written_expert(
-    tmp_path: Path, selecting: MakeRecipe, own_tasks: Path, pico: Callable[[str], Path], started: bool
+    tmp_path: Path, selecting: MakeRecipe, judged: Any, own_tasks: Path, pico: Callable[[str], Path], started: bool
 ) -> None:
     """Also where modules of a start have ranks of their own and are not all trained."""
-    start = {"start": str(make_expert(pico("llama"), tmp_path / "start", rank_pattern={"q_proj": 2}))}
-    recipe = selecting(
-        tasks=["pico_last", "pico_first"], keep_best=2, **(start | {"adapter": {"layers": "0-3"}} if started else {})
-    )
-    report = train(recipe, out_path=tmp_path / "e", progress=False)
+    _, report = judged
+    if started:
+        start = {"start": str(make_expert(pico("llama"), tmp_path / "start", rank_pattern={"q_proj": 2}))}
+        recipe = selecting(tasks=["pico_last", "pico_first"], keep_best=2, adapter={"layers": "0-3"}, **start)
+        report = train(recipe, out_path=tmp_path / "e", progress=False)
     assert report.selection is not None
     for step, folder in zip(report.selection.kept, [report.path, *report.path.glob("checkpoint-*")], strict=True):
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pico("llama")), folder)
@@ -249,7 +260,8 @@ def test_a_score_equals_evaluating_the_written_expert(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"adapter": {"dropout": 0.2}}, {"training": {"gradient_checkpointing": True}}, {"adapter": "none"}]
+    "changes",
+    [{"adapter": {"dropout": 0.2}, "training": {"gradient_checkpointing": True}}, {"adapter": "none"}],
 )
 def test_training_is_not_affected(tmp_path: Path, selecting: MakeRecipe, changes: dict[str, Any]) -> None:
     changes = {
@@ -278,9 +290,10 @@ def test_full_models_are_selected_too(tmp_path: Path, selecting: MakeRecipe) -> 
         assert same(load_file(folder / "model.safetensors"), load_file(kept / f"checkpoint-{step}/model.safetensors"))
 
 
-def test_resuming_evaluates_nothing_twice(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
-    recipe = selecting(validation={"rows": 8}, keep_best=2)
-    unbroken = train(recipe, out_path=tmp_path / "unbroken", progress=False)
+def test_resuming_evaluates_nothing_twice(
+    tmp_path: Path, judged: tuple[TrainRecipe, TrainReport], monkeypatch: Any
+) -> None:
+    recipe, unbroken = judged
     requested: list[int] = []
     real = judging.evaluate
 
@@ -298,7 +311,7 @@ def test_resuming_evaluates_nothing_twice(tmp_path: Path, selecting: MakeRecipe,
     assert len(requested) == 6  # at 2 and 4, interrupted at 6; again at 6, then at 8 and 10
     assert resumed.selection == unbroken.selection
     for name in ("adapter_model.safetensors", "training.json", "README.md"):
-        assert (tmp_path / "expert" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+        assert (tmp_path / "expert" / name).read_bytes() == (unbroken.path / name).read_bytes()
 
 
 def test_a_terminated_run_is_judged_when_resumed(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
@@ -372,23 +385,20 @@ def test_early_stopping(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any)
 
 
 def test_every_so_many_checkpoints_and_the_last(tmp_path: Path, selecting: MakeRecipe) -> None:
-    recipe = selecting(every=2)
+    recipe = selecting(every=2, tasks=["pico_last", "pico_first"], metric={"pico_last": "acc_norm"})
     expected = estimate(recipe)
-    assert expected.selection == {"checkpoints": 3, "documents": 40, "requests": expected.selection["requests"]}
+    assert expected.selection == {"checkpoints": 3, "documents": 48, "requests": expected.selection["requests"]}
     report = train(recipe, out_path=tmp_path / "expert", progress=False)
     assert report.selection is not None
     assert [row.step for row in report.selection.table] == [4, 8, 10]
+    assert report.selection.metrics == {"pico_last": "acc_norm,none", "pico_first": "acc,none"}
 
 
-def test_groups_and_metrics(tmp_path: Path, selecting: MakeRecipe) -> None:
-    training = {"max_steps": 2}
-    report = train(selecting(tasks=["pico_both"], training=training), out_path=tmp_path / "group", progress=False)
+def test_a_group_is_one_score(tmp_path: Path, selecting: MakeRecipe) -> None:
+    recipe = selecting(tasks=["pico_both"], training={"max_steps": 2})
+    report = train(recipe, out_path=tmp_path / "group", progress=False)
     assert report.selection is not None
     assert report.selection.metrics == {"pico_both": "acc,none"}
-    recipe = selecting(tasks=["pico_last", "pico_first"], metric={"pico_last": "acc_norm"}, training=training)
-    report = train(recipe, out_path=tmp_path / "named", progress=False)
-    assert report.selection is not None
-    assert report.selection.metrics == {"pico_last": "acc_norm,none", "pico_first": "acc,none"}
 
 
 def test_mistakes_are_reported_before_anything_is_trained(
@@ -426,7 +436,7 @@ def test_the_command_line_reports_selection(tmp_path: Path, selecting: MakeRecip
     path.write_text(json.dumps(recipe))  # JSON is YAML
     shown = run("train", path, "--dry-run", "--set", "selection.tasks=[pico_last, mgsm_direct_sw]")
     assert shown.exit_code == 0, shown.stderr
-    assert "selection   2 checkpoints to evaluate, 290 documents in " in shown.stdout
+    assert "selection   2 checkpoints to evaluate, 274 documents in " in shown.stdout
     assert "selection by mgsm_direct_sw: the second paper found math in the target language a weaker" in shown.stderr
     result = run("train", path, "-o", tmp_path / "expert")
     assert result.exit_code == 0, result.stderr

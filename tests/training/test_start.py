@@ -86,7 +86,7 @@ def test_before_the_first_step_it_is_the_start(tmp_path: Path, make_recipe: Make
 
 
 def test_it_learns_from_there(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
-    learned = train(make_recipe(rows=echo_rows(256), training={"epochs": 6}), out_path=tmp_path / "learned")
+    learned = train(make_recipe(training={"epochs": 6}), out_path=tmp_path / "learned")
     rows = echo_rows(16, seed=5)
     further = train(make_recipe(rows=rows, start=str(learned.path), training={"max_steps": 2}), out_path=tmp_path / "b")
     anew = train(make_recipe(rows=rows, training={"max_steps": 2}), out_path=tmp_path / "c")
@@ -183,7 +183,7 @@ def test_the_recipe_says_what_is_trained(
 
 def test_both_sides_of_a_partition_start_from_it(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     start = make_expert(pico("llama"), tmp_path / "start", target_modules=["q_proj", "up_proj"])
-    options = {"datasets": two_sides(tmp_path), "simultaneous": {"partition": "A"}}
+    options = {"datasets": two_sides(tmp_path), "simultaneous": {"partition": "A"}, "training": {"max_steps": 4}}
     report = train(make_recipe(start=str(start), **options), out_path=tmp_path / "trained")
     ours, theirs = load_file(report.path / WEIGHTS), load_file(start / WEIGHTS)
     assert not any(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -199,7 +199,7 @@ def test_an_interrupted_run_resumes(
 ) -> None:
     start = make_expert(pico("llama"), tmp_path / "start")
     recipe = make_recipe(
-        start=chain(start) if on_top else str(start), training={"max_steps": 5, "save_every_samples": 16}
+        start=chain(start) if on_top else str(start), training={"max_steps": 4, "save_every_samples": 16}
     )
     unbroken = train(recipe, out_path=tmp_path / "unbroken")
 
@@ -300,7 +300,7 @@ def test_on_top_of_an_adapter_it_trains_as_on_the_merged_base(
     base = pico("llama")
     below = make_expert(base, tmp_path / "sft", **SHAPES[shape])
     merged = merged_by_peft(base, below, tmp_path / "merged")
-    options = {"rows": echo_rows(64), "adapter": {"r": 4}, "training": {"max_steps": 4, "learning_rate": 1e-2}}
+    options = {"training": {"max_steps": 3}}
     ours = train(make_recipe(start=chain(below), **options), out_path=tmp_path / "ours")
     theirs = train(make_recipe(base_model=str(merged), **options), out_path=tmp_path / "theirs")
     assert ours.train_losses == theirs.train_losses
