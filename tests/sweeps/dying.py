@@ -9,6 +9,7 @@ Usage: dying.py '{"recipe": {…}, "kill": {"folder": …, "kills": 6, "seed": 0
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -91,6 +92,7 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = json.loads(sys.argv[1])
     prepared, found = prepare(SweepRecipe.model_validate(settings.pop("recipe"))), {}
+    gc.freeze()  # each cell collects garbage, and each child would search through all imports
     for mode, options in settings.items():
         folder = Path(options.pop("folder"))
 

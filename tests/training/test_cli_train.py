@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-
-from adapterswap.cli import COMMANDS
 
 from .conftest import echo_rows, write_jsonl
 
@@ -93,15 +89,3 @@ def test_an_unknown_recipe_names_the_known_ones(run: Run) -> None:
     result = run("train", "train/llama-3.1-8b/maths")
     assert result.exit_code == 3
     assert "train/llama-3.1-8b/math" in result.stderr
-
-
-def test_help_is_light() -> None:
-    code = (
-        "import sys; from adapterswap.cli import main\n"
-        "try: main(['train', '-h'])\n"
-        "except SystemExit as e: assert e.code == 0\n"
-        "heavy = {'torch', 'transformers', 'trl', 'datasets', 'pydantic', 'rich'} & sys.modules.keys()\n"
-        "assert not heavy, heavy"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert COMMANDS["train"] in process.stdout

@@ -138,11 +138,6 @@ def test_the_same_recipe_gives_the_same_bytes(tmp_path: Path, make_recipe: MakeR
     assert one.joinpath("adapter_model.safetensors").stat().st_mode == one.joinpath("training.json").stat().st_mode
 
 
-def test_rows_are_shuffled_by_the_data_seed(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    prints = [estimate(make_recipe(training={"data_seed": seed})).rows.sha256 for seed in (0, 0, 1)]
-    assert prints[0] == prints[1] != prints[2]
-
-
 KILLED = """
 import sys
 from pathlib import Path
