@@ -63,7 +63,8 @@ def _remove_abandoned() -> None:
 
 
 LIST = "files"  # the key of a record that lists what was written
-PRINTS = "fingerprints"  # the key of a record with the fingerprints of the weights that were written
+PRINTS = "fingerprints"  # the key of a record with the fingerprints of what users may change: weights, model card
+CARD = "README.md"
 _MAX_RECORD = 2**30  # bytes
 _HEAD = 2**16  # bytes in which a file's mark is looked for
 _SHOWN = 3  # foreign files that a message names
@@ -240,14 +241,14 @@ def _contains(folder: Path, path: Path) -> bool:
 
 def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = ()) -> list[str]:
     """The paths in `folder` that no command of this kind wrote, relative to it; a folder's path ends with a slash, and
-    weights that were changed since say so.
+    weights and a model card that were changed since say so.
 
     `names` are further paths that the command writes, as in `OutputKind.names`.
     """
     known_names, prints = _known_files(folder, kind)
     expected = [tuple(name.rstrip("/").split("/")) for name in (*known_names, *names)]
     foreign_paths: list[str] = []
-    weights: list[str] = []
+    printed: list[str] = []
 
     def wrote(entry: os.DirEntry[str]) -> bool:
         files = None if kind is None else kind.files
@@ -270,16 +271,16 @@ def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = (
             elif is_folder or len(deeper) == len(fitting) or not wrote(entry):
                 foreign_paths.append("/".join(path) + "/" * is_folder)
             elif "/".join(path) in prints:
-                weights.append("/".join(path))
+                printed.append("/".join(path))
 
     look(folder, (), expected)
-    changed = (name for name, now in weight_prints(folder, weights).items() if prints[name] != now)
+    changed = (name for name, now in prints_of(folder, printed).items() if prints[name] != now)
     return [*foreign_paths, *(f"{name} (changed since)" for name in changed)]
 
 
 def _known_files(folder: Path, kind: OutputKind | None) -> tuple[Sequence[str], Mapping[str, str]]:
-    """The paths, or patterns of paths, that a command of this kind wrote into `folder`, and the fingerprints of its
-    weights, according to its record."""
+    """The paths, or patterns of paths, that a command of this kind wrote into `folder`, and the fingerprints
+    according to its record."""
     if kind is None:
         return (), {}
     if kind.record is None:
@@ -301,21 +302,21 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def weight_prints(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The fingerprints of the weights among these files of a folder; a few milliseconds for any size."""
-    weights = [name for name in names if name.endswith(".safetensors") and (folder / name).is_file()]
-    return {name: fingerprint(folder / name, most=2**23, block=2**12) for name in weights}
+def prints_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The fingerprints of the weights and the card among these files of a folder; a few milliseconds for any size."""
+    printed = [name for name in names if (name.endswith(".safetensors") or name == CARD) and (folder / name).is_file()]
+    return {name: fingerprint(folder / name, most=2**23, block=2**12) for name in printed}
 
 
 def _add_list(folder: Path, record: str) -> None:
-    """Add the list of files in `folder`, and the fingerprints of its weights, to its record."""
+    """Add the list of files in `folder`, and the fingerprints of its weights and card, to its record."""
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
         if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
     )
     content = json.loads((folder / record).read_bytes())
-    prints = weight_prints(folder, names)
+    prints = prints_of(folder, names)
     write_json(folder / record, {**content, LIST: names, **({PRINTS: prints} if prints else {})}, allow_nan=True)
 
 

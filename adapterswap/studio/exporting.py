@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adapterswap.files.folders import CARD
 from adapterswap.files.yaml import dump_yaml
 from adapterswap.gguf.export import export
 from adapterswap.methods.method import flag_of
@@ -17,7 +18,7 @@ from adapterswap.planning.composing import compose
 from adapterswap.planning.composition import Composition, own_name
 from adapterswap.studio.choice import FIELDS, by_rules
 from adapterswap.studio.workspace import Workspace
-from adapterswap.writing.adapter import CARD, write_adapter
+from adapterswap.writing.adapter import write_adapter
 
 FILES = {"adapter": "adapter (.zip)", "gguf": "GGUF for llama.cpp and Ollama", "card": "model card"}
 _RECIPE = "composition.yaml"

@@ -16,14 +16,14 @@ from typing import Any, Literal
 from adapterswap.changes.reading import Factors, read_factors
 from adapterswap.errors import ArgumentError, Problems
 from adapterswap.experts.adapter import Adapter, open_adapter
-from adapterswap.files.folders import LIST, PRINTS, files_in, weight_prints
+from adapterswap.files.folders import CARD, LIST, PRINTS, files_in, prints_of
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files
 from adapterswap.model.checkpoints import Checkpoint, hashed, open_checkpoint
 from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
 from adapterswap.tools.cutting import measure
 from adapterswap.tools.pairing import Selection, WeightMatrix, pair
-from adapterswap.writing.adapter import ADAPTER_FILES, CARD
+from adapterswap.writing.adapter import ADAPTER_FILES
 from adapterswap.writing.outputs import cores, torch_threads
 from adapterswap.writing.records import ExtractionRecord, ExtractionRequest, SourceRecord, shards_source
 
@@ -102,6 +102,12 @@ _FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
 
 
+def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str, str]:
+    """The fingerprints that a record should have: `prints`, but the card's as recorded, since it may be edited."""
+    recorded = content.get(PRINTS)
+    return {**prints, CARD: recorded[CARD]} if isinstance(recorded, dict) and CARD in recorded else dict(prints)
+
+
 _KEYS = {*ExtractionRecord.model_fields, LIST, PRINTS}
 _WRITTEN = _KEYS - {"slice"}  # always written
 _REQUEST = ExtractionRequest.model_fields.keys()
@@ -178,7 +184,7 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
         differing_keys.append("unchanged")
     if any(sha256_of(folder / name) != record.sha256.get(name) for name in (WEIGHTS, CONFIG)):
         return tuple(differing_keys)  # a changed adapter is reported elsewhere
-    if content.get(PRINTS) != weight_prints(folder, [WEIGHTS]):
+    if content.get(PRINTS) != reprinted(content, prints_of(folder, [WEIGHTS, CARD])):
         differing_keys.append(PRINTS)
     adapter = open_adapter(folder)
     ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}

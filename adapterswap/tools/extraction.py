@@ -16,7 +16,7 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.errors import ArgumentError, ExpertError
-from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.folders import CARD, atomic_folder, check_target
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import FLOAT_NAMES
@@ -29,7 +29,7 @@ from adapterswap.model.sources import CONFIG, FORMAT, PROVENANCE, WEIGHTS, publi
 from adapterswap.planning.base import check_base_weights
 from adapterswap.tools.cutting import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
 from adapterswap.tools.pairing import Reason, Selection, WeightPair, pair
-from adapterswap.writing.adapter import CARD, COMPOSED
+from adapterswap.writing.adapter import COMPOSED
 from adapterswap.writing.cards import escaped, licence_of, loading
 from adapterswap.writing.layout import Shape, adapter_config, check_base_name, most_common, written_scale
 from adapterswap.writing.outputs import OutputTensor, Spool, cores, torch_threads

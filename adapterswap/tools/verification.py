@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from adapterswap import __version__
 from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
 from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
-from adapterswap.files.folders import LIST, PRINTS, scratch_folder, weight_prints
+from adapterswap.files.folders import CARD, LIST, PRINTS, prints_of, scratch_folder
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import TensorFile, read_header
@@ -48,8 +48,8 @@ from adapterswap.planning.making import make_plan
 from adapterswap.planning.rules import BASE, Rule
 from adapterswap.tools.attributing import Attribution, attribute
 from adapterswap.tools.comparing import equal_bytes
-from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, verify_extracted
-from adapterswap.writing.adapter import CARD, prepare, write_prepared
+from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, reprinted, verify_extracted
+from adapterswap.writing.adapter import prepare, write_prepared
 from adapterswap.writing.outputs import Form
 from adapterswap.writing.records import (
     CompositionRecord,
@@ -288,7 +288,7 @@ def _verify_converted(
     listed = [name for name in content.get(LIST, ()) if exists(folder / str(name))]
     recomputed |= measured | {LIST: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
     differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
-    recomputed[PRINTS] = content.get(PRINTS) if differing else weight_prints(folder, [WEIGHTS])
+    recomputed[PRINTS] = content.get(PRINTS) if differing else reprinted(content, prints_of(folder, [WEIGHTS, CARD]))
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
     result = _of_sources(content, record, recomputed, opened, base_model)
@@ -354,6 +354,8 @@ def _compare(
         notes += (f"{CARD} is not the one that was written",)
     if differing:  # other fingerprints are no second difference
         recomputed[PRINTS] = content.get(PRINTS)
+    elif record.adapterswap_version != __version__:  # whose cards may read otherwise
+        recomputed[PRINTS] = reprinted(content, recomputed[PRINTS])
     sources = _of_sources(content, record, recomputed, opened, base_model)
     return replace(
         sources, differing=differing, config_differs=written != rewritten, config=config,

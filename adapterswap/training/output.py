@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.files.folders import OutputKind
+from adapterswap.files.folders import CARD, OutputKind
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, write_json
 from adapterswap.model.loading import OpenedBase, open_base
@@ -22,7 +22,7 @@ from adapterswap.training.recipe import ChainStart, TrainRecipe
 from adapterswap.training.report import TrainReport
 from adapterswap.training.start import Start
 from adapterswap.training.targets import TrainingTargets
-from adapterswap.writing.adapter import ADAPTER_FILES, CARD
+from adapterswap.writing.adapter import ADAPTER_FILES
 
 TRAINING_FORMAT = "adapterswap-training/1"
 

@@ -14,7 +14,7 @@ from adapterswap.changes.copies import check_one_base, check_tied_rows
 from adapterswap.errors import check_type
 from adapterswap.experts.config import check_written
 from adapterswap.experts.keys import LORA
-from adapterswap.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.files.folders import CARD, OutputKind, atomic_folder, check_target
 from adapterswap.files.text import expand, write_json
 from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.model.tokenizers import BASE_FOLDER, United, unite, write_united
@@ -28,7 +28,6 @@ from adapterswap.writing.reduction import measurements, reduce
 from adapterswap.writing.resolving import Resolved, resolve
 from adapterswap.writing.tensors import write_tensors
 
-CARD = "README.md"
 ADAPTER_FILES = (CONFIG, WEIGHTS)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.errors import AdapterswapError, printable
 from adapterswap.experts.keys import LORA
+from adapterswap.files.folders import CARD
 from adapterswap.files.text import exists, read_small
 from adapterswap.files.yaml import dump_yaml, parse_yaml
 from adapterswap.methods.registry import find_method
@@ -30,7 +31,6 @@ from adapterswap.planning.plan import Plan
 from adapterswap.writing.outputs import Layout
 from adapterswap.writing.records import CompositionRecord
 
-_CARD = "README.md"
 _MAX_BYTES = 2**20
 _MAX_NAME = 200  # characters of a name or a link
 
@@ -54,7 +54,7 @@ class Licence:
 
 def licence_of(folder: Path) -> Licence | None:
     """The licence that the card in an expert's folder states; None if there is no card or it states no licence."""
-    path = folder / _CARD
+    path = folder / CARD
     if not exists(path):
         return None
     try:

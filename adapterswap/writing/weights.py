@@ -21,7 +21,7 @@ from typing import Any, Literal
 from adapterswap.changes.copies import Carried, check_base, check_tied_rows
 from adapterswap.errors import AdapterswapError, ArgumentError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapter import Adapter
-from adapterswap.files.folders import atomic_folder, check_target, scratch_folder
+from adapterswap.files.folders import CARD, atomic_folder, check_target, scratch_folder
 from adapterswap.files.hashes import sha256_of
 from adapterswap.files.text import expand, write_json
 from adapterswap.model.base import read_config
@@ -34,7 +34,7 @@ from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.making import base_of, make_plan, merge_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rules import BASE
-from adapterswap.writing.adapter import CARD, COMPOSED, tokenizer_folders, united_tokenizer
+from adapterswap.writing.adapter import COMPOSED, tokenizer_folders, united_tokenizer
 from adapterswap.writing.blocks import Entered, Rows
 from adapterswap.writing.cards import merged_card
 from adapterswap.writing.records import (
