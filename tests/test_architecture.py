@@ -83,6 +83,16 @@ def test_nothing_but_the_command_line_prints() -> None:
     assert printing <= {"cli", "serving"}  # the server process prints when it is ready
 
 
+def test_kinds_of_changes_are_told_apart_in_one_room() -> None:
+    asking = set()
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                names = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+                asking |= {name} if names & {"LowRank", "Whole", "Opaque"} else set()
+    assert {name.split(".")[0] for name in asking} == {"changes"}
+
+
 def test_choices_have_one_order() -> None:
     """`typing` keeps one object for `Literal["a", "b"] | None` and `Literal["b", "a"] | None`: the first one that is
     imported decides the order in which --help lists the choices.

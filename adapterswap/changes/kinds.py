@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from adapterswap.experts.adapter import LoraModule, OpaqueModule, Part
 from adapterswap.files.tensorfile import Tensor
@@ -144,6 +145,77 @@ class Opaque:
 
 
 Change = LowRank | Whole | Opaque
+
+_Kind = TypeVar("_Kind", bound=Change, covariant=True)
+
+
+@dataclass(frozen=True)
+class Term(Generic[_Kind]):
+    """One expert's part in a slot: its coefficient c, and its change.
+
+    `side` is the average through which the expert enters, if the rule treats averages as wholes; else the expert.
+    """
+
+    expert: str
+    side: str
+    coefficient: float
+    change: _Kind
+
+    @property
+    def lora(self) -> LoraModule:
+        """The factors, of LoRA or a variant of it."""
+        assert self.change.lora is not None
+        return self.change.lora
+
+
+class Terms:
+    """The terms of a slot or of a span, by the kind of their change."""
+
+    terms: tuple[Term[Change], ...]
+
+    @cached_property
+    def whole(self) -> tuple[Term[Whole], ...]:
+        """The terms with weights that replace the base's."""
+        return tuple(cast(Term[Whole], term) for term in self.terms if isinstance(term.change, Whole))
+
+    @cached_property
+    def low_rank(self) -> tuple[Term[LowRank], ...]:
+        """The terms with low-rank changes."""
+        return tuple(cast(Term[LowRank], term) for term in self.terms if isinstance(term.change, LowRank))
+
+    @cached_property
+    def opaque(self) -> tuple[Term[Opaque], ...]:
+        """The terms whose weight PEFT computes from the base's."""
+        return tuple(cast(Term[Opaque], term) for term in self.terms if isinstance(term.change, Opaque))
+
+    @property
+    def summed(self) -> dict[str, float]:
+        """Each expert's coefficient, summed over its sides."""
+        coefficients: dict[str, float] = {}
+        for term in self.terms:
+            coefficients[term.expert] = coefficients.get(term.expert, 0.0) + term.coefficient
+        return coefficients
+
+
+class ByKind(NamedTuple):
+    """Changes by name, each kind apart."""
+
+    low_rank: dict[str, LowRank]
+    whole: dict[str, Whole]
+    opaque: dict[str, Opaque]
+
+
+def by_kind(changes: Mapping[str, Change]) -> ByKind:
+    """Sort changes by their kind; within a kind they keep their order."""
+    found = ByKind({}, {}, {})
+    for name, change in changes.items():
+        if isinstance(change, LowRank):
+            found.low_rank[name] = change
+        elif isinstance(change, Whole):
+            found.whole[name] = change
+        else:
+            found.opaque[name] = change
+    return found
 
 
 def change_of(part: Part, path: Path, *, transposed: bool = False) -> Change:

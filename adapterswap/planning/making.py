@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
-from adapterswap.changes.kinds import Change, Whole, change_of
+from adapterswap.changes.kinds import Change, Term, Whole, change_of
 from adapterswap.changes.locating import Located, TiedHead, locate_all
 from adapterswap.errors import (
     ArgumentError,
@@ -60,7 +60,7 @@ from adapterswap.planning.composition import Composition, as_composition
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.rows import check_sizes, settle_vocabulary, with_lent_rows, with_rows_of_base
 from adapterswap.planning.rules import BASE, Rule
-from adapterswap.planning.slots import Slot, Span, Term
+from adapterswap.planning.slots import Slot, Span
 from adapterswap.planning.targets import Target, report
 
 Expert = Adapter | Checkpoint

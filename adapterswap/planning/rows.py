@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.changes.kinds import Change, Whole
+from adapterswap.changes.kinds import Change, Term, Whole
 from adapterswap.changes.locating import TiedHead
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter import Adapter, and_more
@@ -33,7 +33,7 @@ from adapterswap.model.tokenizers import Tokens, clashes, read_tokens, tokenizer
 from adapterswap.planning.base import reference_of
 from adapterswap.planning.composition import Composition
 from adapterswap.planning.rules import BASE
-from adapterswap.planning.slots import Slot, Span, Term, own_weight, shared_out
+from adapterswap.planning.slots import Slot, Span, own_weight, shared_out
 
 
 def settle_tokens(

@@ -16,69 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import TypeVar
 
-from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
-from adapterswap.experts.adapter import LoraModule
+from adapterswap.changes.kinds import Change, Term, Terms, Whole
 from adapterswap.model.layers import Kind, is_vocabulary
 from adapterswap.planning.rules import BASE, BlendMethod, Rule
 
 _NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the experts' coefficients
 _NOT_OPEN = Whole(Path(), {})  # the base's own weight in a plan that has not opened the base
 
-_Kind = TypeVar("_Kind", bound=Change, covariant=True)
+_Kind = TypeVar("_Kind", bound=Change)
 
 
 @dataclass(frozen=True)
-class Term(Generic[_Kind]):
-    """One expert's part in a slot: its coefficient c, and its change.
-
-    `side` is the average through which the expert enters, if the rule treats averages as wholes; else the expert.
-    """
-
-    expert: str
-    side: str
-    coefficient: float
-    change: _Kind
-
-    @property
-    def lora(self) -> LoraModule:
-        """The factors, of LoRA or a variant of it."""
-        assert self.change.lora is not None
-        return self.change.lora
-
-
-class _Terms:
-    """What follows from the terms of a slot or of a span."""
-
-    terms: tuple[Term[Change], ...]
-
-    @cached_property
-    def whole(self) -> tuple[Term[Whole], ...]:
-        """The terms with weights that replace the base's."""
-        return tuple(cast(Term[Whole], term) for term in self.terms if isinstance(term.change, Whole))
-
-    @cached_property
-    def low_rank(self) -> tuple[Term[LowRank], ...]:
-        """The terms with low-rank changes."""
-        return tuple(cast(Term[LowRank], term) for term in self.terms if isinstance(term.change, LowRank))
-
-    @cached_property
-    def opaque(self) -> tuple[Term[Opaque], ...]:
-        """The terms whose weight PEFT computes from the base's."""
-        return tuple(cast(Term[Opaque], term) for term in self.terms if isinstance(term.change, Opaque))
-
-    @property
-    def summed(self) -> dict[str, float]:
-        """Each expert's coefficient, summed over its sides."""
-        coefficients: dict[str, float] = {}
-        for term in self.terms:
-            coefficients[term.expert] = coefficients.get(term.expert, 0.0) + term.coefficient
-        return coefficients
-
-
-@dataclass(frozen=True)
-class Span(_Terms):
+class Span(Terms):
     """A range of rows that are computed alike.
 
     Attributes:
@@ -120,7 +71,7 @@ def own_weight(coefficient: float, weight: Whole | None) -> Term[Whole]:
 
 
 @dataclass(frozen=True)
-class Slot(_Terms):
+class Slot(Terms):
     """One module or one stored tensor, and how its result is computed.
 
     Attributes:

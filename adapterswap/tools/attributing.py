@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.kinds import LowRank, Opaque, Whole
+from adapterswap.changes.kinds import LowRank, Whole, by_kind
 from adapterswap.changes.locating import Located, locate_all
 from adapterswap.changes.reading import Factors, read_factors, read_rows
 from adapterswap.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
@@ -312,13 +312,11 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
                 cast = _half_unit(own, dtype) if theirs.tensor.dtype != dtype else 0.0
                 return _half_unit(np.maximum(np.abs(target), np.abs(own)), dtype) + cast
 
+            kinds = by_kind({expert: place.change for expert, place in given.items()})  # `_stated` refuses opaque ones
             changes = {
-                expert: _low_rank(expert, place.change, files[place.change.path], dtype)
-                if isinstance(place.change, LowRank)
-                else _replaced(expert, place.change, files, dtype)
-                for expert, place in given.items()
-                if not isinstance(place.change, Opaque)  # `_stated` refuses these
-            }  # fmt: skip
+                **{expert: _low_rank(expert, one, files[one.path], dtype) for expert, one in kinds.low_rank.items()},
+                **{expert: _replaced(expert, one, files, dtype) for expert, one in kinds.whole.items()},
+            }
             return _Subject(
                 name, ours.layer, (math.prod(ours.tensor.shape) // max(columns, 1), columns), stated.get(name, {}),
                 read, rounding, changes, {expert: _mistakes(place.change.lora) for expert, place in given.items()},

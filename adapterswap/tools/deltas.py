@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.kinds import Whole
+from adapterswap.changes.kinds import Whole, by_kind
 from adapterswap.changes.locating import locate_all
 from adapterswap.changes.reading import Factors, read_difference
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError, reason_of
@@ -299,18 +299,16 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
     stored, located, _ = locate_all({names[0]: adapter}, base, problems)
     problems.raise_if_any()
     weights = base_at(base.source.folder, base.name, to_adapt=True)
-    full = {
-        key: (location.module, location.change)
-        for key, location in located[names[0]].items()
-        if isinstance(location.change, Whole)
-    }
+    places = located[names[0]]
+    full = by_kind({key: place.change for key, place in places.items()}).whole
     with open_files([adapter.file, *base.shards]) as files:
 
         def read(key: str, change: Whole) -> npt.NDArray[np.float32]:
             return read_difference(names, change, Whole.of(stored[key].path, stored[key].tensor), files)
 
         matrices = {}
-        for key, (module, change) in full.items():
+        for key, change in full.items():
+            module = places[key].module
             weight = weights.get(module) or weights.get((weights.rename(key) or "").removesuffix(".weight"))
             if weight is None or len(change.tensor.shape) != 2:
                 if read(key, change).any():

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.changes.joint import concatenate
-from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.changes.kinds import Change, LowRank, Opaque, Term, Whole
 from adapterswap.changes.opaque import merged_delta, merged_weight
 from adapterswap.changes.reading import Factors
 from adapterswap.errors import UnsupportedError
@@ -41,7 +41,7 @@ from adapterswap.files.numbers import (
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor
 from adapterswap.model.base import ExpertRows
 from adapterswap.planning.rules import BASE
-from adapterswap.planning.slots import Slot, Span, Term
+from adapterswap.planning.slots import Slot, Span
 
 _REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
 _COPIED = 2**20  # bytes of a block to copy, and
