@@ -103,7 +103,10 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the 
 
 
 def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str, str]:
-    """The fingerprints that a record should have: `prints`, but the card's as recorded, since it may be edited."""
+    """The fingerprints that a record should have: `prints`, but the card's as recorded.
+
+    A card may be edited, and quotes those of the sources, which may have been edited since.
+    """
     recorded = content.get(PRINTS)
     return {**prints, CARD: recorded[CARD]} if isinstance(recorded, dict) and CARD in recorded else dict(prints)
 

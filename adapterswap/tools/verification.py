@@ -352,10 +352,8 @@ def _compare(
     differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
     if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
         notes += (f"{CARD} is not the one that was written",)
-    if differing:  # other fingerprints are no second difference
-        recomputed[PRINTS] = content.get(PRINTS)
-    elif record.adapterswap_version != __version__:  # whose cards may read otherwise
-        recomputed[PRINTS] = reprinted(content, recomputed[PRINTS])
+    # Other fingerprints of weights are no second difference.
+    recomputed[PRINTS] = content.get(PRINTS) if differing else reprinted(content, recomputed[PRINTS])
     sources = _of_sources(content, record, recomputed, opened, base_model)
     return replace(
         sources, differing=differing, config_differs=written != rewritten, config=config,
