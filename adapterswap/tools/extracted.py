@@ -103,12 +103,13 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the 
 
 
 def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str, str]:
-    """The fingerprints that a record should have: `prints`, but the card's as recorded.
+    """The fingerprints that a record should have: `prints`, but the card's as recorded, if it is.
 
     A card may be edited, and quotes those of the sources, which may have been edited since.
     """
     recorded = content.get(PRINTS)
-    return {**prints, CARD: recorded[CARD]} if isinstance(recorded, dict) and CARD in recorded else dict(prints)
+    card = {CARD: recorded[CARD]} if isinstance(recorded, dict) and CARD in recorded else {}
+    return {name: one for name, one in prints.items() if name != CARD} | card
 
 
 _KEYS = {*ExtractionRecord.model_fields, LIST, PRINTS}
@@ -187,7 +188,7 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
         differing_keys.append("unchanged")
     if any(sha256_of(folder / name) != record.sha256.get(name) for name in (WEIGHTS, CONFIG)):
         return tuple(differing_keys)  # a changed adapter is reported elsewhere
-    if content.get(PRINTS) != reprinted(content, prints_of(folder, [WEIGHTS, CARD])):
+    if content.get(PRINTS) != reprinted(content, prints_of(folder, [WEIGHTS])):
         differing_keys.append(PRINTS)
     adapter = open_adapter(folder)
     ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}

@@ -288,7 +288,7 @@ def _verify_converted(
     listed = [name for name in content.get(LIST, ()) if exists(folder / str(name))]
     recomputed |= measured | {LIST: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
     differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
-    recomputed[PRINTS] = content.get(PRINTS) if differing else reprinted(content, prints_of(folder, [WEIGHTS, CARD]))
+    recomputed[PRINTS] = content.get(PRINTS) if differing else reprinted(content, prints_of(folder, [WEIGHTS]))
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
     result = _of_sources(content, record, recomputed, opened, base_model)
