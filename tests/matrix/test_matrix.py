@@ -118,7 +118,7 @@ def _outcome(cell: Cell, prepared: Prepared, out: Path) -> str:
     wrong = differences(prepared, changes, result, [])
     if wrong and cell.operation in METHODS:
         others = []
-        for seed in range(4):
+        for seed in range(16):
             experts = (rounded_otherwise(prepared.base, one, seed) for one in (prepared.task, prepared.language))
             others.append(expected(architecture, operation.composition, *experts, prepared.base))
         wrong = differences(prepared, changes, result, others)
