@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from adapterswap.experts.adapter import LoraModule, OpaqueModule, Part
 from adapterswap.files.tensorfile import Tensor
@@ -197,25 +197,9 @@ class Terms:
         return coefficients
 
 
-class ByKind(NamedTuple):
-    """Changes by name, each kind apart."""
-
-    low_rank: dict[str, LowRank]
-    whole: dict[str, Whole]
-    opaque: dict[str, Opaque]
-
-
-def by_kind(changes: Mapping[str, Change]) -> ByKind:
-    """Sort changes by their kind; within a kind they keep their order."""
-    found = ByKind({}, {}, {})
-    for name, change in changes.items():
-        if isinstance(change, LowRank):
-            found.low_rank[name] = change
-        elif isinstance(change, Whole):
-            found.whole[name] = change
-        else:
-            found.opaque[name] = change
-    return found
+def of_kind(kind: type[_Kind], changes: Mapping[str, Change]) -> dict[str, _Kind]:
+    """The changes of one kind, by name."""
+    return {name: change for name, change in changes.items() if isinstance(change, kind)}
 
 
 def change_of(part: Part, path: Path, *, transposed: bool = False) -> Change:

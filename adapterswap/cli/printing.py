@@ -11,7 +11,8 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,7 +91,7 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-_QUIET, _ONLY_WARNINGS = "adapterswap.quiet", "adapterswap.only_warnings"
+_QUIET = "adapterswap.quiet"
 # What moves the cursor, changes colours or the direction of writing, starts a line or a file; not a tab or a joiner.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
 
@@ -107,28 +108,25 @@ def be_quiet() -> None:
 
 
 def is_quiet() -> bool:
-    return _is_set(_QUIET) or _is_set(_ONLY_WARNINGS)
-
-
-def _is_set(key: str) -> bool:
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(key))
+    return context is not None and bool(context.meta.get(_QUIET))
 
 
 @contextmanager
 def only_warnings() -> Iterator[None]:
     """Print warnings, and nothing else, inside the block; for what JSON has already said."""
-    meta = click.get_current_context().meta
-    meta[_ONLY_WARNINGS] = True
+    was_quiet = is_quiet()
+    be_quiet()
     try:
-        yield
+        with redirect_stdout(StringIO()):
+            yield
     finally:
-        meta[_ONLY_WARNINGS] = False
+        click.get_current_context().meta[_QUIET] = was_quiet
 
 
 def echo(*lines: str, err: bool = False) -> None:
     """Print lines to stdout. They may quote paths and files, so control characters are written as their codes."""
-    for line in lines if err or not _is_set(_ONLY_WARNINGS) else ():
+    for line in lines:
         click.echo(_CONTROL.sub(lambda character: printable(character[0]), line), err=err)
 
 
@@ -178,7 +176,7 @@ def print_table(*tables: Table, width: int = 120) -> None:
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else width)
-    for shown in tables if not _is_set(_ONLY_WARNINGS) else ():
+    for shown in tables:
         console.print(shown)
 
 

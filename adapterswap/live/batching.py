@@ -20,7 +20,6 @@ from adapterswap.errors import AdapterswapError, ArgumentError, Problems, RunErr
 from adapterswap.live.inventory import Inventory, beside, factors, parameter_of, scale_of
 from adapterswap.live.switching import Switch, apply_switch, check_loaded
 from adapterswap.model.architectures import architecture_of
-from adapterswap.model.layers import is_other_part, layer_container
 
 if TYPE_CHECKING:
     import torch
@@ -73,10 +72,9 @@ class Rows:
         apply_switch(Switch(in_full=self._in_full(inventory)), inventory)
         base = inventory.model.get_base_model()
         self._handles.append(base.register_forward_pre_hook(self._check_batch, with_kwargs=True))
-        container = layer_container(inventory.layers)
         for name, layer in inventory.layers.items():
             if shares[name]:
-                adder = _Adder(name, shares[name], None if is_other_part(name, container) else len(self.switches))
+                adder = _Adder(name, shares[name], None if name in inventory.other_parts else len(self.switches))
                 self._handles.append(layer.register_forward_hook(adder))
 
     def withdraw(self) -> None:
@@ -141,9 +139,9 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
 
     problems = Problems(UnsupportedError)
     remedy = "Use one composition for the whole batch"
-    config = inventory.model.get_base_model().config
-    if architecture_of(config.to_dict()).rows_second:
-        problems.add(f"a layer of {config.model_type} sees positions first, and rows second", remedy)
+    model_type = inventory.model.get_base_model().config.model_type
+    if architecture_of({"model_type": model_type}).rows_second:
+        problems.add(f"a layer of {model_type} sees positions first, and rows second", remedy)
     for name, layer in inventory.layers.items():
         if not shares[name]:
             continue
@@ -189,9 +187,8 @@ class _Adder:
                 f"{self.name} sees images or audio instead of rows, and the rows would need different experts in it",
                 "Use one composition for the whole batch, or compositions with the same experts there (`outside`)",
             )
-        if (
-            self.count is not None and len(result) != self.count
-        ):  # some models flatten rows and positions before their feed-forward layers
+        # Some models flatten rows and positions before their feed-forward layers.
+        if self.count is not None and len(result) != self.count:
             if len(result) % self.count or result.dim() != 2:
                 raise UnsupportedError(
                     f"{self.name} receives {len(result)} rows, and the batch has {self.count}",

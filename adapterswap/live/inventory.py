@@ -20,7 +20,7 @@ from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueM
 from adapterswap.experts.config import AdapterConfig, parse_adapter_config, scale
 from adapterswap.experts.keys import LORA
 from adapterswap.files.tensorfile import Tensor, TensorFile
-from adapterswap.model.layers import NumLayers, layer_container, layer_of, stacked_layers_in_config
+from adapterswap.model.layers import NumLayers, is_other_part, layer_container, layer_of, stacked_layers_in_config
 from adapterswap.model.sources import Source
 from adapterswap.planning.rules import BASE
 from adapterswap.planning.targets import Target, check_expert
@@ -270,6 +270,12 @@ class Inventory:
     def num_layers(self) -> NumLayers | None:
         """The base's number of layers; see `layers_of_base`."""
         return layers_of_base(self.model.get_base_model())
+
+    @cached_property
+    def other_parts(self) -> frozenset[str]:
+        """The LoRA layers that see images or audio; see `is_other_part`."""
+        container = layer_container(self.layers)
+        return frozenset(name for name in self.layers if is_other_part(name, container))
 
     def origin(self, name: str) -> Adapter | None:
         """The opened adapter that `name` was loaded from; None if the composer did not load it."""

@@ -376,9 +376,7 @@ def is_vocabulary(module: str, layer: int | None) -> bool:
 def is_other_part(module: str, container: str | None) -> bool:
     """Whether a module belongs to a tower, a projector or the like, which sees images or audio instead of tokens."""
     layer = layer_of(module, container)
-    if layer is not None or is_vocabulary(module, layer):
-        return False
-    return any(map(_OTHER_PARTS.search, module.split(".")))
+    return layer is None and not is_vocabulary(module, layer) and any(map(_OTHER_PARTS.search, module.split(".")))
 
 
 def extra_rows(config: Mapping[str, Any], module: str) -> int:

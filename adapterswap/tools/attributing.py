@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.kinds import LowRank, Whole, by_kind
+from adapterswap.changes.kinds import LowRank, Whole, of_kind
 from adapterswap.changes.locating import Located, locate_all
 from adapterswap.changes.reading import Factors, read_factors, read_rows
 from adapterswap.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
@@ -312,10 +312,11 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
                 cast = _half_unit(own, dtype) if theirs.tensor.dtype != dtype else 0.0
                 return _half_unit(np.maximum(np.abs(target), np.abs(own)), dtype) + cast
 
-            kinds = by_kind({expert: place.change for expert, place in given.items()})  # `_stated` refuses opaque ones
+            own_changes = {expert: place.change for expert, place in given.items()}
+            low_rank, whole = of_kind(LowRank, own_changes), of_kind(Whole, own_changes)  # `_stated` refuses others
             changes = {
-                **{expert: _low_rank(expert, one, files[one.path], dtype) for expert, one in kinds.low_rank.items()},
-                **{expert: _replaced(expert, one, files, dtype) for expert, one in kinds.whole.items()},
+                **{expert: _low_rank(expert, one, files[one.path], dtype) for expert, one in low_rank.items()},
+                **{expert: _replaced(expert, one, files, dtype) for expert, one in whole.items()},
             }
             return _Subject(
                 name, ours.layer, (math.prod(ours.tensor.shape) // max(columns, 1), columns), stated.get(name, {}),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.kinds import Whole, by_kind
+from adapterswap.changes.kinds import Whole, of_kind
 from adapterswap.changes.locating import locate_all
 from adapterswap.changes.reading import Factors, read_difference
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError, reason_of
@@ -300,7 +300,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
     problems.raise_if_any()
     weights = base_at(base.source.folder, base.name, to_adapt=True)
     places = located[names[0]]
-    full = by_kind({key: place.change for key, place in places.items()}).whole
+    full = of_kind(Whole, {key: place.change for key, place in places.items()})
     with open_files([adapter.file, *base.shards]) as files:
 
         def read(key: str, change: Whole) -> npt.NDArray[np.float32]:

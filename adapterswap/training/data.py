@@ -192,22 +192,18 @@ def _json_rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
     `datasets` infers types: 18 beside 3.5 becomes 18.0, "007" beside 5 becomes 7, and a date becomes a time.
     """
-
-    def missing(constant: str) -> None:
-        return None
-
     for name in names:
         with open(name, encoding="utf-8-sig") as file:
             begins = file.read(1)
             file.seek(0)
             try:
                 if begins == "[":
-                    for number, row in enumerate(loads(file.read(), missing), 1):
+                    for number, row in enumerate(loads(file.read(), lambda _: None), 1):
                         if not isinstance(row, dict):
                             raise ValueError(f"row {number} is {shown(row)}, not an object with columns")
                         yield row
                 else:
-                    yield from json_lines(file, as_row, parse_constant=missing)
+                    yield from json_lines(file, as_row, parse_constant=lambda _: None)
             except ValueError as error:
                 raise ValueError(f"{Path(name).name}: {error}") from None
 
@@ -360,7 +356,7 @@ def _filter(source: DatasetSource, table: Any) -> Any:
         matching = pyarrow.array([value for value in distinct if value in values], cells.type)
         before, keep = keep, keep & np.asarray(pyarrow.compute.is_in(cells, value_set=matching))
         if not keep.any():
-            raise _no_row(source, column, _as_list(allowed), cells.filter(pyarrow.array(before)).to_pylist())
+            raise _no_row(source, column, _as_list(allowed), cells.filter(pyarrow.array(before)).unique().to_pylist())
     return table.select(np.flatnonzero(keep))
 
 

@@ -182,6 +182,6 @@ def test_what_does_not_fit_is_refused_before_an_engine_is_asked(byte_base: Path)
 
 
 def test_compositions_are_written_without_the_packages_of_servers() -> None:
-    """In transformers a sweep merges cells with `full_rank`, which the `eval` extra alone must suffice for."""
+    """The `eval` extra is enough for a sweep in transformers that merges cells with `full_rank`."""
     code = "import sys\nsys.modules['starlette'] = None\nfrom adapterswap.evaluation.asking import written"
     subprocess.run([sys.executable, "-c", code], check=True)

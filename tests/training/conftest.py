@@ -100,40 +100,33 @@ def make_expert(
     return folder
 
 
-@pytest.fixture(scope="session")
-def make_recipe_in(pico: Callable[[str], Path]) -> Callable[[Path], Callable[..., TrainRecipe]]:
-    """`make_recipe_in(folder)` is `make_recipe` with its rows in a folder, for runs that several tests read."""
+def recipe_maker(base: Path, folder: Path) -> Callable[..., TrainRecipe]:
+    """`make(training={…}, adapter={…}, rows=[…], …)`: a quick recipe with these changes, its rows in `folder`."""
 
-    def within(folder: Path) -> Callable[..., TrainRecipe]:
-        def make(**changes: Any) -> TrainRecipe:
-            rows = changes.pop("rows", None) or echo_rows(64)
-            data = write_jsonl(folder / "rows.jsonl", rows)
-            content: dict[str, Any] = {
-                "base_model": str(pico("llama")),
-                "adapter": {"r": 4, "alpha": 8},
-                "datasets": [{"path": str(data), "prompt": "{question}", "completion": " {answer}"}],
-                "training": {
-                    "batch_size": 8,
-                    "gradient_accumulation": 1,
-                    "learning_rate": 0.01,
-                    "max_length": 32,
-                    "save_every_samples": None,
-                    "logging_steps": 1,
-                },
-            }
-            for key, value in changes.items():
-                added = isinstance(content.get(key), dict) and isinstance(value, dict) and "method" not in value
-                content[key] = {**content[key], **value} if added else value
-            return TrainRecipe.model_validate(content)
+    def make(**changes: Any) -> TrainRecipe:
+        rows = changes.pop("rows", None) or echo_rows(64)
+        data = write_jsonl(folder / "rows.jsonl", rows)
+        content: dict[str, Any] = {
+            "base_model": str(base),
+            "adapter": {"r": 4, "alpha": 8},
+            "datasets": [{"path": str(data), "prompt": "{question}", "completion": " {answer}"}],
+            "training": {
+                "batch_size": 8,
+                "gradient_accumulation": 1,
+                "learning_rate": 0.01,
+                "max_length": 32,
+                "save_every_samples": None,
+                "logging_steps": 1,
+            },
+        }
+        for key, value in changes.items():
+            added = isinstance(content.get(key), dict) and isinstance(value, dict) and "method" not in value
+            content[key] = {**content[key], **value} if added else value
+        return TrainRecipe.model_validate(content)
 
-        return make
-
-    return within
+    return make
 
 
 @pytest.fixture
-def make_recipe(
-    make_recipe_in: Callable[[Path], Callable[..., TrainRecipe]], tmp_path: Path
-) -> Callable[..., TrainRecipe]:
-    """`make_recipe(training={…}, adapter={…}, rows=[…], …)`: a small, quick recipe with these changes."""
-    return make_recipe_in(tmp_path)
+def make_recipe(pico: Callable[[str], Path], tmp_path: Path) -> Callable[..., TrainRecipe]:
+    return recipe_maker(pico("llama"), tmp_path)

@@ -35,7 +35,7 @@ from adapterswap.files.yaml import shipped_recipes
 from adapterswap.training import TrainRecipe, TrainReport, estimate, judging, train
 from adapterswap.training.selection import JudgedCheckpoint, SelectionOptions, best_first, is_judged, worn_out
 
-from .conftest import echo_rows, make_expert, word_tokenizer
+from .conftest import echo_rows, make_expert, recipe_maker, word_tokenizer
 from .spying import spied
 
 MakeRecipe = Callable[..., TrainRecipe]
@@ -86,9 +86,9 @@ def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def selecting(make_recipe_in: Callable[..., MakeRecipe], own_tasks: Path, tmp_path_factory: Any) -> MakeRecipe:
+def selecting(pico: Callable[[str], Path], own_tasks: Path, tmp_path_factory: Any) -> MakeRecipe:
     """`selecting(tasks=[…], keep_best=2, training={…})`: a recipe of five checkpoints, judged."""
-    make_recipe = make_recipe_in(tmp_path_factory.mktemp("selecting"))
+    make_recipe = recipe_maker(pico("llama"), tmp_path_factory.mktemp("selecting"))
 
     def make(**changes: Any) -> TrainRecipe:
         keys = SelectionOptions.model_fields.keys()
