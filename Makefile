@@ -23,20 +23,20 @@ test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long d
 
 # Tests of reading, refusing, planning and computing, without those that train, evaluate, serve, kill processes or run
 # PEFT for every row. New test files in these folders are included; list them here if they are slow.
-SLOWER := tests/test_fuzz.py $(addprefix tests/experts/,$(addsuffix .py,test_architectures test_hub test_multimodal_names \
-	test_naming test_odd_configs)) tests/files/test_kill.py \
-	$(addprefix tests/writing/,$(addsuffix .py,test_kinds test_overwrite test_stacks))
+SLOWER := tests/test_fuzz.py $(addprefix tests/core/experts/,$(addsuffix .py,test_architectures test_hub test_multimodal_names \
+	test_naming test_odd_configs)) tests/kit/files/test_kill.py \
+	$(addprefix tests/core/writing/,$(addsuffix .py,test_kinds test_overwrite test_stacks))
 FAST := $(filter-out $(SLOWER), \
 	$(wildcard $(addsuffix /test_*.py,tests $(addprefix tests/,arithmetic changes checking experts files methods planning records writing)))) \
-	tests/recipes/test_extends.py tests/sweeps/test_grid.py tests/serving/test_manifest.py tests/reporting/test_ranks.py \
-	tests/training/test_recipe.py tests/training/test_schedule.py tests/lab/test_world.py tests/lab/test_statistics.py
+	tests/experiments/recipes/test_extends.py tests/experiments/sweeps/test_grid.py tests/engines/serving/test_manifest.py tests/experiments/reporting/test_ranks.py \
+	tests/experiments/training/test_recipe.py tests/experiments/training/test_schedule.py tests/experiments/lab/test_world.py tests/experiments/lab/test_statistics.py
 
 test-fast: $(STAMP)  ## the quick tests while you work: two minutes on 2 cores
 	$(BIN)/ruff check .
 	$(BIN)/pytest -q -n 2 -m "not slow" $(FAST)
 
 matrix: $(STAMP)  ## every architecture × kind of adapters × operation against plain torch; `make test` runs a sample
-	TESTS=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/matrix
+	TESTS=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/core/matrix
 
 architectures: $(STAMP)  ## every text model of transformers at pico size: composed, merged, compared with PEFT; it resumes
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py

@@ -75,10 +75,10 @@ def functions() -> None:
     import numpy as np
     from shapes import llama_projections
 
-    from adapterswap.methods.method import MethodSettings
-    from adapterswap.methods.registry import find_method
-    from adapterswap.methods.spectral import CoreMethod
-    from adapterswap.writing.outputs import one_blas_thread
+    from adapterswap.core.methods.method import MethodSettings
+    from adapterswap.core.methods.registry import find_method
+    from adapterswap.core.methods.spectral import CoreMethod
+    from adapterswap.core.writing.outputs import one_blas_thread
 
     shapes = list(llama_projections(4096, 14336, 1024).values())
     random = np.random.default_rng(0)

@@ -37,11 +37,11 @@ def make_world(folder: Path) -> dict[str, Path]:
 
 def measured(recipe: dict[str, Any], out: str, device: str, dtype: str) -> dict[str, Any]:
     """One way, in this process."""
-    from adapterswap.evaluation.harness import EvaluatedModel
-    from adapterswap.evaluation.vllm_engine import VLLMEngine
-    from adapterswap.sweeps import SweepRecipe, sweep
-    from adapterswap.sweeps.engines import EngineJudge
-    from adapterswap.sweeps.judging import LocalJudge
+    from adapterswap.experiments.evaluation.harness import EvaluatedModel
+    from adapterswap.experiments.evaluation.vllm_engine import VLLMEngine
+    from adapterswap.experiments.sweeps import SweepRecipe, sweep
+    from adapterswap.experiments.sweeps.engines import EngineJudge
+    from adapterswap.experiments.sweeps.judging import LocalJudge
 
     steps, wall, processor = 0, 0.0, 0.0
 

@@ -36,10 +36,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import adapterswap as asw
-from adapterswap.lab.bases import write_base
-from adapterswap.lab.scenes import SCENES, language_rows, math_rows
-from adapterswap.lab.seed import train_expert
-from adapterswap.live import LiveComposer, load_experts
+from adapterswap.engines.live import LiveComposer, load_experts
+from adapterswap.experiments.lab.bases import write_base
+from adapterswap.experiments.lab.scenes import SCENES, language_rows, math_rows
+from adapterswap.experiments.lab.seed import train_expert
 
 HERE, SCENE, STEPS, REPEATS = Path(__file__).parent, SCENES["gap"], 30, 10
 TASK = "lab_en"

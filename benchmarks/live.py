@@ -30,7 +30,7 @@ import transformers
 from measuring import median
 from peft import LoraConfig, get_peft_model
 
-from adapterswap.live import LiveComposer
+from adapterswap.engines.live import LiveComposer
 
 LANGUAGES = [f"language{i}" for i in range(8)]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 import adapterswap as asw
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from exporting.bases import GATED, load, save_base, write_base
+from engines.exporting.bases import GATED, load, save_base, write_base
 
 LAYERS, EXPERTS, TOKENS = 32, ("math", "swahili", "telugu", "code"), 32
 PROMPT = [1, 140, 150, 5, 160, 170, 180, 40]

@@ -17,8 +17,8 @@ import torch
 from mergekit.merge_methods.base import PerInputValues, TensorGroup
 from mergekit.merge_methods.registry import get
 
-from adapterswap.methods.dense import drop_mask
-from adapterswap.planning.rules import Rule
+from adapterswap.core.methods.dense import drop_mask
+from adapterswap.core.planning.rules import Rule
 
 NAMES = ("a", "b", "c")
 WEIGHTED = {"della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "nuslerp", "multislerp", "ties"}

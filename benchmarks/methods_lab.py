@@ -30,14 +30,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from adapterswap import Composition, compose, merge, suggest_owners
-from adapterswap.lab.bases import NUM_LAYERS, write_base
-from adapterswap.lab.scenes import SCENES, Scene, draw_problems, language_rows, math_rows, source_rows
-from adapterswap.lab.seed import LEARNING_RATES, Questions, exact_match, train_expert
-from adapterswap.lab.study import run_seeds, summarize
-from adapterswap.lab.tasks import LabRow
-from adapterswap.planning.plan import Plan
-from adapterswap.planning.rules import BASE
-from adapterswap.reporting.statistics import bootstrap
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE
+from adapterswap.experiments.lab.bases import NUM_LAYERS, write_base
+from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems, language_rows, math_rows, source_rows
+from adapterswap.experiments.lab.seed import LEARNING_RATES, Questions, exact_match, train_expert
+from adapterswap.experiments.lab.study import run_seeds, summarize
+from adapterswap.experiments.lab.tasks import LabRow
+from adapterswap.experiments.reporting.statistics import bootstrap
 
 Fields = dict[str, Any]
 """Fields of a composition, apart from its experts and its method."""

@@ -120,7 +120,7 @@ class Prefixes:
 
 def make_world(folder: Path) -> tuple[LiveComposer, Any]:
     """A random base with two random experts loaded, its tokenizer, and the task in folder/tasks."""
-    from adapterswap.model.loading import load_weights, open_base
+    from adapterswap.core.model.loading import load_weights, open_base
 
     random_llama(folder / "base", **SHAPE)
     byte_tokenizer().save_pretrained(folder / "base")
@@ -140,7 +140,7 @@ def make_world(folder: Path) -> tuple[LiveComposer, Any]:
 
 def compare(folder: Path, turns: int) -> dict[str, Any]:
     """Judge the cells both ways, in turn."""
-    from adapterswap.evaluation import Settings, evaluate
+    from adapterswap.experiments.evaluation import Settings, evaluate
 
     composer, tokenizer = make_world(folder)
     decoder = composer.model.get_base_model().model

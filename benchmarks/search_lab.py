@@ -19,13 +19,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from adapterswap.sweeps import CellResult, Run, prepare, read_run, read_sweep_recipe
-from adapterswap.sweeps.grid import Assignment
-from adapterswap.sweeps.preparing import PreparedSweep
-from adapterswap.sweeps.recipe import Search
-from adapterswap.sweeps.results import Findings
-from adapterswap.sweeps.search import batches
-from adapterswap.sweeps.summary import half_value
+from adapterswap.experiments.sweeps import CellResult, Run, prepare, read_run, read_sweep_recipe
+from adapterswap.experiments.sweeps.grid import Assignment
+from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.recipe import Search
+from adapterswap.experiments.sweeps.results import Findings
+from adapterswap.experiments.sweeps.search import batches
+from adapterswap.experiments.sweeps.summary import half_value
 
 HALVING = {"min_documents": 6, "reduction_factor": 3}
 SEARCHES: dict[str, dict[str, Any]] = {

@@ -45,8 +45,8 @@ def main() -> None:
 
 def composing(folder: Path, runs: int) -> None:
     """The composer alone, at 8B shape."""
-    from adapterswap.serving import Cache, NamedComposer, read_manifest
-    from adapterswap.serving.cache import content_hash
+    from adapterswap.engines.serving import Cache, NamedComposer, read_manifest
+    from adapterswap.engines.serving.cache import content_hash
 
     base, experts = folder / "base", folder / "experts"
     base.mkdir(parents=True)
@@ -82,9 +82,9 @@ def loading(folder: Path, runs: int) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from adapterswap.serving import Cache, NamedComposer, read_manifest
-    from adapterswap.serving.cache import content_hash
-    from adapterswap.serving.resolver import CompositionResolver
+    from adapterswap.engines.serving import Cache, NamedComposer, read_manifest
+    from adapterswap.engines.serving.cache import content_hash
+    from adapterswap.engines.serving.resolver import CompositionResolver
 
     base, experts = folder / "base", folder / "experts"
     random_llama(base, hidden=HIDDEN, intermediate=INTERMEDIATE, layers=LAYERS, heads=16, vocab=1024)

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from transformers.utils.logging import disable_progress_bar
 
 from adapterswap import Composition, compose
-from adapterswap.lab.bases import NUM_LAYERS, write_base
-from adapterswap.lab.scenes import SCENES, Scene, draw_problems, language_rows, math_rows
-from adapterswap.lab.seed import LEARNING_RATES, Questions, train_expert
-from adapterswap.lab.study import run_seeds, summarize
-from adapterswap.lab.tasks import LabRow
+from adapterswap.experiments.lab.bases import NUM_LAYERS, write_base
+from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems, language_rows, math_rows
+from adapterswap.experiments.lab.seed import LEARNING_RATES, Questions, train_expert
+from adapterswap.experiments.lab.study import run_seeds, summarize
+from adapterswap.experiments.lab.tasks import LabRow
 
 PAIR = ("math", "language")
 METHODS: dict[str, dict[str, Any]] = {

@@ -19,10 +19,10 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from adapterswap.studio.choice import first_choice, from_address
-from adapterswap.studio.html import COLUMNS, columns
-from adapterswap.studio.serving import serve_page
-from adapterswap.studio.workspace import Workspace, open_lab
+from adapterswap.experiments.studio.choice import first_choice, from_address
+from adapterswap.experiments.studio.html import COLUMNS, columns
+from adapterswap.experiments.studio.serving import serve_page
+from adapterswap.experiments.studio.workspace import Workspace, open_lab
 
 # Resolves with the milliseconds from a key that moves the slider to the new strip and to the first new token.
 _WATCH = """([cell, letter]) => new Promise((resolve) => {

@@ -19,13 +19,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap import Composition, LiveComposer, compose, open_adapter
-from adapterswap.analysis.interference import measure
-from adapterswap.analysis.suggesting import choose_layers, importance_of_activations, importance_of_weights, read_texts
-from adapterswap.lab.bases import NUM_LAYERS
-from adapterswap.lab.scenes import SCENES, draw_problems
-from adapterswap.lab.seed import ZONES, Questions, exact_match
-from adapterswap.live import load_experts
-from adapterswap.planning.plan import Plan
+from adapterswap.core.planning.plan import Plan
+from adapterswap.engines.live import load_experts
+from adapterswap.experiments.analysis.interference import measure
+from adapterswap.experiments.analysis.suggesting import (
+    choose_layers,
+    importance_of_activations,
+    importance_of_weights,
+    read_texts,
+)
+from adapterswap.experiments.lab.bases import NUM_LAYERS
+from adapterswap.experiments.lab.scenes import SCENES, draw_problems
+from adapterswap.experiments.lab.seed import ZONES, Questions, exact_match
 
 ROWS = {"task": "math", "language": "language"}  # the lab's names for the rows of each side
 

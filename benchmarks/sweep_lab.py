@@ -40,9 +40,9 @@ settings: {include_path: tasks, batch_size: 100}
 
 def make_world(folder: Path, problems: int = PROBLEMS) -> Path:
     """The base, six experts, two tasks and the recipe in `folder`; the recipe's path."""
-    from adapterswap.lab.bases import write_base
-    from adapterswap.lab.scenes import SCENES, language_rows, math_rows
-    from adapterswap.lab.seed import LEARNING_RATES, train_expert
+    from adapterswap.experiments.lab.bases import write_base
+    from adapterswap.experiments.lab.scenes import SCENES, language_rows, math_rows
+    from adapterswap.experiments.lab.seed import LEARNING_RATES, train_expert
 
     scene, base = SCENES["gap"], folder / "base"
     if not base.exists():

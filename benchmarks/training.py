@@ -214,7 +214,7 @@ def make_base_and_rows(options: argparse.Namespace) -> None:
 
 
 def train_here(options: argparse.Namespace) -> None:
-    from adapterswap.training import TrainRecipe, train
+    from adapterswap.experiments.training import TrainRecipe, train
 
     _, rank, (rows, batches, length) = SIZES[options.size]
     turns = options.route == "in turns"

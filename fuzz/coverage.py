@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from crafting import CONFIG, WEIGHTS, adapter, config, file_bytes, parts, tensors
 
 with atheris.instrument_imports(include=["adapterswap", "json", "re", "ruamel"]):
-    from adapterswap.errors import AdapterswapError
-    from adapterswap.experts.adapter import open_adapter
-    from adapterswap.experts.config import Patterns
-    from adapterswap.files.yaml import read_recipe
-    from adapterswap.planning.composition import Composition
-    from adapterswap.writing.records import read_record
+    from adapterswap.core.experts.adapter import open_adapter
+    from adapterswap.core.experts.config import Patterns
+    from adapterswap.core.planning.composition import Composition
+    from adapterswap.core.writing.records import read_record
+    from adapterswap.kit.errors import AdapterswapError
+    from adapterswap.kit.files.yaml import read_recipe
 
 FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 HEADER, DATA = parts(tensors())

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import transformers
-from matrix.reference import Changes, changes_in, load_with_peft, untied
+from core.matrix.reference import Changes, changes_in, load_with_peft, untied
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from tolerances import tolerance
@@ -43,7 +43,7 @@ from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 import adapterswap
-from adapterswap.errors import AdapterswapError
+from adapterswap.kit.errors import AdapterswapError
 
 LAYERS, TOWER_LAYERS, WIDTH, TOKENS = 4, 2, 32, 96
 LARGEST = 8_000_000  # parameters: a model that is still larger has sizes of unknown names

@@ -1,9 +1,9 @@
-"""Write adapterswap/training/gsm8k_test.grams: hashes of GSM8K's test questions, which do not reveal the text.
+"""Write gsm8k_test.grams in adapterswap/experiments/training: hashes of GSM8K's test questions, which hide the text.
 
     python scripts/gsm8k_grams.py test.jsonl
 
 `test.jsonl` is grade_school_math/data/test.jsonl of https://github.com/openai/grade-school-math (MIT).
-`adapterswap.training.hygiene` defines a gram; run this again when the definition changes.
+`adapterswap.experiments.training.hygiene` defines a gram; run this again when the definition changes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import json
 import sys
 from pathlib import Path
 
-from adapterswap.training.hygiene import Grams
+from adapterswap.experiments.training.hygiene import Grams
 
-TARGET = Path(__file__).parent.parent / "adapterswap" / "training" / "gsm8k_test.grams"
+TARGET = Path(__file__).parent.parent / "adapterswap" / "experiments" / "training" / "gsm8k_test.grams"
 
 if __name__ == "__main__":
     lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()

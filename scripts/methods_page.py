@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapterswap.methods.method import Method, Parameter
-from adapterswap.methods.registry import ALIASES, BUILT_IN, in_adapters
+from adapterswap.core.methods.method import Method, Parameter
+from adapterswap.core.methods.registry import ALIASES, BUILT_IN, in_adapters
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
 LAB = PAGE.parent / "lab_methods.json"

@@ -12,10 +12,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pymdownx.slugs import slugify
 
-from adapterswap.planning.composition import Composition
-from adapterswap.serving.names import Manifest
-from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.training.recipe import TrainRecipe
+from adapterswap.core.planning.composition import Composition
+from adapterswap.engines.serving.names import Manifest
+from adapterswap.experiments.sweeps.recipe import SweepRecipe
+from adapterswap.experiments.training.recipe import TrainRecipe
 
 PAGE = Path(__file__).parent.parent / "docs" / "fields.md"
 

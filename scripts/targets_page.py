@@ -1,10 +1,10 @@
-"""Write the table of docs/engines.md: what each target can hold, from `adapterswap.planning.targets`."""
+"""Write the table of docs/engines.md: what each target can hold, from `adapterswap.core.planning.targets`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from adapterswap.planning.targets import LIMITS, WORDS, Target
+from adapterswap.core.planning.targets import LIMITS, WORDS, Target
 
 PAGE = Path(__file__).parent.parent / "docs" / "engines.md"
 MARKS = "<!-- written by python scripts/targets_page.py -->\n", "<!-- end -->\n"

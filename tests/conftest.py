@@ -245,8 +245,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     With `exit_code`, the command must end with it.
     Steps that take longer than five seconds, on a busy machine, print no lines of progress.
     """
-    from adapterswap import progress
     from adapterswap.cli import main
+    from adapterswap.kit import progress
 
     monkeypatch.setattr(progress, "FIRST_LINE_S", float("inf"))
     monkeypatch.setattr(progress, "LINE_EVERY_S", float("inf"))
@@ -264,7 +264,7 @@ def small_lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that `adapterswap lab --seeds 1` writes, from fewer rows and problems."""
     from dataclasses import replace
 
-    from adapterswap.lab import SCENES, Sizes, plan_lab, run_lab
+    from adapterswap.experiments.lab import SCENES, Sizes, plan_lab, run_lab
 
     folder = tmp_path_factory.mktemp("small-lab") / "lab-run"
     scene = replace(SCENES["gap"], math_rows=300, language_rows=300)

@@ -192,8 +192,8 @@ def rivals(folder: Path, first: list[str], arguments: list[str], rounds: int, ov
 
 def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
     """Many writers to one target, repeatedly: only one holds it at a time."""
-    from adapterswap.errors import AdapterswapError
-    from adapterswap.files.folders import OutputKind, atomic_folder
+    from adapterswap.kit.errors import AdapterswapError
+    from adapterswap.kit.files.folders import OutputKind, atomic_folder
 
     kind = OutputKind(None, names=lambda: ["file"])
     inside = folder.parent / "inside"

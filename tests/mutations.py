@@ -281,8 +281,8 @@ class Subject:
 
     def _compare_with_safetensors(self) -> None:
         """The safetensors library can open what we accept, and sees the same tensors."""
-        from adapterswap.errors import AdapterswapError
-        from adapterswap.files.tensorfile import read_header
+        from adapterswap.kit.errors import AdapterswapError
+        from adapterswap.kit.files.tensorfile import read_header
 
         try:
             ours = read_header(self.math / WEIGHTS)

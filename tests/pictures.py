@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from adapterswap.drawing import style
+from adapterswap.kit.drawing import style
 
 __all__ = ["check_figure", "check_files", "drawn_texts"]
 

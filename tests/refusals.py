@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.kit.errors import AdapterswapError
 
 
 @contextmanager

@@ -13,7 +13,11 @@ from refusals import refused
 
 import adapterswap
 from adapterswap import Composition, Rule
-from adapterswap.errors import (
+from adapterswap.core.planning.composition import Method
+from adapterswap.experiments.sweeps.families import Family
+from adapterswap.experiments.sweeps.recipe import SweepRecipe
+from adapterswap.experiments.training.recipe import TrainingOptions
+from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
     BaseModelError,
@@ -22,10 +26,6 @@ from adapterswap.errors import (
     FieldError,
     NotFoundError,
 )
-from adapterswap.planning.composition import Method
-from adapterswap.sweeps.families import Family
-from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.training.recipe import TrainingOptions
 
 SIDES: dict[str, Any] = {"task": ("math",), "language": ("swahili",)}
 

@@ -15,7 +15,7 @@ from click.testing import Result
 from conftest import LAYERS
 
 from adapterswap.cli import COMMANDS, find_command
-from adapterswap.processes import TerminationHandler
+from adapterswap.kit.processes import TerminationHandler
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "trl", "lm_eval", "matplotlib", "accelerate")
 
@@ -263,7 +263,7 @@ def test_a_process_that_a_library_forks_ends_on_sigterm(run: Callable[..., Resul
     assert isinstance(signal.getsignal(signal.SIGTERM), TerminationHandler)
     code = """
 import os, signal
-from adapterswap.processes import TerminationHandler
+from adapterswap.kit.processes import TerminationHandler
 signal.signal(signal.SIGTERM, handler := TerminationHandler(lambda: None))
 if (child := os.fork()) == 0:
     os._exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)

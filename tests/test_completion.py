@@ -12,9 +12,9 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from adapterswap.cli import COMMANDS, main
-from adapterswap.evaluation.tasks import task_names
-from adapterswap.files.yaml import shipped_recipes
-from adapterswap.methods.registry import names_of
+from adapterswap.core.methods.registry import names_of
+from adapterswap.experiments.evaluation.tasks import task_names
+from adapterswap.kit.files.yaml import shipped_recipes
 
 _Offered = list[tuple[str, str]]
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from importing import loaded
 
 from adapterswap.cli import COMMANDS, find_command, main
-from adapterswap.methods.registry import BUILT_IN
+from adapterswap.core.methods.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(

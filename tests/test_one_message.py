@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.errors import Problems
-from adapterswap.experts.adapter import compare_shapes
-from adapterswap.live import load_expert
-from adapterswap.model.loading import open_base
-from adapterswap.planning.composition import expert_name
+from adapterswap.core.experts.adapter import compare_shapes
+from adapterswap.core.model.loading import open_base
+from adapterswap.core.planning.composition import expert_name
+from adapterswap.engines.live import load_expert
+from adapterswap.kit.errors import Problems
 
 Run = Callable[..., Result]
 WIDE = 48

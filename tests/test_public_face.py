@@ -17,14 +17,14 @@ import pytest
 import torch
 from click.testing import Result
 from conftest import LLAMA_PROJECTIONS
-from evaluation.conftest import byte_tokenizer, pico_model
+from experiments.evaluation.conftest import byte_tokenizer, pico_model
 from peft import LoraConfig, get_peft_model
 
 import adapterswap
 from adapterswap import LiveComposer
-from adapterswap.errors import AdapterswapError
-from adapterswap.planning.describe import COLOURS
-from adapterswap.planning.plan import Plan
+from adapterswap.core.planning.describe import COLOURS
+from adapterswap.core.planning.plan import Plan
+from adapterswap.kit.errors import AdapterswapError
 
 ROOT = Path(__file__).parent.parent
 COMMANDS_AND_FUNCTIONS = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import adapterswap
-from adapterswap.files.yaml import parse_yaml
+from adapterswap.kit.files.yaml import parse_yaml
 
 ROOT = Path(__file__).parent.parent
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from adapterswap.cli import COMMANDS, find_command
 from adapterswap.cli.options import Count, Json
 from adapterswap.cli.signature import GROUPS, Options, declare
-from adapterswap.methods.registry import PARAMETERS
+from adapterswap.core.methods.registry import PARAMETERS
 
 Run = Callable[..., Result]
 _COMPOSING = ("compose", "merge", "export", "evaluate")

@@ -22,8 +22,8 @@ import click
 
 from adapterswap import __version__
 from adapterswap.cli.printing import print_errors
-from adapterswap.dependencies import explained
-from adapterswap.errors import (
+from adapterswap.kit.dependencies import explained
+from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
     BaseModelError,
@@ -39,7 +39,7 @@ from adapterswap.errors import (
     UnsupportedError,
     printable,
 )
-from adapterswap.processes import TerminationHandler, is_first
+from adapterswap.kit.processes import TerminationHandler, is_first
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

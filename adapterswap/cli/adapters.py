@@ -22,7 +22,7 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import declare
-from adapterswap.model.layers import (
+from adapterswap.core.model.layers import (
     format_depth,
     format_layers,
     has_both_stacks,
@@ -34,9 +34,9 @@ from adapterswap.model.layers import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from adapterswap.experts.adapter import Adapter, FullModule, OpaqueModule
-    from adapterswap.gguf.reading import GgufAdapter
-    from adapterswap.model.checkpoints import Checkpoint, StoredTensor
+    from adapterswap.core.experts.adapter import Adapter, FullModule, OpaqueModule
+    from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
+    from adapterswap.engines.gguf.reading import GgufAdapter
     from adapterswap.tools.deltas import Conversion
     from adapterswap.tools.extraction import Extraction
     from adapterswap.tools.inspecting import Inspection
@@ -61,8 +61,8 @@ def inspect_command(path: Expert, *, as_json: Json = False) -> None:
 
 
 def _print_inspection(inspection: Inspection) -> None:
-    from adapterswap.experts.adapter import Adapter
-    from adapterswap.gguf.reading import GgufAdapter
+    from adapterswap.core.experts.adapter import Adapter
+    from adapterswap.engines.gguf.reading import GgufAdapter
 
     if isinstance(inspection.expert, Adapter):
         _print_adapter(inspection, inspection.expert)
@@ -147,7 +147,7 @@ def _table(*heads: str, rows: Iterable[tuple[Any, ...]]) -> Table:
 
 def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, has_stacks: bool) -> Table:
     """A table of whole tensors, with the size of each row's together."""
-    from adapterswap.model.checkpoints import StoredTensor
+    from adapterswap.core.model.checkpoints import StoredTensor
 
     rows: list[tuple[tuple[str, ...], int | None]] = []
     sizes: Counter[tuple[str, ...]] = Counter()
@@ -192,11 +192,11 @@ def slice_command(
         stack: In a model with both stacks, keep the layers of this one only.  [default: both]
         base_model: The expert's base model, if it names none or another path.
     """
-    from adapterswap.experts.adapter import open_adapter
-    from adapterswap.files.folders import check_target
-    from adapterswap.planning.composing import slice_layers
-    from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
-    from adapterswap.writing.outputs import Form
+    from adapterswap.core.experts.adapter import open_adapter
+    from adapterswap.core.planning.composing import slice_layers
+    from adapterswap.core.writing.adapter import COMPOSED, prepare, write_prepared
+    from adapterswap.core.writing.outputs import Form
+    from adapterswap.kit.files.folders import check_target
 
     adapter = open_adapter(expert)
     plan = slice_layers(adapter, layers, stack=stack, num_layers=num_layers, base_model=base_model)

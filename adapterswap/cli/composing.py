@@ -30,20 +30,20 @@ from adapterswap.cli.printing import echo, human_bytes, note, progress_bar, rare
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
-    from adapterswap.gguf.export import Exported
-    from adapterswap.gguf.layout import PreparedGguf
-    from adapterswap.model.layers import Stack
-    from adapterswap.planning.plan import Plan
-    from adapterswap.writing.adapter import Prepared
-    from adapterswap.writing.outputs import Form, Layout, Reduced
-    from adapterswap.writing.streaming import ModelForm
-    from adapterswap.writing.weights import Merged
+    from adapterswap.core.model.layers import Stack
+    from adapterswap.core.planning.plan import Plan
+    from adapterswap.core.writing.adapter import Prepared
+    from adapterswap.core.writing.outputs import Form, Layout, Reduced
+    from adapterswap.core.writing.streaming import ModelForm
+    from adapterswap.core.writing.weights import Merged
+    from adapterswap.engines.gguf.export import Exported
+    from adapterswap.engines.gguf.layout import PreparedGguf
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """The part of `--json` that does not depend on the output's form."""
-    from adapterswap.planning.describe import unusual
-    from adapterswap.writing.cards import licences
+    from adapterswap.core.planning.describe import unusual
+    from adapterswap.core.writing.cards import licences
 
     return {
         "method": plan.composition.method,
@@ -59,9 +59,9 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def print_plan(plan: Plan, *remarks: str, has_template: bool = True) -> None:
     """Print the strip and what it does not show, the plan's notes, `remarks` on the output, and warnings."""
-    from adapterswap.planning.describe import strip, unusual
-    from adapterswap.writing.adapter import united_tokenizer
-    from adapterswap.writing.cards import licence_warning, licences
+    from adapterswap.core.planning.describe import strip, unusual
+    from adapterswap.core.writing.adapter import united_tokenizer
+    from adapterswap.core.writing.cards import licence_warning, licences
 
     echo(*strip(plan).splitlines(), *unusual(plan))
     for remark in (*plan.notes, *remarks):
@@ -83,7 +83,7 @@ def print_magnitudes(magnitudes: Mapping[str, float], kept: Mapping[str, float])
 
 def print_errors_of_rank(reduced: Mapping[str, Reduced], treatment: str = "truncated") -> None:
     """Print how much of ΔW the reduced modules lost; nothing if there are none."""
-    from adapterswap.planning.describe import error_text
+    from adapterswap.core.planning.describe import error_text
 
     if not reduced:
         return
@@ -123,9 +123,9 @@ def compose_command(
         layout: exact keeps every number; portable has one rank and scale 1, for any engine.
         names: Module names to write: an expert's, or those of a transformers version.  [default: the first expert's]
     """
-    from adapterswap.files.folders import check_target
-    from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
-    from adapterswap.writing.outputs import Form
+    from adapterswap.core.writing.adapter import COMPOSED, prepare, write_prepared
+    from adapterswap.core.writing.outputs import Form
+    from adapterswap.kit.files.folders import check_target
 
     form = Form(layout, max_rank, max_error, names)
     with working("opening the experts"):
@@ -135,7 +135,7 @@ def compose_command(
             raise click.UsageError(
                 "--layout, --max-rank, --max-error and --names are for adapters, but an expert is a full checkpoint."
             )
-        from adapterswap.writing.streaming import ModelForm
+        from adapterswap.core.writing.streaming import ModelForm
 
         write_full_weights(plan, ModelForm(dtype=recipe_dtype(recipe)), result)
         return
@@ -151,7 +151,7 @@ def compose_command(
 @contextmanager
 def truncating(plan: Plan, form: Form) -> Iterator[Callable[[str], None]]:
     """Show the progress of truncating a plan's modules; yields what to call with the name of each."""
-    from adapterswap.writing.reduction import must_reduce
+    from adapterswap.core.writing.reduction import must_reduce
 
     with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
         yield lambda name: advance()
@@ -176,7 +176,7 @@ def _largest_rank(layout: Layout) -> int | None:
 
 
 def _print_adapter(prepared: Prepared) -> None:
-    from adapterswap.writing.adapter import united_tokenizer
+    from adapterswap.core.writing.adapter import united_tokenizer
 
     plan, layout = prepared.plan, prepared.layout
     if (zones := _zones_text(plan)) is not None:
@@ -229,7 +229,7 @@ def _zones_text(plan: Plan) -> str | None:
 
 
 def _zones_of(plan: Plan, stack: Stack | None) -> str:
-    from adapterswap.model.layers import depth_of
+    from adapterswap.core.model.layers import depth_of
 
     composition, count = plan.composition, depth_of(stack, plan.num_layers)
     bottom, top, bottom_transition, top_transition = composition.zones(plan.num_layers, stack)
@@ -247,10 +247,10 @@ def write_full_weights(
     plan: Plan, form: ModelForm, result: Writing, *, base_model: str | None = None, device: str = "cpu"
 ) -> None:
     """Write a plan's full weights, unless it is a dry run, and print a summary."""
-    from adapterswap.files.folders import check_inputs, check_target
-    from adapterswap.files.text import expand
-    from adapterswap.writing.adapter import COMPOSED
-    from adapterswap.writing.weights import prepare_model, write_model
+    from adapterswap.core.writing.adapter import COMPOSED
+    from adapterswap.core.writing.weights import prepare_model, write_model
+    from adapterswap.kit.files.folders import check_inputs, check_target
+    from adapterswap.kit.files.text import expand
 
     check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
     with working("preparing"):
@@ -264,7 +264,7 @@ def write_full_weights(
 
 
 def _weights_as_json(merged: Merged) -> dict[str, Any]:
-    from adapterswap.writing.weights import differing_tokenizers, tokenizer_source
+    from adapterswap.core.writing.weights import differing_tokenizers, tokenizer_source
 
     plan = merged.plan
     return {
@@ -287,7 +287,7 @@ def _copied(merged: Merged) -> int:
 
 
 def _print_weights(merged: Merged) -> None:
-    from adapterswap.writing.weights import config_source, differing_tokenizers, tokenizer_source
+    from adapterswap.core.writing.weights import config_source, differing_tokenizers, tokenizer_source
 
     plan = merged.plan
     total = human_bytes(sum(shard.size for shard in merged.shards))
@@ -328,7 +328,7 @@ def merge_command(
         dequantize: Merge into the dequantized weights of a quantized base.
         max_shard_size: Largest file, such as 2GB.  [default: the base's shards]
     """
-    from adapterswap.writing.streaming import ModelForm
+    from adapterswap.core.writing.streaming import ModelForm
 
     form = ModelForm(max_shard_size, recipe_dtype(path, dtype), dequantize or None)
     plan = plan_of(path, request, base_model=base_model)
@@ -363,9 +363,9 @@ def export_command(
         pieces: Write several files; requests to llama-server combine them by their scales.
         by: What each piece holds: a layer, its attention or MLP, or a zone of the composition.  [default: layer]
     """
-    from adapterswap.gguf.export import check_gguf, write_gguf
-    from adapterswap.gguf.layout import prepare_gguf
-    from adapterswap.writing.outputs import Form
+    from adapterswap.core.writing.outputs import Form
+    from adapterswap.engines.gguf.export import check_gguf, write_gguf
+    from adapterswap.engines.gguf.layout import prepare_gguf
 
     only_with("--pieces", pieces, "by")
     division = (by or "layer") if pieces else None

@@ -14,18 +14,18 @@ import click
 from adapterswap.cli.options import Count, Expert, NamedExpert, name_and_path
 from adapterswap.cli.printing import note
 from adapterswap.cli.signature import Option, Options
-from adapterswap.errors import ArgumentError, CompositionError, FieldError, Problems
-from adapterswap.methods.method import Parameter, flag_of
-from adapterswap.methods.registry import PARAMETERS, find_method, names_of
-from adapterswap.processes import is_first
+from adapterswap.core.methods.method import Parameter, flag_of
+from adapterswap.core.methods.registry import PARAMETERS, find_method, names_of
+from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, Problems
+from adapterswap.kit.processes import is_first
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from adapterswap.planning.composition import Composition
-    from adapterswap.planning.mergekit import Dtype
-    from adapterswap.planning.plan import Plan
-    from adapterswap.planning.rules import Rule
+    from adapterswap.core.planning.composition import Composition
+    from adapterswap.core.planning.mergekit import Dtype
+    from adapterswap.core.planning.plan import Plan
+    from adapterswap.core.planning.rules import Rule
 
 
 RuleText = Annotated[str, "--rule", "RULE"]
@@ -143,14 +143,14 @@ def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, bas
 
 def any_plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
     """Like `plan_from_options`, but experts can be full checkpoints too."""
-    from adapterswap.planning.composing import compose
+    from adapterswap.core.planning.composing import compose
 
     return compose(composition_from_options(options, recipe=recipe, base_model=base_model))
 
 
 def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None = None) -> Plan:
     """The plan of the adapter at `path`, or of the composition that a recipe at `path` or the options describe."""
-    from adapterswap.planning.composing import adapter_plan
+    from adapterswap.core.planning.composing import adapter_plan
 
     if path is None or path.endswith((".yaml", ".yml")):
         return any_plan_from_options(options, recipe=path, base_model=base_model)
@@ -166,8 +166,8 @@ def composition_from_options(
     options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
-    from adapterswap.files.yaml import validate
-    from adapterswap.planning.composition import Composition
+    from adapterswap.core.planning.composition import Composition
+    from adapterswap.kit.files.yaml import validate
 
     known = {*Composition.model_fields, *PARAMETERS}
     fields = {key: value for key, value in options.items() if key in known and value not in (None, ())}
@@ -198,9 +198,9 @@ def composition_from_options(
 
 def _from_recipe(recipe: str) -> Composition:
     """A recipe's composition. `recipe_dtype` returns the dtype of a mergekit YAML."""
-    from adapterswap.files.yaml import find_recipe
-    from adapterswap.planning.composing import read_composition
-    from adapterswap.planning.mergekit import is_mergekit, read_mergekit
+    from adapterswap.core.planning.composing import read_composition
+    from adapterswap.core.planning.mergekit import is_mergekit, read_mergekit
+    from adapterswap.kit.files.yaml import find_recipe
 
     path = find_recipe(recipe, "compose")
     return read_mergekit(path).composition if is_mergekit(path) else read_composition(path)
@@ -208,8 +208,8 @@ def _from_recipe(recipe: str) -> Composition:
 
 def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | None:
     """The dtype of full weights: from the option, or from a mergekit YAML at `path`."""
-    from adapterswap.files.yaml import find_recipe
-    from adapterswap.planning.mergekit import mergekit_dtype
+    from adapterswap.core.planning.mergekit import mergekit_dtype
+    from adapterswap.kit.files.yaml import find_recipe
 
     if path is None or not path.endswith((".yaml", ".yml")):
         return requested
@@ -223,7 +223,7 @@ def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | No
 
 def named_experts(options: tuple[str, ...]) -> dict[str, str]:
     """The paths of `--expert NAME=PATH`, by name."""
-    from adapterswap.files.text import expand_text
+    from adapterswap.kit.files.text import expand_text
 
     experts: dict[str, str] = {}
     for option in options:
@@ -249,7 +249,7 @@ def _chains(options: tuple[str, ...]) -> dict[str, list[str]]:
 
 def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
     """The rules of `--rule`; the mistakes in all of them are reported together."""
-    from adapterswap.planning.rules import Rule
+    from adapterswap.core.planning.rules import Rule
 
     problems = Problems(FieldError)
     rules: list[Rule] = []
@@ -263,8 +263,8 @@ def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
 
 def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str, Any]) -> Composition:
     """The composition of `--expert` and `--rule`; without rules, of a method that combines all experts."""
-    from adapterswap.files.yaml import validate
-    from adapterswap.planning.composition import Composition
+    from adapterswap.core.planning.composition import Composition
+    from adapterswap.kit.files.yaml import validate
 
     if not experts:
         raise click.UsageError("--rule requires the experts that it names: pass --expert NAME=PATH.")
@@ -283,7 +283,7 @@ def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str,
 
 def _all_combined(experts: dict[str, str], fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a composition whose method combines all experts."""
-    from adapterswap.planning.rules import BASE
+    from adapterswap.core.planning.rules import BASE
 
     if fields.get("method", "layer_swap") == "layer_swap":
         raise click.UsageError("Pass a --rule for the experts, or a --method that combines them all.")
@@ -315,9 +315,9 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
-    from adapterswap.files.text import is_folder
-    from adapterswap.planning.composition import expert_name, own_name
-    from adapterswap.planning.rules import BASE
+    from adapterswap.core.planning.composition import expert_name, own_name
+    from adapterswap.core.planning.rules import BASE
+    from adapterswap.kit.files.text import is_folder
 
     if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and is_first():
         note(f"note: `{BASE}` means the unchanged base model; pass ./{BASE} for the folder")

@@ -39,14 +39,14 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import Options, declare
-from adapterswap.processes import is_first
+from adapterswap.kit.processes import is_first
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from adapterswap.evaluation import EvaluationResult, TaskResult
-    from adapterswap.evaluation.subjects import Evaluation
-    from adapterswap.planning.plan import Plan
+    from adapterswap.core.planning.plan import Plan
+    from adapterswap.experiments.evaluation import EvaluationResult, TaskResult
+    from adapterswap.experiments.evaluation.subjects import Evaluation
 
 
 class _TaskList(click.ParamType[str]):
@@ -57,7 +57,7 @@ class _TaskList(click.ParamType[str]):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        from adapterswap.evaluation.tasks import task_names
+        from adapterswap.experiments.evaluation.tasks import task_names
 
         before, comma, typed = incomplete.rpartition(",")
         return [CompletionItem(before + comma + name) for name in task_names(typed)]
@@ -98,8 +98,8 @@ def _settings(
         sampling_seed: Seed for shots and sampling.
     """
     settings = dict(locals())
-    from adapterswap.evaluation import Settings
-    from adapterswap.evaluation.settings import parsed_arguments
+    from adapterswap.experiments.evaluation import Settings
+    from adapterswap.experiments.evaluation.settings import parsed_arguments
 
     settings |= {"engine": engine or "transformers", "engine_args": parsed_arguments(engine_args), "gen_kwargs": {}}
     if gen_kwargs:
@@ -148,8 +148,8 @@ def evaluate_command(
         out_path: Folder to write: results.json and samples.jsonl.
         dry_run: Check everything and print the first prompt, without loading weights.
     """
-    from adapterswap.evaluation.subjects import prepare_evaluation
-    from adapterswap.model.loading import choose_device
+    from adapterswap.core.model.loading import choose_device
+    from adapterswap.experiments.evaluation.subjects import prepare_evaluation
 
     plan = _plan(base_model, adapter, recipe, request)
     only_with("a composition", plan, "max_rank", "max_error")
@@ -216,7 +216,7 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
         print_json({"subject": prepared.subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
         return
     if prepared.plan is not None:
-        from adapterswap.planning.describe import strip
+        from adapterswap.core.planning.describe import strip
 
         echo(*strip(prepared.plan).splitlines())
     heads = ("task", "shots", "documents", "requests", "longest prompt", "room for output")
@@ -243,7 +243,7 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
 
 def _compare(prepared: Evaluation, device: str, dtype: str, as_json: bool) -> None:
     """Evaluate in both engines, and print a row for each score."""
-    from adapterswap.evaluation.comparing import compare_engines
+    from adapterswap.experiments.evaluation.comparing import compare_engines
 
     rows = compare_engines(
         prepared, device=device, dtype=dtype, tell=lambda engine: _phase(f"evaluating with {engine}")

@@ -20,11 +20,11 @@ from adapterswap.cli.printing import (
     print_table,
 )
 from adapterswap.cli.signature import declare
-from adapterswap.progress import Progress, ProgressRow
+from adapterswap.kit.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
-    from adapterswap.lab import LabPlan
-    from adapterswap.lab.study import SeedReporter
+    from adapterswap.experiments.lab import LabPlan
+    from adapterswap.experiments.lab.study import SeedReporter
 
 _PARTS = 100  # of a seed, for its progress bar
 
@@ -58,7 +58,7 @@ def lab_command(
         jobs: Seeds to run at the same time, one thread each.  [default: one per core]
         dry_run: Print what would be done and do nothing.
     """
-    from adapterswap.lab import SCENES, plan_lab, run_lab
+    from adapterswap.experiments.lab import SCENES, plan_lab, run_lab
 
     plan = plan_lab(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
     if dry_run:
@@ -66,7 +66,7 @@ def lab_command(
         return
     with _progress(seeds) as tell:
         study = run_lab(plan, jobs=jobs, tell=tell)
-    from adapterswap.lab.run import CAVEAT, results, tables
+    from adapterswap.experiments.lab.run import CAVEAT, results, tables
 
     if as_json:
         print_json({"dry_run": False, **results(study)})

@@ -11,15 +11,15 @@ from adapterswap.cli.composition_options import named_experts
 from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Output, Place, only_with
 from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
 from adapterswap.cli.signature import declare
-from adapterswap.methods.method import flag_of
+from adapterswap.core.methods.method import flag_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from adapterswap.analysis.analyzing import Analysis
-    from adapterswap.analysis.dominance import Dominance
-    from adapterswap.analysis.suggesting import Suggestion
-    from adapterswap.planning.plan import Plan
+    from adapterswap.core.planning.plan import Plan
+    from adapterswap.experiments.analysis.analyzing import Analysis
+    from adapterswap.experiments.analysis.dominance import Dominance
+    from adapterswap.experiments.analysis.suggesting import Suggestion
 
 
 _COLUMNS = 6  # of a table, so that it fits 80 characters
@@ -52,9 +52,16 @@ def analyze_command(
         column_width: Width of the pictures: in, cm, mm or pt.
         dry_run: Check everything, print what would be measured, read no tensor.
     """
-    from adapterswap.analysis.analyzing import ANALYSIS, analyze, count_matrices, inputs_of, open_experts, read_analysis
-    from adapterswap.files.folders import check_target
-    from adapterswap.model.checkpoints import open_checkpoint
+    from adapterswap.core.model.checkpoints import open_checkpoint
+    from adapterswap.experiments.analysis.analyzing import (
+        ANALYSIS,
+        analyze,
+        count_matrices,
+        inputs_of,
+        open_experts,
+        read_analysis,
+    )
+    from adapterswap.kit.files.folders import check_target
 
     if bool(experts) == (from_csv is not None):
         raise click.UsageError("Pass either experts or --from-csv.")
@@ -88,8 +95,8 @@ def analyze_command(
 
 def _named(references: tuple[str, ...]) -> dict[str, str]:
     """The experts' paths by name: the name in NAME=PATH, or the last part of the path."""
-    from adapterswap.errors import ArgumentError, Problems
-    from adapterswap.planning.composition import expert_name, own_name
+    from adapterswap.core.planning.composition import expert_name, own_name
+    from adapterswap.kit.errors import ArgumentError, Problems
 
     places: dict[str, str] = {}
     problems = Problems(ArgumentError)
@@ -216,7 +223,7 @@ def suggest_command(
     if experts:
         if task_expert or language_expert or task_texts or language_texts or form:
             raise click.UsageError("--expert cannot be combined with -t, -l, texts or --form.")
-        from adapterswap.analysis.dominance import suggest_owners
+        from adapterswap.experiments.analysis.dominance import suggest_owners
 
         named = named_experts(experts)
         if not dry_run:
@@ -240,7 +247,7 @@ def suggest_command(
         raise click.UsageError("Pass both --task-texts and --language-texts, or neither.")
     if task_texts is not None and base_model is None:
         raise click.UsageError("Texts require --base-model, which reads them.")
-    from adapterswap.analysis.suggesting import prepare, suggest
+    from adapterswap.experiments.analysis.suggesting import prepare, suggest
 
     if dry_run:
         files = {"task": task_texts, "language": language_texts}

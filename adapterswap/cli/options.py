@@ -20,8 +20,8 @@ from click.core import ParameterSource
 
 from adapterswap.cli.printing import note, note_output, only_warnings, print_json, working
 from adapterswap.cli.signature import Options
-from adapterswap.errors import AdapterswapError
-from adapterswap.processes import Processes, count_processes, first_to_report, joined, leave
+from adapterswap.kit.errors import AdapterswapError
+from adapterswap.kit.processes import Processes, count_processes, first_to_report, joined, leave
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -41,7 +41,7 @@ class EntryPath(click.ParamType[str]):
         self.kind = kind
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from adapterswap.files.text import expand_text
+        from adapterswap.kit.files.text import expand_text
 
         return expand_text(value)
 
@@ -62,7 +62,7 @@ class _ExpertPath(EntryPath):
         self.or_recipe = or_recipe
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from adapterswap.model.sources import cached_models
+        from adapterswap.core.model.sources import cached_models
 
         name, equals, typed = incomplete.rpartition("=")
         completions = _entries(
@@ -81,7 +81,7 @@ class RecipePath(EntryPath):
         self.folder = folder
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from adapterswap.files.yaml import shipped_recipes
+        from adapterswap.kit.files.yaml import shipped_recipes
 
         shipped = [name for name in shipped_recipes(self.folder) if name.startswith(incomplete)]
         files = _entries(incomplete, _is_recipe)
@@ -198,7 +198,7 @@ class Push(NamedTuple):
         """
         settings = {"private": private, "revision": revision, "commit_message": commit_message}
         if push_to_hub is not None:
-            from adapterswap.model.sources import check_repository
+            from adapterswap.core.model.sources import check_repository
 
             check_repository(push_to_hub)
         only_with("--push-to-hub", push_to_hub is not None, *settings)
@@ -208,7 +208,7 @@ class Push(NamedTuple):
         """Upload the folder, if --push-to-hub was passed, and print its address."""
         if self.repo is None:
             return
-        from adapterswap.model.sources import publish
+        from adapterswap.core.model.sources import publish
 
         with working("uploading"):
             url = publish(folder, self.repo, **self.settings)

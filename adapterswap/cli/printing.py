@@ -1,6 +1,6 @@
 """How commands print: data to stdout, everything else to stderr, JSON with --json, parameters as their flags.
 
-Errors name parameters as Python users type them, in backticks (see `adapterswap.errors`).
+Errors name parameters as Python users type them, in backticks (see `adapterswap.kit.errors`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.errors import printable
-from adapterswap.progress import Progress, ProgressRow
+from adapterswap.kit.errors import printable
+from adapterswap.kit.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -30,8 +30,8 @@ def ls(*, kind: Annotated[str, "KIND"] | None = None, as_json: Json = False) -> 
     """
     from dataclasses import asdict
 
-    from adapterswap.errors import ArgumentError
-    from adapterswap.recipes import list_recipes
+    from adapterswap.experiments.recipes import list_recipes
+    from adapterswap.kit.errors import ArgumentError
 
     recipes = list_recipes()
     kinds = list(dict.fromkeys(recipe.kind for recipe in recipes))
@@ -56,8 +56,8 @@ def cat(name: Annotated[str, RecipePath()], *, resolved: bool = False, as_json: 
         resolved: Include everything that it extends; each line names its file.
         as_json: Print JSON, with everything that it extends.
     """
-    from adapterswap.files.yaml import find_recipe
-    from adapterswap.recipes import resolve_recipe
+    from adapterswap.experiments.recipes import resolve_recipe
+    from adapterswap.kit.files.yaml import find_recipe
 
     path = find_recipe(name)
     if not resolved and not as_json:
@@ -84,8 +84,8 @@ def cp(
     Everything that they extend is copied too, with relative paths, so the folder works on its own. To get one file
     instead: `adapterswap recipes cat NAME --resolved > mine.yaml`.
     """
-    from adapterswap.errors import OutputError
-    from adapterswap.recipes import copy_recipes
+    from adapterswap.experiments.recipes import copy_recipes
+    from adapterswap.kit.errors import OutputError
 
     if folder.endswith((".yaml", ".yml")):
         raise OutputError(
@@ -111,9 +111,9 @@ def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_j
     """
     from dataclasses import asdict
 
-    from adapterswap.errors import AdapterswapError, Problem
-    from adapterswap.files.yaml import find_recipe
-    from adapterswap.recipes import check_recipe
+    from adapterswap.experiments.recipes import check_recipe
+    from adapterswap.kit.errors import AdapterswapError, Problem
+    from adapterswap.kit.files.yaml import find_recipe
 
     checked: list[dict[str, Any]] = []
     mistakes: list[Problem] = []

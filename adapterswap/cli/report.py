@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from adapterswap.reporting import Report
-    from adapterswap.reporting.headline import MethodRow, ScoreDifference, Target
+    from adapterswap.experiments.reporting import Report
+    from adapterswap.experiments.reporting.headline import MethodRow, ScoreDifference, Target
 
 
 _WIDTH = 140  # characters, without a terminal
@@ -72,10 +72,10 @@ def report_command(
         dry_run: Compute and print everything, but write nothing.
         as_json: Print JSON: the content of summary.json.
     """
-    from adapterswap.errors import ArgumentError
-    from adapterswap.files.text import expand
-    from adapterswap.reporting.latex import TableStyle
-    from adapterswap.reporting.writing import check_targets, default_out_path, report
+    from adapterswap.experiments.reporting.latex import TableStyle
+    from adapterswap.experiments.reporting.writing import check_targets, default_out_path, report
+    from adapterswap.kit.errors import ArgumentError
+    from adapterswap.kit.files.text import expand
 
     target: Path | None = None
     if out_path:
@@ -102,7 +102,7 @@ def report_command(
     if target is not None:
         note_output(target, "report.html, tables.tex, tables.csv, …", dry_run=dry_run)
     if figures is not None:
-        from adapterswap.reporting.figures import plan_figures
+        from adapterswap.experiments.reporting.figures import plan_figures
 
         for kind, reason in plan_figures(results)[1].items():
             note(f"No figure {kind}: {reason}")
@@ -117,7 +117,7 @@ def _names(options: tuple[str, ...]) -> list[str] | None:
 
 
 def _print(report: Report) -> None:
-    from adapterswap.reporting.statistics import MIN_LEVELS, MIN_UNITS
+    from adapterswap.experiments.reporting.statistics import MIN_LEVELS, MIN_UNITS
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     left_out: dict[str, None] = {}
@@ -207,7 +207,7 @@ def _signed(value: float) -> str:
 
 
 def _error(row: MethodRow) -> str:
-    from adapterswap.planning.describe import error_text
+    from adapterswap.core.planning.describe import error_text
 
     return "–" if row.relative_error is None else error_text(row.relative_error)
 

@@ -11,16 +11,16 @@ import click
 from adapterswap.cli.options import Count, Expert, Folder, Json, Place, only_with
 from adapterswap.cli.printing import echo, human_bytes, note, note_dry_run, print_json, working
 from adapterswap.cli.signature import Command, declare
-from adapterswap.dependencies import require
+from adapterswap.kit.dependencies import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from adapterswap.experts.adapter import Adapter
-    from adapterswap.serving import NamedComposer
-    from adapterswap.serving.llama_cpp import LlamaLaunch
-    from adapterswap.serving.pieces import PieceComposer
-    from adapterswap.serving.vllm import Launch
+    from adapterswap.core.experts.adapter import Adapter
+    from adapterswap.engines.serving import NamedComposer
+    from adapterswap.engines.serving.llama_cpp import LlamaLaunch
+    from adapterswap.engines.serving.pieces import PieceComposer
+    from adapterswap.engines.serving.vllm import Launch
 
 
 class _Serve(Command):
@@ -79,15 +79,15 @@ def serve_command(
     only_with("--engine llama.cpp", is_llama, "gguf", "llama_server", "outtype", "max_request_mb")
     if is_llama and gguf is None:
         raise click.UsageError("--engine llama.cpp requires --gguf, the base model as a GGUF file.")
-    from adapterswap.serving import Cache, read_manifest
-    from adapterswap.serving.cache import default_cache
+    from adapterswap.engines.serving import Cache, read_manifest
+    from adapterswap.engines.serving.cache import default_cache
 
     if not (dry_run or is_llama):
         require("vllm")
     manifest, store = read_manifest(experts_path), Cache(cache or default_cache())
     if gguf is not None:
-        from adapterswap.serving.llama_cpp import plan_llama, serve_llama
-        from adapterswap.serving.pieces import PieceComposer
+        from adapterswap.engines.serving.llama_cpp import plan_llama, serve_llama
+        from adapterswap.engines.serving.pieces import PieceComposer
 
         pieces = PieceComposer(manifest, base_model, store, outtype or "f32")
         llama = plan_llama(pieces, gguf, engine_args, llama_server, max_request_mb or 1)
@@ -99,11 +99,11 @@ def serve_command(
         return
     import os
 
-    from adapterswap.errors import ExpertError, Problems
-    from adapterswap.planning.base import with_chains
-    from adapterswap.serving import NamedComposer
-    from adapterswap.serving.cache import content_hash
-    from adapterswap.serving.vllm import plan_launch
+    from adapterswap.core.planning.base import with_chains
+    from adapterswap.engines.serving import NamedComposer
+    from adapterswap.engines.serving.cache import content_hash
+    from adapterswap.engines.serving.vllm import plan_launch
+    from adapterswap.kit.errors import ExpertError, Problems
 
     composer = NamedComposer(manifest, base_model, store, None)
     problems, experts = Problems(ExpertError), {}
@@ -163,7 +163,7 @@ def _of_vllm(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adap
 
 
 def _of_llama(launch: LlamaLaunch, composer: PieceComposer) -> _Shown:
-    from adapterswap.serving.llama_engine import KEY
+    from adapterswap.engines.serving.llama_engine import KEY
 
     count, key = len(composer.pieces), f' -H "Authorization: Bearer ${KEY}"' if launch.keys else ""
     base = {"name": launch.base_name, "num_layers": composer.num_layers, "architecture": composer.architecture}
@@ -182,7 +182,7 @@ def _show(
     as_json: bool,
 ) -> None:
     """Print what will be served, the command of the engine, and a request."""
-    from adapterswap.serving.vllm import other_bases
+    from adapterswap.engines.serving.vllm import other_bases
 
     manifest, cache = composer.manifest, composer.cache.root
     example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])

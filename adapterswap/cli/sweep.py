@@ -42,14 +42,14 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import declare
-from adapterswap.processes import is_first
-from adapterswap.progress import Progress, ProgressRow, duration
+from adapterswap.kit.processes import is_first
+from adapterswap.kit.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
-    from adapterswap.planning.plan import Plan
-    from adapterswap.sweeps import Cell, Row, Run, SweepProgress
-    from adapterswap.sweeps.preparing import PreparedSweep
-    from adapterswap.sweeps.running import Estimate
+    from adapterswap.core.planning.plan import Plan
+    from adapterswap.experiments.sweeps import Cell, Row, Run, SweepProgress
+    from adapterswap.experiments.sweeps.preparing import PreparedSweep
+    from adapterswap.experiments.sweeps.running import Estimate
 
 
 @declare("sweep")
@@ -108,14 +108,14 @@ def sweep_command(
         dry_run: Check and count everything, without loading weights or writing files.
         tokens_per_second: With --dry-run: how fast your engine generates, to estimate the time.
     """
-    from adapterswap.evaluation.settings import parsed_arguments
-    from adapterswap.files.yaml import find_recipe
-    from adapterswap.model.loading import choose_device
-    from adapterswap.planning.describe import strip
-    from adapterswap.sweeps import prepare, read_sweep_recipe, remarks, summarize, sweep
-    from adapterswap.sweeps.recipe import with_rules
-    from adapterswap.sweeps.recording import check_out_path
-    from adapterswap.sweeps.running import estimate
+    from adapterswap.core.model.loading import choose_device
+    from adapterswap.core.planning.describe import strip
+    from adapterswap.experiments.evaluation.settings import parsed_arguments
+    from adapterswap.experiments.sweeps import prepare, read_sweep_recipe, remarks, summarize, sweep
+    from adapterswap.experiments.sweeps.recipe import with_rules
+    from adapterswap.experiments.sweeps.recording import check_out_path
+    from adapterswap.experiments.sweeps.running import estimate
+    from adapterswap.kit.files.yaml import find_recipe
 
     only_with("--ray", ray, "workers")
     only_with("--dry-run", dry_run, "tokens_per_second")
@@ -133,7 +133,7 @@ def sweep_command(
             sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
         )
     if freeze:
-        from adapterswap.sweeps.recording import freeze as register
+        from adapterswap.experiments.sweeps.recording import freeze as register
 
         tested_methods = list(methods) or None
         if is_first():
@@ -264,7 +264,7 @@ def _time_text(expected: Estimate) -> str:
 
 def _print(rows: list[Row], run: Run) -> None:
     """Print a table of families to stdout, in full even without a terminal."""
-    from adapterswap.planning.describe import error_text
+    from adapterswap.core.planning.describe import error_text
 
     reduced = any(row.relative_error is not None for row in rows)
     heads = ["family", "n", "min", "mean", "max", "best configuration", "chosen at", "reported at"]

@@ -19,10 +19,10 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import declare
-from adapterswap.processes import is_first, leave
+from adapterswap.kit.processes import is_first, leave
 
 if TYPE_CHECKING:
-    from adapterswap.training import TrainEstimate, TrainRecipe, TrainReport
+    from adapterswap.experiments.training import TrainEstimate, TrainRecipe, TrainReport
 
 
 @declare("train")
@@ -63,8 +63,8 @@ def train_command(
         overwrite: Replace an earlier output, and the checkpoints of an unfinished run.
         dry_run: Print the rows, steps and memory of the run, and train nothing.
     """
-    from adapterswap.files.yaml import find_recipe
-    from adapterswap.training import estimate, read_train_recipe, train
+    from adapterswap.experiments.training import estimate, read_train_recipe, train
+    from adapterswap.kit.files.yaml import find_recipe
 
     short = {"base_model": base_model, "start": start, "training.device": device, "training.dtype": dtype}
     seeds = {"training.seed": seed, "training.data_seed": seed}
@@ -96,8 +96,8 @@ def train_command(
 
 def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool, resume: bool) -> None:
     """Refuse the output that the run itself would refuse; a dry run needs none."""
-    from adapterswap.files.text import expand
-    from adapterswap.training.run import check_output
+    from adapterswap.experiments.training.run import check_output
+    from adapterswap.kit.files.text import expand
 
     if folder := out_path or recipe.out_path:
         check_output(expand(folder), recipe.inputs, resume=resume, overwrite=overwrite)

@@ -19,24 +19,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.kinds import LowRank, Whole, of_kind
-from adapterswap.changes.locating import Located, locate_all
-from adapterswap.changes.reading import Factors, read_factors, read_rows
-from adapterswap.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
-from adapterswap.experts.adapter import Adapter, LoraModule, and_more, open_adapter
-from adapterswap.files.numbers import open_files, row_ranges
-from adapterswap.files.tensorfile import FLOATS
-from adapterswap.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.model.layers import format_layers
-from adapterswap.model.sources import WEIGHTS
-from adapterswap.planning.composing import compose
-from adapterswap.planning.composition import Composition
-from adapterswap.planning.making import base_of, merge_plan
-from adapterswap.planning.plan import Plan
-from adapterswap.planning.rules import BASE, Rule
+from adapterswap.core.changes.kinds import LowRank, Whole, of_kind
+from adapterswap.core.changes.locating import Located, locate_all
+from adapterswap.core.changes.reading import Factors, read_factors, read_rows
+from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more, open_adapter
+from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
+from adapterswap.core.model.layers import format_layers
+from adapterswap.core.model.sources import WEIGHTS
+from adapterswap.core.planning.composing import compose
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.making import base_of, merge_plan
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.writing.outputs import map_in_threads
+from adapterswap.core.writing.resolving import resolve
+from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
+from adapterswap.kit.files.numbers import open_files, row_ranges
+from adapterswap.kit.files.tensorfile import FLOATS
 from adapterswap.tools.comparing import equal_bytes
-from adapterswap.writing.outputs import map_in_threads
-from adapterswap.writing.resolving import resolve
 
 Numbers = npt.NDArray[np.floating[Any]]  # float32; to check numbers in float32, float64
 

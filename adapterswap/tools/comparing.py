@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.joint import Joint, cosine
-from adapterswap.changes.reading import read_matrices
-from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
-from adapterswap.experts.adapter import Adapter, open_expert
-from adapterswap.files.numbers import open_files, read_bytes, read_elements, row_ranges
-from adapterswap.files.tensorfile import Tensor
-from adapterswap.model.layers import STACKS, Kind, stack_of
-from adapterswap.planning.base import under_one_name
-from adapterswap.planning.targets import Target, check_expert
-from adapterswap.writing.outputs import map_in_threads
+from adapterswap.core.changes.joint import Joint, cosine
+from adapterswap.core.changes.reading import read_matrices
+from adapterswap.core.experts.adapter import Adapter, open_expert
+from adapterswap.core.model.layers import STACKS, Kind, stack_of
+from adapterswap.core.planning.base import under_one_name
+from adapterswap.core.planning.targets import Target, check_expert
+from adapterswap.core.writing.outputs import map_in_threads
+from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
+from adapterswap.kit.files.numbers import open_files, read_bytes, read_elements, row_ranges
+from adapterswap.kit.files.tensorfile import Tensor
 
 _PLACES = ("no", *STACKS)  # the order of the first words of layers' names
 

@@ -18,7 +18,24 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adapterswap.errors import (
+from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter, read_adapter
+from adapterswap.core.experts.config import CHANGING_INITS, version_of
+from adapterswap.core.experts.keys import TRAINABLE_TOKENS, factor_key, parameter_key
+from adapterswap.core.experts.names import renamed_adapter
+from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint
+from adapterswap.core.model.layers import recorded_layers
+from adapterswap.core.model.sources import CONFIG, WEIGHTS, Source, at_revision, find_source, recorded_base
+from adapterswap.core.planning.base import least_depth, named_base
+from adapterswap.core.planning.composing import whole_rules
+from adapterswap.core.planning.composition import Composition, expert_name
+from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.writing.adapter import COMPOSED, prepare, write_prepared
+from adapterswap.core.writing.layout import Shape, adapter_config, most_common
+from adapterswap.core.writing.loadable import with_written_names
+from adapterswap.core.writing.outputs import Form
+from adapterswap.core.writing.records import CompositionRecord, ConversionRecord
+from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
     BaseModelError,
@@ -28,29 +45,12 @@ from adapterswap.errors import (
     UnsupportedError,
     reason_of,
 )
-from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter, read_adapter
-from adapterswap.experts.config import CHANGING_INITS, version_of
-from adapterswap.experts.keys import TRAINABLE_TOKENS, factor_key, parameter_key
-from adapterswap.experts.names import renamed_adapter
-from adapterswap.files.folders import check_target, scratch_folder
-from adapterswap.files.hashes import sha256_of
-from adapterswap.files.tensorfile import FLOAT_NAMES
-from adapterswap.files.text import exists, expand, read_json, shown, write_json
-from adapterswap.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint
-from adapterswap.model.layers import recorded_layers
-from adapterswap.model.sources import CONFIG, WEIGHTS, Source, at_revision, find_source, recorded_base
-from adapterswap.planning.base import least_depth, named_base
-from adapterswap.planning.composing import whole_rules
-from adapterswap.planning.composition import Composition, expert_name
-from adapterswap.planning.making import make_plan
-from adapterswap.planning.plan import Plan
+from adapterswap.kit.files.folders import check_target, scratch_folder
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.tensorfile import FLOAT_NAMES
+from adapterswap.kit.files.text import exists, expand, read_json, shown, write_json
 from adapterswap.tools.comparing import Difference, compare
 from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, lower, write_lowered
-from adapterswap.writing.adapter import COMPOSED, prepare, write_prepared
-from adapterswap.writing.layout import Shape, adapter_config, most_common
-from adapterswap.writing.loadable import with_written_names
-from adapterswap.writing.outputs import Form
-from adapterswap.writing.records import CompositionRecord, ConversionRecord
 
 _CURRENT = "0.19.0"  # the first version of PEFT with today's layout
 

@@ -22,16 +22,16 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.reading import Factors, read_difference
-from adapterswap.errors import ArgumentError, Problems, UnsupportedError
-from adapterswap.experts.keys import factor_key
-from adapterswap.experts.trial import try_in_peft
-from adapterswap.files.numbers import decode, encode, finite_bytes, read_elements
-from adapterswap.model.base import Weight, empty_model
+from adapterswap.core.changes.reading import Factors, read_difference
+from adapterswap.core.experts.keys import factor_key
+from adapterswap.core.experts.trial import try_in_peft
+from adapterswap.core.model.base import Weight, empty_model
+from adapterswap.core.writing.layout import Shape, adapter_config
+from adapterswap.core.writing.outputs import OutputTensor, Spool
+from adapterswap.core.writing.reduction import approximate
+from adapterswap.kit.errors import ArgumentError, Problems, UnsupportedError
+from adapterswap.kit.files.numbers import decode, encode, finite_bytes, read_elements
 from adapterswap.tools.pairing import LeftOutWeight, WeightMatrix, WeightPair
-from adapterswap.writing.layout import Shape, adapter_config
-from adapterswap.writing.outputs import OutputTensor, Spool
-from adapterswap.writing.reduction import approximate
 
 _BLOCK = 2**22  # elements of a weight that is left out, read at a time
 _MAX_RANK = 2**16  # what `open_adapter` reads

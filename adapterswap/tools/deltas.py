@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.kinds import Whole, of_kind
-from adapterswap.changes.locating import locate_all
-from adapterswap.changes.reading import Factors, read_difference
-from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError, reason_of
-from adapterswap.experts.adapter import Adapter, and_more
-from adapterswap.experts.keys import canonical_key, factor_key, part_key
-from adapterswap.files.numbers import decode, finite_bytes, open_files
-from adapterswap.files.text import read_json, write_json
-from adapterswap.model.base import Weight, base_at, read_config
-from adapterswap.model.checkpoints import Checkpoint
-from adapterswap.model.loading import quiet_peft
-from adapterswap.model.sources import CONFIG, WEIGHTS
-from adapterswap.writing.layout import Shape, adapter_config, written_scale
-from adapterswap.writing.reduction import approximate
+from adapterswap.core.changes.kinds import Whole, of_kind
+from adapterswap.core.changes.locating import locate_all
+from adapterswap.core.changes.reading import Factors, read_difference
+from adapterswap.core.experts.adapter import Adapter, and_more
+from adapterswap.core.experts.keys import canonical_key, factor_key, part_key
+from adapterswap.core.model.base import Weight, base_at, read_config
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.sources import CONFIG, WEIGHTS
+from adapterswap.core.writing.layout import Shape, adapter_config, written_scale
+from adapterswap.core.writing.reduction import approximate
+from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError, reason_of
+from adapterswap.kit.files.numbers import decode, finite_bytes, open_files
+from adapterswap.kit.files.text import read_json, write_json
 
 
 @dataclass(frozen=True)

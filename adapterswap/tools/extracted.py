@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.changes.reading import Factors, read_factors
-from adapterswap.errors import ArgumentError, Problems
-from adapterswap.experts.adapter import Adapter, open_adapter
-from adapterswap.files.folders import CARD, LIST, PRINTS, files_in, prints_of
-from adapterswap.files.hashes import sha256_of
-from adapterswap.files.numbers import open_files
-from adapterswap.model.checkpoints import Checkpoint, hashed, open_checkpoint
-from adapterswap.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
+from adapterswap.core.changes.reading import Factors, read_factors
+from adapterswap.core.experts.adapter import Adapter, open_adapter
+from adapterswap.core.model.checkpoints import Checkpoint, hashed, open_checkpoint
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
+from adapterswap.core.writing.adapter import ADAPTER_FILES
+from adapterswap.core.writing.outputs import cores, torch_threads
+from adapterswap.core.writing.records import ExtractionRecord, ExtractionRequest, SourceRecord, shards_source
+from adapterswap.kit.errors import ArgumentError, Problems
+from adapterswap.kit.files.folders import CARD, LIST, PRINTS, files_in, prints_of
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.numbers import open_files
 from adapterswap.tools.cutting import measure
 from adapterswap.tools.pairing import Selection, WeightMatrix, pair
-from adapterswap.writing.adapter import ADAPTER_FILES
-from adapterswap.writing.outputs import cores, torch_threads
-from adapterswap.writing.records import ExtractionRecord, ExtractionRequest, SourceRecord, shards_source
 
 
 @dataclass(frozen=True)

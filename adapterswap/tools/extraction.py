@@ -15,25 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.errors import ArgumentError, ExpertError
-from adapterswap.files.folders import CARD, atomic_folder, check_target
-from adapterswap.files.hashes import sha256_of
-from adapterswap.files.numbers import open_files
-from adapterswap.files.tensorfile import FLOAT_NAMES
-from adapterswap.files.text import expand_text, write_json
-from adapterswap.files.yaml import dump_yaml
-from adapterswap.model.base import base_at
-from adapterswap.model.checkpoints import hashed, open_checkpoint
-from adapterswap.model.layers import KeptLayers, Kind
-from adapterswap.model.sources import CONFIG, FORMAT, PROVENANCE, WEIGHTS, public_name
-from adapterswap.planning.base import check_base_weights
-from adapterswap.tools.cutting import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
-from adapterswap.tools.pairing import Reason, Selection, WeightPair, pair
-from adapterswap.writing.adapter import COMPOSED
-from adapterswap.writing.cards import escaped, licence_of, loading
-from adapterswap.writing.layout import Shape, adapter_config, check_base_name, most_common, written_scale
-from adapterswap.writing.outputs import OutputTensor, Spool, cores, torch_threads
-from adapterswap.writing.records import (
+from adapterswap.core.model.base import base_at
+from adapterswap.core.model.checkpoints import hashed, open_checkpoint
+from adapterswap.core.model.layers import KeptLayers, Kind
+from adapterswap.core.model.sources import CONFIG, FORMAT, PROVENANCE, WEIGHTS, public_name
+from adapterswap.core.planning.base import check_base_weights
+from adapterswap.core.writing.adapter import COMPOSED
+from adapterswap.core.writing.cards import escaped, licence_of, loading
+from adapterswap.core.writing.layout import Shape, adapter_config, check_base_name, most_common, written_scale
+from adapterswap.core.writing.outputs import OutputTensor, Spool, cores, torch_threads
+from adapterswap.core.writing.records import (
     ExtractedModule,
     ExtractionRecord,
     ExtractionRequest,
@@ -42,7 +33,16 @@ from adapterswap.writing.records import (
     shards_source,
     with_fingerprints,
 )
-from adapterswap.writing.tensors import write_computed
+from adapterswap.core.writing.tensors import write_computed
+from adapterswap.kit.errors import ArgumentError, ExpertError
+from adapterswap.kit.files.folders import CARD, atomic_folder, check_target
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.numbers import open_files
+from adapterswap.kit.files.tensorfile import FLOAT_NAMES
+from adapterswap.kit.files.text import expand_text, write_json
+from adapterswap.kit.files.yaml import dump_yaml
+from adapterswap.tools.cutting import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
+from adapterswap.tools.pairing import Reason, Selection, WeightPair, pair
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ def _device(name: str) -> Any:
     MPS has no float64, which norms are summed in. Its SVD is not used either: the reported errors depend on it, and it
     was never tested (for the first one, of PyTorch 2.14, see issue 196112).
     """
-    from adapterswap.model.loading import choose_device
+    from adapterswap.core.model.loading import choose_device
 
     device = choose_device(name)
     return "cpu" if device.type == "mps" else device

@@ -8,13 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adapterswap.errors import AdapterswapError, check_type
-from adapterswap.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, open_expert
-from adapterswap.files.tensorfile import Tensor
-from adapterswap.files.text import exists
-from adapterswap.gguf.reading import GgufAdapter, GgufModule, is_gguf, open_gguf
-from adapterswap.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.model.layers import (
+from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, open_expert
+from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.core.model.layers import (
     Kind,
     depth_of,
     kind_of,
@@ -23,10 +19,14 @@ from adapterswap.model.layers import (
     stack_in,
     stacked_layers_in_config,
 )
-from adapterswap.model.sources import PROVENANCE, read_training
+from adapterswap.core.model.sources import PROVENANCE, read_training
+from adapterswap.engines.gguf.reading import GgufAdapter, GgufModule, is_gguf, open_gguf
+from adapterswap.kit.errors import AdapterswapError, check_type
+from adapterswap.kit.files.tensorfile import Tensor
+from adapterswap.kit.files.text import exists
 
 if TYPE_CHECKING:
-    from adapterswap.writing.records import CompositionRecord
+    from adapterswap.core.writing.records import CompositionRecord
 
 Part = LoraModule | OpaqueModule | FullModule | StoredTensor | GgufModule
 
@@ -90,8 +90,8 @@ class Inspection:
         """
         if self.record is None:
             return []
-        from adapterswap.planning.describe import Mark, blend_text, draw_strip
-        from adapterswap.planning.rules import BASE
+        from adapterswap.core.planning.describe import Mark, blend_text, draw_strip
+        from adapterswap.core.planning.rules import BASE
 
         marks, num_layers = [], self.record.num_layers
         for name, layer, kind in self._places(self.record):
@@ -226,7 +226,7 @@ def inspect(path: str | Path) -> Inspection:
 def _trained_from(folder: Path) -> str | None:
     if exists(folder / PROVENANCE) or "start" not in read_training(folder):
         return None
-    from adapterswap.writing.records import origin_of
+    from adapterswap.core.writing.records import origin_of
 
     return str(origin_of(folder)).removeprefix("was trained ").removeprefix("from ")
 
@@ -234,7 +234,7 @@ def _trained_from(folder: Path) -> str | None:
 def _record(folder: Path) -> CompositionRecord | None:
     if not exists(folder / PROVENANCE):  # the next line costs the import of pydantic
         return None
-    from adapterswap.writing.records import CompositionRecord, read_record
+    from adapterswap.core.writing.records import CompositionRecord, read_record
 
     record = read_record(folder)
     return record if isinstance(record, CompositionRecord) else None

@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from adapterswap.changes.copies import is_one_weight, stored_weight
-from adapterswap.changes.kinds import Whole
-from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.adapter import compare_shapes
-from adapterswap.files.numbers import open_files
-from adapterswap.files.tensorfile import FLOATS
-from adapterswap.model.base import Base, Weight, base_at
-from adapterswap.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.model.layers import (
+from adapterswap.core.changes.copies import is_one_weight, stored_weight
+from adapterswap.core.changes.kinds import Whole
+from adapterswap.core.experts.adapter import compare_shapes
+from adapterswap.core.model.base import Base, Weight, base_at
+from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.core.model.layers import (
     NO_LAYER,
     before_layers,
     check_one_list,
@@ -31,7 +28,17 @@ from adapterswap.model.layers import (
     num_layers_in_config,
     parse_layers,
 )
-from adapterswap.planning.rules import selects
+from adapterswap.core.planning.rules import selects
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    Problems,
+    UnsupportedError,
+)
+from adapterswap.kit.files.numbers import open_files
+from adapterswap.kit.files.tensorfile import FLOATS
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from adapterswap import __version__
-from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
-from adapterswap.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
-from adapterswap.files.folders import CARD, LIST, PRINTS, prints_of, scratch_folder
-from adapterswap.files.hashes import sha256_of
-from adapterswap.files.numbers import open_files
-from adapterswap.files.tensorfile import TensorFile, read_header
-from adapterswap.files.text import exists, expand, is_folder, read_json
-from adapterswap.files.yaml import validate
-from adapterswap.gguf.export import write_gguf
-from adapterswap.gguf.layout import prepare_gguf
-from adapterswap.gguf.reading import REMEDY, GgufFile, is_gguf, open_gguf
-from adapterswap.model.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
-from adapterswap.model.layers import recorded_layers
-from adapterswap.model.sources import (
+from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
+from adapterswap.core.model.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
+from adapterswap.core.model.layers import recorded_layers
+from adapterswap.core.model.sources import (
     CONFIG,
     PROVENANCE,
     TRAINING_RECORD,
@@ -43,15 +33,12 @@ from adapterswap.model.sources import (
     read_training,
     recorded_base,
 )
-from adapterswap.planning.composition import Composition
-from adapterswap.planning.making import make_plan
-from adapterswap.planning.rules import BASE, Rule
-from adapterswap.tools.attributing import Attribution, attribute
-from adapterswap.tools.comparing import equal_bytes
-from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, reprinted, verify_extracted
-from adapterswap.writing.adapter import prepare, write_prepared
-from adapterswap.writing.outputs import Form
-from adapterswap.writing.records import (
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.writing.adapter import prepare, write_prepared
+from adapterswap.core.writing.outputs import Form
+from adapterswap.core.writing.records import (
     CompositionRecord,
     ConversionRecord,
     ExtractionRecord,
@@ -62,6 +49,19 @@ from adapterswap.writing.records import (
     composition_record,
     parse_record,
 )
+from adapterswap.engines.gguf.export import write_gguf
+from adapterswap.engines.gguf.layout import prepare_gguf
+from adapterswap.engines.gguf.reading import REMEDY, GgufFile, is_gguf, open_gguf
+from adapterswap.kit.errors import ArgumentError, ExpertError, Problems, check_type
+from adapterswap.kit.files.folders import CARD, LIST, PRINTS, prints_of, scratch_folder
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.numbers import open_files
+from adapterswap.kit.files.tensorfile import TensorFile, read_header
+from adapterswap.kit.files.text import exists, expand, is_folder, read_json
+from adapterswap.kit.files.yaml import validate
+from adapterswap.tools.attributing import Attribution, attribute
+from adapterswap.tools.comparing import equal_bytes
+from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, reprinted, verify_extracted
 
 _METADATA = "the GGUF metadata"
 _FIELDS_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared separately
@@ -324,8 +324,8 @@ def _write_adapter(
 def _write_model(
     record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
 ) -> None:
-    from adapterswap.writing.streaming import ModelForm
-    from adapterswap.writing.weights import prepare_model, write_model
+    from adapterswap.core.writing.streaming import ModelForm
+    from adapterswap.core.writing.weights import prepare_model, write_model
 
     plan = make_plan(composition, opened, recorded=True)
     write_model(prepare_model(plan, ModelForm(**record.output), composition.base_model, recorded=True), again)

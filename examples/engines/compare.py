@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from adapterswap.sweeps import Run, read_run
+from adapterswap.experiments.sweeps import Run, read_run
 
 FORM = "{:<16}{:>9}{:>7}{:>24}{:>14}{:>7}"
 

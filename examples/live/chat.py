@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from adapterswap import AdapterswapError
-from adapterswap.live import LiveComposer, load_expert
+from adapterswap.engines.live import LiveComposer, load_expert
 
 
 class Chat:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.methods.method import SCALE, MethodSettings, NonlinearMethod, Parameter
+from adapterswap.core.methods.method import SCALE, MethodSettings, NonlinearMethod, Parameter
 
 __all__ = ["Median"]
 

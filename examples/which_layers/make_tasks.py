@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from adapterswap.lab.scenes import SCENES, draw_problems
+from adapterswap.experiments.lab.scenes import SCENES, draw_problems
 
 TASK = """\
 task: lab_{language}

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import adapterswap
-from adapterswap.analysis.analyzing import read_analysis
-from adapterswap.analysis.interference import FractionTable
-from adapterswap.analysis.pictures import draw_fractions
-from adapterswap.drawing import NOTE, readable_on, save, style
-from adapterswap.lab.bases import write_base
-from adapterswap.lab.scenes import SCENES, language_rows, math_rows
-from adapterswap.reporting import make_report, open_source
-from adapterswap.sweeps import Run, SweepRecipe, sweep
-from adapterswap.training import TrainRecipe, train
+from adapterswap.experiments.analysis.analyzing import read_analysis
+from adapterswap.experiments.analysis.interference import FractionTable
+from adapterswap.experiments.analysis.pictures import draw_fractions
+from adapterswap.experiments.lab.bases import write_base
+from adapterswap.experiments.lab.scenes import SCENES, language_rows, math_rows
+from adapterswap.experiments.reporting import make_report, open_source
+from adapterswap.experiments.sweeps import Run, SweepRecipe, sweep
+from adapterswap.experiments.training import TrainRecipe, train
+from adapterswap.kit.drawing import NOTE, readable_on, save, style
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -166,9 +166,9 @@ def _step(cell: str, kind: str, text: str, *, sample: bool = True, **more: Any) 
 
 def matrix(folder: Path) -> Iterator[Job]:
     """A job for every pair of adapters; every cell is in it."""
-    from matrix.adapters import KINDS
-    from matrix.architectures import ARCHITECTURES, build
-    from matrix.expectations import CELLS, SAMPLE
+    from core.matrix.adapters import KINDS
+    from core.matrix.architectures import ARCHITECTURES, build
+    from core.matrix.expectations import CELLS, SAMPLE
 
     sample = set(SAMPLE)
     for name, cells in itertools.groupby(CELLS, key=lambda cell: cell.architecture):

@@ -187,7 +187,7 @@ def described(value: Any) -> Json:
 
 
 def matrix(operation: str, pair: dict[str, str], root: str) -> Json:
-    """One operation of tests/matrix on a pair of adapters."""
+    """One operation of tests/core/matrix on a pair of adapters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -228,7 +228,7 @@ def _operate(operation: str, pair: dict[str, str]) -> Json:
         case "extract":
             merged = asw.merge(swap(), out_path="merged")
             return described(asw.extract(merged, pair["base"], "out", rank=2))
-    from matrix.methods import VALUES
+    from core.matrix.methods import VALUES
 
     composition = asw.Composition(method=operation, task="task", language="language", **VALUES[operation])
     return asw.merge(asw.compose(composition, experts), out_path="out")
@@ -249,7 +249,7 @@ _BASES: dict[str, Any] = {}
 def _live(pair: dict[str, str], plan: Any) -> Json:
     """The digests of the composed model's logits and of its ΔW."""
     import transformers
-    from matrix.reference import changes_in, logits
+    from core.matrix.reference import changes_in, logits
 
     if pair["base"] not in _BASES:
         _BASES[pair["base"]] = getattr(transformers, pair["class"]).from_pretrained(pair["base"]).eval()

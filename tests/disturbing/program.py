@@ -115,7 +115,7 @@ def served(out: str = "runs/out", live: dict[str, Any] | None = None) -> int:
     With `live`, an event that happens while the server is running, it is asked again afterwards.
     """
     from adapterswap import AdapterswapError
-    from adapterswap.serving import Cache, NamedComposer, read_manifest
+    from adapterswap.engines.serving import Cache, NamedComposer, read_manifest
 
     place = Path(out)
     with Path("said").open("w") as said, redirect_stdout(said), redirect_stderr(said):
@@ -425,8 +425,10 @@ def tell_of_others() -> None:
     sys.addaudithook(hook)
 
 
-IMPORTED = ["adapterswap.cli", "adapterswap.serving", "adapterswap.sweeps", "adapterswap.live", "lm_eval.evaluator",
-            "adapterswap.training.trainer", "datasets", "trl"]  # fmt: skip
+IMPORTED = [
+    "adapterswap.cli", "adapterswap.engines.serving", "adapterswap.experiments.sweeps", "adapterswap.engines.live",
+    "lm_eval.evaluator", "adapterswap.experiments.training.trainer", "datasets", "trl",
+]  # fmt: skip
 
 
 def warm() -> None:
@@ -437,7 +439,7 @@ def warm() -> None:
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import TaskIndex
 
-    from adapterswap.evaluation import stock_tasks
+    from adapterswap.experiments.evaluation import stock_tasks
 
     torch.set_num_threads(1)
     stock_tasks._harness_files()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import yaml
-from evaluation.conftest import byte_tokenizer, pico_model
+from experiments.evaluation.conftest import byte_tokenizer, pico_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core.writing.test_blends import deltas, handmade
 from tolerances import close
-from writing.test_blends import deltas, handmade
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin_method"
 

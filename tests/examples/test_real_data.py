@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from adapterswap.experts.adapter import open_adapter
-from adapterswap.training import read_train_recipe
+from adapterswap.core.experts.adapter import open_adapter
+from adapterswap.experiments.training import read_train_recipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real_data"
 

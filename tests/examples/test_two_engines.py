@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving.environment import environment, needs_vllm, vllm_python
+from engines.serving.environment import environment, needs_vllm, vllm_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "engines"

@@ -21,9 +21,9 @@ def lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with lab-run/seed-0: a shipped base, and experts trained for one step."""
     import json
 
-    from adapterswap.lab.bases import write_base
-    from adapterswap.lab.scenes import SCENES, language_rows, math_rows
-    from adapterswap.training import TrainRecipe, train
+    from adapterswap.experiments.lab.bases import write_base
+    from adapterswap.experiments.lab.scenes import SCENES, language_rows, math_rows
+    from adapterswap.experiments.training import TrainRecipe, train
 
     here = tmp_path_factory.mktemp("which-layers")
     seed = here / "lab-run" / "seed-0"

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from conftest import LLAMA_PROJECTIONS
-from evaluation.conftest import byte_tokenizer, pico_model
+from experiments.evaluation.conftest import byte_tokenizer, pico_model
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from adapterswap.model.sources import base_fingerprints
+from adapterswap.core.model.sources import base_fingerprints
 
 from .blocks import ROOT
 
@@ -113,7 +113,7 @@ def merge_page() -> None:
 
 def hub_page() -> None:
     """The base, and a repository with every expert, in the Hub's cache."""
-    from experts.test_sources import COMMIT, files_of, repository
+    from core.experts.test_sources import COMMIT, files_of, repository
 
     cache = Path(constants.HF_HUB_CACHE)
     repository(cache, "org/base", files_of(Path("org/base")))
@@ -234,7 +234,7 @@ def labelled_responses() -> None:
 
 def report_page() -> None:
     """Finished sweeps of one pair, with made-up scores."""
-    from reporting.crafting import craft, recipe
+    from experiments.reporting.crafting import craft, recipe
 
     pair = {"task_experts": {"math1": "experts/math1"}, "language_experts": {"sw1": "experts/sw1"}}
     craft(Path("runs/swahili"), recipe(**pair))

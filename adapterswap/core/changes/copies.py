@@ -1,0 +1,172 @@
+"""Compare the copies of base weights that adapters carry, block by block.
+
+PEFT saves an embedding's or head's own weight next to its LoRA, and replaces the base's weight with it on loading the
+adapter: the result is copy + ΔW. So if copies differ from each other or from the base, the adapters were trained on
+different bases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.core.changes.kinds import Whole
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.keys import TOKENS
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.kit.errors import BaseModelError, ExpertError, Problems
+from adapterswap.kit.files.numbers import decode, encode, open_files, read_bytes, row_ranges
+from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
+
+_ELEMENTS = 2**22  # elements to compare at a time
+
+Numbers = npt.NDArray[np.float32]
+
+
+class Comparable(NamedTuple):
+    """A weight to compare.
+
+    Attributes:
+        dtype: its dtype, as safetensors files name it.
+        shape: its shape.
+        read: returns its elements from `start` to before `stop`, as float32.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Numbers]
+
+
+class Carried(NamedTuple):
+    """An expert's copy of a weight of its base.
+
+    Attributes:
+        expert, adapter: the expert's name, and its adapter.
+        name: the weight's key in the base.
+        copy: the copy, in the adapter's file.
+        own: the base's own weight.
+    """
+
+    expert: str
+    adapter: Adapter
+    name: str
+    copy: Tensor
+    own: Whole
+
+
+def stored_weight(tensor: Tensor, file: int) -> Comparable:
+    """A tensor in the open file `file`, ready to be compared."""
+    width = DTYPE_BYTES[tensor.dtype]
+
+    def read(start: int, stop: int) -> Numbers:
+        return decode(read_bytes(file, tensor, start * width, stop * width), tensor.dtype, (stop - start,))
+
+    return Comparable(tensor.dtype, tensor.shape, read)
+
+
+def is_one_weight(one: Comparable, other: Comparable) -> bool:
+    """Whether two weights are equal, or one is the other rounded to its own dtype."""
+    if one.shape != other.shape:
+        return False
+    equal_in = {one.dtype, other.dtype}
+    for cut in row_ranges(math.prod(one.shape), _ELEMENTS):
+        left, right = one.read(*cut), other.read(*cut)
+        equal_in = {
+            dtype
+            for dtype in equal_in
+            if np.array_equal(_rounded(left, one.dtype, dtype), _rounded(right, other.dtype, dtype))
+        }
+        if not equal_in:
+            return False
+    return True
+
+
+def _rounded(numbers: Numbers, held_in: str, dtype: str) -> Numbers:
+    return numbers if held_in == dtype else decode(encode(numbers, dtype), dtype, numbers.shape)
+
+
+def check_one_base(adapters: Mapping[str, Adapter]) -> None:
+    """Check that experts carry the same copies of each weight, whether or not a plan uses them."""
+    copies_of: dict[str, dict[str, Tensor]] = {}
+    for expert, adapter in adapters.items():
+        for module in adapter.factors.values():
+            if module.base is not None:
+                copies_of.setdefault(module.name, {})[expert] = module.base
+    shared = {name: copies for name, copies in copies_of.items() if len(copies) > 1}
+    if not shared:
+        return
+    problems = Problems(ExpertError)
+    with open_files(adapter.file for adapter in adapters.values()) as files:
+        for copies in shared.values():
+            weights = {
+                expert: stored_weight(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()
+            }
+            # Two roundings of a third weight may differ, so compare all copies with the most precise one.
+            first = min(weights, key=lambda expert: FLOATS.index(weights[expert].dtype))
+            for expert, copy in weights.items():
+                if expert != first and not is_one_weight(weights[first], copy):
+                    problems.add(
+                        f"the experts {first!r} and {expert!r} were trained on different bases: each carries a copy "
+                        f"of its own ({copies[expert].name}), and they differ",
+                        "Compose experts of one base",
+                    )
+    problems.raise_if_any()
+
+
+def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
+    """Check that trained rows which PEFT stores again under the name of a tied head are the embedding's.
+
+    PEFT loads both into one parameter, so the later one would win.
+    """
+    tied = [(name, part) for name, adapter in adapters.items() for part in adapter.tokens.values() if part.tied]
+    if not tied:
+        return
+    problems = Problems(ExpertError)
+    with open_files(adapters[expert].file for expert, _ in tied) as files:
+        for expert, part in tied:
+            file = files[adapters[expert].file.path]
+            own = stored_weight(part.tensors[TOKENS], file)
+            for name, tensor in part.tied.items():
+                again = stored_weight(tensor, file)
+                if own.dtype != again.dtype or not is_one_weight(own, again):
+                    problems.add(
+                        f"{expert} holds different rows of {part.name} and of {name}, which are tied: PEFT would load "
+                        "both into one weight",
+                        "Save the adapter again with PEFT",
+                    )
+    problems.raise_if_any()
+
+
+def check_base(carried: Iterable[Carried], base: Checkpoint, *, effect: str, remedy: str) -> None:
+    """Compare copies with the base's own weights, up to rounding to the less precise dtype.
+
+    A copy of a resized embedding or head may have more rows than the base; only the base's rows are compared.
+
+    Args:
+        carried: the copies.
+        base: the base.
+        effect: what happens to a copy, for messages: "which PEFT would put in its place".
+        remedy: the remedy in messages.
+    """
+    compared = [entry for entry in carried if entry.own.tensor.dtype in FLOATS]
+    if not compared:
+        return
+    problems = Problems(BaseModelError)
+    adapters = {entry.adapter.file.path: entry.adapter.file for entry in compared}
+    with open_files([*adapters.values(), *base.shards]) as files:
+        for entry in compared:
+            copy, base_shape = stored_weight(entry.copy, files[entry.adapter.file.path]), entry.own.tensor.shape
+            if copy.shape[1:] == base_shape[1:] and copy.shape[0] > base_shape[0]:
+                copy = copy._replace(shape=base_shape)
+            if not is_one_weight(copy, stored_weight(entry.own.tensor, files[entry.own.path])):
+                problems.add(
+                    f"{entry.expert} was trained on another {entry.name} than {base.name} has: it carries a copy "
+                    f"({entry.copy.name}), {effect}",
+                    remedy,
+                    parameter="base_model",
+                )
+    problems.raise_if_any()

@@ -1,0 +1,174 @@
+"""Read an expert's change of a weight from its files: factors, or rows of the dense ΔW as the model stores it.
+
+Arrays are numpy's, in float32, in blocks of rows. Errors for NaN, infinity and overflow name the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.core.experts.adapter import Adapter, LoraModule
+from adapterswap.kit.errors import UnsupportedError
+from adapterswap.kit.files.numbers import open_files, read_elements, read_numbers, too_large
+
+Matrix = npt.NDArray[np.floating]
+Rows = npt.NDArray[np.float32]
+
+_BLOCK = 2**22  # elements of ΔW per block: 16 MB in float32
+
+
+class Factors(NamedTuple):
+    """ΔW = b·a, with a (r×in) and b (out×r)."""
+
+    a: Matrix
+    b: Matrix
+
+    @classmethod
+    def scaled(cls, a: Matrix, b: Matrix, scale: float, name: str) -> Factors:
+        """The factors of ΔW = s·B·A, with the scale in b."""
+        with np.errstate(over="ignore"):
+            return cls(a, finite(b * np.float32(scale), name))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of ΔW, (out, in)."""
+        return self.b.shape[0], self.a.shape[1]
+
+    @property
+    def T(self) -> Factors:  # named as in numpy
+        """The factors of ΔWᵀ."""
+        return Factors(self.b.T, self.a.T)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Matrix:
+        """Rows `start` to `stop` of ΔW, dense."""
+        return np.asarray(self.b[start:stop] @ self.a)
+
+    def masked(self, kept: npt.NDArray[np.bool_]) -> Factors:
+        """The factors of ΔW with zeros in the rows where `kept` (out values) is false."""
+        return Factors(self.a, self.b * kept[:, None])
+
+
+Delta = Factors | Rows  # ΔW as factors or dense; out×in
+
+
+def blocks(delta: Delta, name: str) -> Iterator[Rows]:
+    """ΔW in blocks of whole rows, in float32."""
+    out, width = delta.shape
+    step = max(1, _BLOCK // width)
+    for start in range(0, out, step):
+        with np.errstate(all="ignore"):  # what overflows is found by `finite`
+            rows = delta.rows(start, start + step) if isinstance(delta, Factors) else delta[start : start + step]
+        yield finite(rows, name)
+
+
+def finite(rows: Matrix, name: str) -> Matrix:
+    """Return the rows unchanged if all numbers are finite."""
+    if not np.isfinite(rows).all():
+        raise too_large(name)
+    return rows
+
+
+def mean_absolute(rows: Matrix) -> npt.NDArray[np.float64]:
+    """The mean absolute value of each row."""
+    return np.asarray(np.abs(rows).mean(axis=1, dtype=np.float64))
+
+
+def row_magnitudes(delta: Delta, name: str) -> npt.NDArray[np.float64]:
+    """The mean absolute value of each row of ΔW (out values); errors as for `blocks`."""
+    return np.concatenate([mean_absolute(block) for block in blocks(delta, name)])
+
+
+FactorReader = Callable[[str, LoraModule], Factors]  # (expert, module) → its ΔW = b·a in float32, the scale in b
+RowReader = Callable[[Rows, int, int | None], Rows]  # (the base's own rows, start, stop) → the same rows of ΔW
+
+
+@contextmanager
+def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
+    """A function that reads an expert's factors of a module. The files stay open until the block ends."""
+    with open_files(adapter.file for adapter in adapters.values()) as files:
+
+        def read(expert: str, module: LoraModule) -> Factors:
+            return read_factors(expert, files[adapters[expert].file.path], module)
+
+        yield read
+
+
+def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
+    """Read a module's factors from the open file `file`, in float32, with the scale in B."""
+    if module.experts > 1:
+        raise UnsupportedError(
+            f"{module.name} is a fused parameter of {module.experts} experts in {expert}: its ΔW is not computed here",
+            "Compose it with linear methods, into an adapter of the exact layout",
+        )
+    return _read_factors(expert, file, module)
+
+
+def _read_factors(expert: str, file: int, module: LoraModule) -> Factors:
+    """All of A and B, with the scale in B."""
+    b = read_numbers(expert, file, module.b)
+    return Factors.scaled(read_numbers(expert, file, module.a), b, module.scale, module.name)
+
+
+def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
+    """The factors of each matrix of a mixture's fused parameter, or of any other module's one weight."""
+    joined = _read_factors(expert, file, module)
+    if module.experts == 1:
+        return [joined]
+    a = joined.a.reshape(module.experts, module.rank, module.in_features)
+    b = joined.b.reshape(module.out_features, module.rank, module.experts)
+    return [Factors(a[i], np.ascontiguousarray(b[:, :, i])) for i in range(module.experts)]
+
+
+def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int = 0, stop: int | None = None) -> Rows:
+    """Read rows `start` to `stop` of a stored tensor. All axes but the last count as rows.
+
+    Args:
+        owner: its expert, or the base, for messages.
+        stored: the tensor.
+        files: the open files.
+        start: the first row.
+        stop: the row after the last; by default the end.
+    """
+    *counts, columns = stored.tensor.shape
+    stop = math.prod(counts) if stop is None else stop
+    numbers = read_elements(owner, files[stored.path], stored.tensor, start * columns, stop * columns)
+    return numbers.reshape(stop - start, columns)
+
+
+def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowReader:
+    """A function that reads rows of an expert's dense ΔW, in the orientation in which the model stores the weight.
+
+    Call it with the base's own rows, which are subtracted if the expert has whole weights. Factors are read once, when
+    the function is created.
+    """
+    assert not isinstance(change, Opaque)  # the planner refuses plans that need its rows
+    if isinstance(change, LowRank):
+        factors, name = read_factors(expert, files[change.path], change.lora), change.lora.name
+        stored = factors.T if change.transposed else factors
+
+        def product(base_rows: Rows, start: int, stop: int | None) -> Rows:
+            with np.errstate(all="ignore"):  # what overflows is found by `finite`
+                return finite(stored.rows(start, stop), name)
+
+        return product
+
+    def difference(base_rows: Rows, start: int, stop: int | None) -> Rows:
+        delta = read_rows(expert, change, files, start, stop)
+        with np.errstate(all="ignore"):
+            delta -= base_rows
+        return finite(delta, change.tensor.name)
+
+    return difference
+
+
+def read_difference(names: tuple[str, str], full: Whole, own: Whole, files: Mapping[Path, int]) -> Rows:
+    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are those of the fine-tune and its base."""
+    return row_reader(names[0], full, files)(read_rows(names[1], own, files), 0, None)

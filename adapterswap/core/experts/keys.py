@@ -1,0 +1,437 @@
+"""The tensors of an adapter's file, by PEFT's kinds of adapters: which belong together; unknown keys are errors.
+
+DoRA, (IA)³, OFT and similar kinds do not add a product of two factors to a weight, so they cannot be averaged without
+the base. But each module's change depends only on its own tensors and the config, so it can be copied into another
+adapter of the same kind. The rules are those of PEFT 0.21; no tensor is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from adapterswap.core.model.layers import EMBEDDINGS, HEADS
+from adapterswap.kit.errors import Problems, UnsupportedError
+from adapterswap.kit.files.tensorfile import FLOATS, Tensor, TensorFile
+
+LORA, DORA, LORA_BIAS = "LORA", "DoRA", "LoRA with lora_bias"
+TRAINABLE_TOKENS = "TRAINABLE_TOKENS"
+
+# The tensors that variants of LoRA store beside A and B → the variant's name.
+LORA_PARTS = {"lora_magnitude_vector": DORA, "lora_B.bias": LORA_BIAS}
+
+# PEFT's task types → the modules that it trains and loads in full for them, whatever modules_to_save says.
+TASK_HEADS: dict[str, tuple[str, ...]] = {
+    "CAUSAL_LM": (),
+    "SEQ_2_SEQ_LM": (),
+    "FEATURE_EXTRACTION": (),
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+
+
+@dataclass(frozen=True)
+class PeftKind:
+    """A `peft_type` whose modules can be copied one by one.
+
+    Attributes:
+        title: its usual name.
+        parts: the ends of the keys of its tensors, after the module's name.
+        patterns: settings that may differ between modules → the config key of their patterns, which PEFT matches like
+            LoRA's.
+        shared: the keys, after `base_model.`, of tensors that all modules use.
+        inert: config keys that do not change what a trained adapter computes.
+        forms: values of `init_weights` that also decide the shapes and the formula.
+        on_biases: whether it also changes the module's bias.
+        ignored: keys that narrow the targets of other kinds; PEFT ignores them for this one.
+        only_lists: whether PEFT refuses `layers_to_transform` and `layers_pattern` beside a regex in `target_modules`.
+    """
+
+    title: str
+    parts: frozenset[str]
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    inert: frozenset[str] = frozenset()
+    forms: frozenset[str] = frozenset()
+    on_biases: bool = False
+    ignored: frozenset[str] = frozenset()
+    only_lists: bool = False
+
+
+_LAYER_KEYS = frozenset({"layers_to_transform", "layers_pattern"})
+_RANKS = {"r": "rank_pattern", "alpha": "alpha_pattern"}
+_LYCORIS = frozenset({"rank_dropout", "module_dropout", "rank_dropout_scale"})
+
+
+def _kind(title: str, *parts: str, **facts: Any) -> PeftKind:
+    return PeftKind(title, frozenset(parts), **facts)
+
+
+KINDS: dict[str, PeftKind] = {
+    "IA3": _kind(
+        "(IA)³", "ia3_l", inert=frozenset({"init_ia3_weights", "feedforward_modules"}), on_biases=True,
+        ignored=_LAYER_KEYS,
+    ),
+    "OFT": _kind("OFT", "oft_R.weight", inert=frozenset({"module_dropout"})),
+    "BOFT": _kind("BOFT", "boft_R", "boft_s", inert=frozenset({"boft_dropout"})),
+    "LOHA": _kind(
+        "LoHa", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", patterns=_RANKS,
+        inert=_LYCORIS,
+    ),
+    "LOKR": _kind(
+        "LoKr", "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", patterns=_RANKS,
+        inert=_LYCORIS,
+    ),
+    "VERA": _kind(
+        "VeRA", "vera_lambda_b", "vera_lambda_d", shared=("vera_A", "vera_B"),
+        inert=frozenset({"vera_dropout", "d_initial"}), ignored=frozenset({"exclude_modules"}),
+    ),
+    "HRA": _kind("HRA", "hra_u", only_lists=True),
+    "MISS": _kind(
+        "MiSS", "miss_block", inert=frozenset({"miss_dropout"}), forms=frozenset({"bat", "mini"}), only_lists=True
+    ),
+    # PEFT 0.21 gives all modules the rank `r`, whatever `rank_pattern` says.
+    "HIRA": _kind("HiRA", "hira_A", "hira_B", inert=frozenset({"hira_dropout", "rank_pattern"}), only_lists=True),
+    "ROAD": _kind("RoAd", "road_alpha", "road_theta", on_biases=True, ignored=_LAYER_KEYS | {"exclude_modules"}),
+}  # fmt: skip
+"""`peft_type` → the kinds besides LoRA that can be copied."""
+
+TRAINED_ROWS = "trainable_tokens_delta"
+TRAINED_TOKENS = _kind("trainable tokens", TRAINED_ROWS)
+"""TRAINABLE_TOKENS: rows of embeddings and heads, without LoRA. They are blended row by row."""
+
+_VIRTUAL = "it adds virtual tokens or states for the whole model, not for a module"
+
+REFUSED_KINDS: dict[str, str] = {
+    "PROMPT_TUNING": _VIRTUAL,
+    "MULTITASK_PROMPT_TUNING": _VIRTUAL,
+    "P_TUNING": _VIRTUAL,
+    "PREFIX_TUNING": _VIRTUAL,
+    "CPT": _VIRTUAL,
+    "CARTRIDGE": _VIRTUAL,
+    "ADAPTION_PROMPT": "its prompts and gates run through whole attention layers",
+    "XLORA": "it routes between adapters at run time",
+    "POLY": "it routes between skills by the id of a task",
+    "ADALORA": "its ranks depend on a budget of the whole adapter",
+    "VBLORA": "all its modules share one vector bank, trained together",
+    "UNILORA": "all its modules share one vector, trained together",
+    "OSF": "it holds parts of an SVD of the base's own weights",
+}
+"""`peft_type` → why this kind cannot be composed module by module."""
+
+
+_ROOT = "base_model."
+_PREFIX = f"{_ROOT}model."
+_COPY = "base_layer.weight"
+_WRAPPED_BIAS = ".base_layer.bias"
+
+TOKENS = "token_adapter.trainable_tokens_delta"  # the trained rows of an embedding or head, by their name within it
+
+# Wrappers that torch.compile, FSDP and activation checkpointing add to modules, and DDP to the whole model.
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_DISTRIBUTED = "module."
+# A state dict that was not saved by PEFT still has the adapter's name in its keys.
+_ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)")
+
+# Other tensors that PEFT writes, by the end of the key, and why they are refused.
+_REFUSED_KEYS = {
+    "lora_A.bias": "a bias of lora_A",
+    "trainable_tokens_delta": "trainable tokens, but the config names none",
+    "base_layer.bias": "a trained bias of the base, but the config says that none was trained",
+}
+
+# Copies that `save_embedding_layers=True` and `bias="all"` add to modules trained in full, besides the tensors under
+# their own names. PEFT leaves the adapter's name before inner modules: `classifier.modules_to_save.default.dense.bias`.
+_DOUBLE = re.compile(r"(?P<module>.+?)\.(?:original_module|modules_to_save)\.(?P<end>.+)")
+
+_FACTOR_NAMES = ("A", "B", "embedding_A", "embedding_B")
+_FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
+
+_OF_TOKENS = f".token_adapter.{_COPY}"  # the embedding or head whose rows were trained
+
+_WITHOUT = "save_pretrained(PATH, save_embedding_layers=False)"
+
+
+class FactorTensors(NamedTuple):
+    """A module's A and B, whether they are an embedding's, a copy of the base's weight if there is one, and in `extras`
+    the other tensors of a variant of LoRA, by the end of their keys."""
+
+    a: Tensor
+    b: Tensor
+    embedding: bool
+    base: Tensor | None
+    extras: Mapping[str, Tensor]
+
+
+PartTensors = FactorTensors | Mapping[str, Tensor]
+
+
+class SortedKeys(NamedTuple):
+    """The tensors of an adapter, by the names of their modules.
+
+    Attributes:
+        parts: the factors of LoRA; for another kind, tensors by the end of their keys.
+        saved: modules in `modules_to_save`, and embeddings and heads that `save_embedding_layers` stores in full: their
+            parameters by the name within the module. A trained bias of the base is listed under its full name, with the
+            parameter `bias`; trained rows of an embedding or head have the parameter `TOKENS`.
+        shared: for another kind than LoRA, tensors that all modules use, by their name.
+        renamed: whether a key is not as PEFT writes it for the bare model.
+    """
+
+    parts: dict[str, PartTensors]
+    saved: dict[str, dict[str, Tensor]]
+    shared: dict[str, Tensor]
+    renamed: bool
+
+
+def canonical_key(key: str) -> str:
+    """The key as PEFT writes it for the bare model: without wrappers around modules, and without the adapter's name."""
+    bare = key.startswith(_PREFIX) and not key.startswith(f"{_PREFIX}{_DISTRIBUTED}")
+    if bare and "._" not in key and ".default" not in key:  # nothing to remove, as in nearly all keys
+        return key
+    key = _WRAPPERS.sub("", key).removeprefix(_DISTRIBUTED)
+    if key.startswith(_PREFIX):
+        key = _PREFIX + key.removeprefix(_PREFIX).removeprefix(_DISTRIBUTED)
+    return _ADAPTER_NAME.sub(r"\1", key)
+
+
+def factor_key(module: str, factor: Literal["A", "B"], *, embedding: bool) -> str:
+    """The key under which PEFT stores a factor of a module."""
+    return f"{_PREFIX}{module}.lora_{'embedding_' if embedding else ''}{factor}{'' if embedding else '.weight'}"
+
+
+def base_copy_key(module: str) -> str:
+    """The key under which PEFT stores the base's own weight of an embedding or head beside its LoRA."""
+    return f"{_PREFIX}{module}.{_COPY}"
+
+
+def parameter_name(module: str, parameter: str) -> str:
+    """The full name in the base of a parameter of a module that an adapter holds in full; see `SortedKeys.saved`."""
+    return module if is_bias(module) else f"{module}.{parameter}"
+
+
+def parameter_key(module: str, parameter: str, *, wrapped: bool = False) -> str:
+    """The key under which PEFT stores a parameter of a module in `modules_to_save`, or a trained bias of the base.
+
+    `wrapped` means that the bias belongs to an adapted module, which PEFT's layer wraps.
+    """
+    name = parameter_name(module, parameter)
+    return f"{_PREFIX}{name.removesuffix('.bias')}{_WRAPPED_BIAS}" if wrapped else f"{_PREFIX}{name}"
+
+
+def is_bias(name: str) -> bool:
+    """Whether a name belongs to a trained bias of the base, not to a module."""
+    return name.endswith(".bias")
+
+
+def is_fused(module: str) -> bool:
+    """Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
+    return re.search(r"\.experts\.\d+\.", module) is not None
+
+
+def part_key(module: str, part: str) -> str:
+    """The key under which PEFT stores a tensor (`part`) of a module."""
+    return f"{_PREFIX}{module}.{part}"
+
+
+def shared_key(name: str) -> str:
+    """The key under which PEFT stores a tensor that all modules use."""
+    return f"{_ROOT}{name}"
+
+
+def copies_in(file: TensorFile) -> dict[str, Tensor]:
+    """The copies of the base's weights in a PEFT adapter's file, by the names of their modules in the base."""
+    return {
+        key.removeprefix(_PREFIX).removesuffix(f".{_COPY}"): tensor
+        for stored, tensor in file.tensors.items()
+        if (key := canonical_key(stored)).startswith(_PREFIX) and key.endswith(f".{_COPY}")
+    }
+
+
+def sort_keys(
+    file: TensorFile,
+    modules_to_save: Collection[str],
+    folder: Path,
+    problems: Problems,
+    *,
+    kind: PeftKind | None = None,
+    biases: bool = False,
+    tokens: bool = False,
+) -> SortedKeys:
+    """Sort the tensors by what their keys mean; unknown keys are reported, and names and dtypes that cannot be used.
+
+    Args:
+        file: the header.
+        modules_to_save: the ends of the names of modules that were trained in full.
+        folder: the adapter's folder, for messages.
+        problems: collects mistakes.
+        kind: the kind of the adapter; None for LoRA.
+        biases: whether biases of the base were trained.
+        tokens: whether rows of embeddings or heads were trained (`trainable_token_indices`).
+    """
+    canonical = {stored: canonical_key(stored) for stored in file.tensors}
+    keys = Counter(canonical.values())
+    if twice := [key for key, count in keys.items() if count > 1]:
+        problems.add(
+            f"{folder}: {twice[0]} is stored twice, under two names of the same module", "Save the adapter again"
+        )
+    rules = _Rules(keys, tuple(modules_to_save), kind, biases, tokens)
+    tensors: dict[str, dict[str, dict[str, Tensor]]] = {"part": {}, "saved": {}, "shared": {}, "double": {}}
+    unknown = []
+    for stored, tensor in file.tensors.items():
+        place = rules.place(canonical[stored])
+        if place is None:
+            unknown.append(canonical[stored])
+        else:
+            use, module, name = place
+            tensors[use].setdefault(module, {})[name] = tensor
+    _refuse_unknown(unknown, keys, kind, folder, problems)
+    parts: dict[str, PartTensors] = {}
+    for name, found in tensors["part"].items():
+        if _COPY in found and not any(match in found for match in _FACTOR_NAMES):
+            _refuse_copy(f"{name}.{_COPY}", folder, problems)
+        elif kind is not None:
+            parts[name] = found
+        elif pair := _pair_factors(name, found, folder, problems):
+            parts[name] = pair
+    saved = tensors["saved"]
+    for name in (*parts, *(f"{module}.{parameter}" for module in saved for parameter in saved[module])):
+        if not re.fullmatch(r"[\w.-]+", name):  # names are printed, and written as regexes into PEFT's configs
+            problems.add(f"{folder}: {name!r} is not a valid module name", "Save the adapter again with PEFT")
+    for dtype in dict.fromkeys(tensor.dtype for tensor in file.tensors.values()):
+        if dtype not in FLOATS:
+            first, *others = (tensor.name for tensor in file.tensors.values() if tensor.dtype == dtype)
+            named = f"{first} and {len(others)} more tensors are" if others else f"{first} is"
+            remedy = f"Save {'them' if others else 'it'} as one of {', '.join(FLOATS)}"
+            problems.add(f"{folder}: {named} {dtype}", remedy, kind=UnsupportedError)
+    renamed = any(stored != key for stored, key in canonical.items())
+    return SortedKeys(parts, saved, tensors["shared"].get("", {}), renamed)
+
+
+class _Rules(NamedTuple):
+    """What the keys of an adapter's tensors mean; the attributes are those of `sort_keys`, and `keys` all keys."""
+
+    keys: Collection[str]
+    saved: tuple[str, ...]
+    kind: PeftKind | None
+    biases: bool
+    tokens: bool
+
+    def place(self, key: str) -> tuple[Literal["part", "saved", "shared", "double"], str, str] | None:
+        """What a tensor is, its module, and its name within the module; None if it is unknown or refused."""
+        kind, name = self.kind, key.removeprefix(_PREFIX)
+        if name == key:
+            shared = key.removeprefix(_ROOT)
+            return ("shared", "", shared) if kind is not None and shared in kind.shared else None
+        match = _FACTOR.fullmatch(name) if kind is None else None
+        if match and bool(match["embedding"]) != bool(match["weight"]):
+            return "part", match["name"], (match["embedding"] or "") + match["factor"]
+        if self.tokens and name.endswith(f".{TOKENS}"):
+            return "saved", name.removesuffix(f".{TOKENS}"), TOKENS
+        for part in (*(LORA_PARTS if kind is None else kind.parts), _COPY):
+            if name.endswith(f".{part}"):
+                return "part", name.removesuffix(f".{part}"), part
+        if double := _DOUBLE.fullmatch(key):
+            ends = (double["end"], double["end"].partition(".")[2])
+            copied = any(f"{double['module']}.{end}" in self.keys for end in ends)
+            return ("double", "", key) if copied else None  # PEFT loads the tensor under the module's own name
+        module, _, parameter = name.rpartition(".")
+        if holder := _saved_module(module, self.saved):
+            return "saved", holder, name.removeprefix(f"{holder}.")
+        if self.biases and parameter == "bias" and ".lora_" not in name:
+            return "saved", f"{module.removesuffix('.base_layer')}.bias", "bias"
+        if parameter == "weight" and module.rpartition(".")[2] in EMBEDDINGS | HEADS:
+            return "saved", module, parameter  # save_embedding_layers: PEFT replaces the base's weight with it
+        return None
+
+
+def _refuse_unknown(
+    unknown: Iterable[str], keys: Collection[str], kind: PeftKind | None, folder: Path, problems: Problems
+) -> None:
+    whole = []
+    for key in unknown:
+        refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
+        if key.endswith(_WRAPPED_BIAS) and f"{key.removesuffix(_WRAPPED_BIAS)}.{_COPY}" in keys:
+            problems.add(
+                f"{folder}: {key} is a copy of the base's bias, which PEFT saves beside LoRA on a head and loads into "
+                "the base",
+                "Load it with PEFT and save it with save_embedding_layers=False",
+                kind=UnsupportedError,
+            )
+        elif refused:
+            problems.add(
+                f"{folder}: {key} is {refused}, which is not part of s·B·A",
+                "Train it as a plain or rsLoRA",
+                kind=UnsupportedError,
+            )
+        elif key.startswith(_PREFIX) and _DOUBLE.fullmatch(key):
+            _refuse_copy(key.removeprefix(_PREFIX), folder, problems)
+        elif key.startswith(_PREFIX) and key.endswith(".weight") and ".lora_" not in key:
+            whole.append(key.removeprefix(_PREFIX))
+        else:
+            expected = (
+                f"a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight)"
+                if kind is None
+                else f"a tensor of {kind.title} as PEFT names it ({_PREFIX}MODULE.{min(kind.parts)})"
+            )
+            problems.add(
+                f"{folder}: {key} is neither {expected} nor in modules_to_save", "Save the adapter again with PEFT"
+            )
+    if whole:
+        _refuse_whole(whole, folder, problems)
+
+
+def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
+    """The module in `modules_to_save` that `name` is or is inside of; the outermost one, which PEFT stores in full."""
+    if not ends:
+        return None
+    if not name.endswith(ends) and not any(end in name for end in ends):
+        return None
+    starts = (name[: match.start()] for match in re.finditer(r"\.|$", name))
+    return next((start for start in starts if start.endswith(ends)), None)
+
+
+def _refuse_copy(key: str, folder: Path, problems: Problems) -> None:
+    if key.endswith(_OF_TOKENS):
+        problems.add(
+            f"{folder}: {key} is the whole embedding, which PEFT saves beside trained tokens if the vocabulary was "
+            "resized",
+            "Merge the adapter with PEFT's merge_and_unload and compose the full weights. If it has no new tokens, "
+            f"load it with PEFT and save it with {_WITHOUT}",
+            kind=UnsupportedError,
+        )
+        return
+    problems.add(
+        f"{folder}: {key} is a copy of a module without LoRA, as PEFT saves it with save_embedding_layers",
+        f"Load the adapter with PEFT, and save it with {_WITHOUT}",
+        kind=UnsupportedError,
+    )
+
+
+def _refuse_whole(names: list[str], folder: Path, problems: Problems) -> None:
+    """Report whole weights: the adapter does not say whether they are the base's own, and PEFT would load them."""
+    are = "are whole weights" if len(names) > 1 else "is a whole weight"
+    problems.add(
+        f"{folder}: {', '.join(sorted(names))} {are}, as PEFT saves embeddings and heads with save_embedding_layers. "
+        "PEFT would replace the base's weights with it",
+        f"If it is the base's own, load the adapter with PEFT and save it with {_WITHOUT}. "
+        "If it was trained, name its module in modules_to_save of adapter_config.json",
+        kind=UnsupportedError,
+    )
+
+
+def _pair_factors(name: str, found: Mapping[str, Tensor], folder: Path, problems: Problems) -> FactorTensors | None:
+    """A module's factors, from the tensors of LoRA that were found for it; None if some are missing."""
+    factors = [part for part in _FACTOR_NAMES if part in found]
+    a, b = _FACTOR_NAMES[2:] if factors and factors[-1] in _FACTOR_NAMES[2:] else _FACTOR_NAMES[:2]
+    if factors == [a, b]:
+        extras = {part: tensor for part, tensor in found.items() if part in LORA_PARTS}
+        return FactorTensors(found[a], found[b], a != "A", found.get(_COPY), extras)
+    lacks = " and ".join(f"lora_{factor}" for factor in (a, b) if factor not in found) or "one pair of factors"
+    problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
+    return None

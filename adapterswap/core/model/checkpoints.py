@@ -1,0 +1,442 @@
+"""Open a full checkpoint, a base or a full-parameter expert: config, index, headers, identity.
+
+A model is built from config.json. If its tensors disagree, the result cannot be loaded, or loads with layers missing or
+random. Only the language model's number of layers and hidden size are compared: checking other shapes would need the
+model's code, which takes seconds to import. In doubt, nothing is refused.
+
+No tensor is read and torch is not imported. An index is always compared with the shards.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from adapterswap.core.model.architectures import architectures_in
+from adapterswap.core.model.base import Base, FusedParameter, base_at
+from adapterswap.core.model.layers import (
+    EMBEDDINGS,
+    KeptLayers,
+    Kind,
+    Stack,
+    before_layers,
+    is_vocabulary,
+    kind_of,
+    language_config,
+    layer_container,
+    layer_of,
+    layers_ahead,
+    recorded_layers,
+    stack_of,
+    stacked_layers_in_config,
+)
+from adapterswap.core.model.sources import CONFIG as ADAPTER_CONFIG
+from adapterswap.core.model.sources import (
+    MODEL_WEIGHTS,
+    PROVENANCE,
+    TRAINING_RECORD,
+    Source,
+    find_source,
+    recorded_base,
+)
+from adapterswap.core.model.tokenizers import TOKENIZER_FILES, tokenizer_files
+from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.kit.files.hashes import fingerprints, sha256_of
+from adapterswap.kit.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
+from adapterswap.kit.files.text import exists, read_json
+
+# The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
+_WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
+_SHARED = "num_hidden_groups"  # ALBERT runs its stored layers several times
+
+_REMEDY = "Use a folder whose config.json and weights belong to one model: download or save it again"
+
+
+def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], container: str | None) -> None:
+    """Compare the config's number of layers with the stored ones, and its hidden size with the embedding's.
+
+    Layers that predict further tokens may follow the layers that the config counts: see `layers_ahead`.
+
+    Args:
+        folder: the checkpoint's folder, for messages.
+        config: the content of its config.json.
+        tensors: all stored tensors, by name.
+        container: the language model's list of layers; see `layer_container`.
+    """
+    if container is None:
+        return
+    problems = Problems(ExpertError)
+    model = language_config(config)
+    configured = stacked_layers_in_config(config)
+    if not isinstance(configured, int | None):
+        _check_stacks(folder, configured, tensors, container, problems)
+        configured = None
+    stored = _num_layers(tensors, container)
+    most = (configured or 0) + layers_ahead(config)
+    if configured is not None and _SHARED not in model and not configured <= stored <= most:
+        problems.add(
+            f"{folder}: config.json says {configured} layers, but the weights have {stored} in {container}", _REMEDY
+        )
+    widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
+    for name in (f"{before_layers(container)}{end}.weight" for end in sorted(EMBEDDINGS)):
+        tensor = tensors.get(name)
+        if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in FLOATS:
+            continue
+        if widths and tensor.shape[1] not in widths:
+            problems.add(
+                f"{folder}: config.json says a hidden size of {widths[0]}, but {name} is {list(tensor.shape)}", _REMEDY
+            )
+    problems.raise_if_any()
+
+
+def _check_stacks(
+    folder: Path, configured: Mapping[Stack, int], tensors: Iterable[str], container: str, problems: Problems
+) -> None:
+    for stack, count in configured.items():
+        inside = [name for name in tensors if stack_of(name) == stack and layer_of(name, container) is not None]
+        stored = _num_layers(inside, container) if inside else 0
+        if stored not in (0, count):  # an encoder alone has no decoder
+            message = f"{folder}: config.json says {count} {stack} layers, but the weights have {stored}"
+            problems.add(message, _REMEDY)
+
+
+def _num_layers(tensors: Iterable[str], container: str) -> int:
+    return 1 + max(layer for name in tensors if (layer := layer_of(name, container)) is not None)
+
+
+MODEL_CONFIG = "config.json"
+MODEL_INDEX = "model.safetensors.index.json"
+
+# The small files that a model needs besides its config and weights. Its code is only copied, never run.
+COMPANIONS = (
+    "generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*", "*.py",
+    "modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]_*/*",  # sentence-transformers
+)  # fmt: skip
+
+# A remedy for checkpoints that lack each other's tensors. By default transformers saves under the names that it read.
+OTHER_NAMES = (
+    ". If different versions of transformers saved them, load each with the installed version and save it by "
+    "save_pretrained(PATH, save_original_format=False)"
+)
+
+WEIGHT_FILES = [
+    MODEL_CONFIG, ADAPTER_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS,
+]  # fmt: skip
+_RECORDS = [PROVENANCE, TRAINING_RECORD]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One stored tensor of a checkpoint.
+
+    Attributes:
+        name: its key in the file, such as `model.layers.0.self_attn.q_proj.weight`.
+        module: the module's name, which is the key without its last part.
+        layer: the index of its transformer layer, or None.
+        kind: attention, mlp or other, by the module's name.
+        tensor: its place in its shard.
+        path: the shard.
+    """
+
+    name: str
+    module: str
+    layer: int | None
+    kind: Kind
+    tensor: Tensor
+    path: Path
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it has a row for each token: an embedding's or a head's tensor, but not a single number there."""
+        return bool(self.tensor.shape) and is_vocabulary(self.module, self.layer)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: pure data, no open file. It says what its tensors are called in the model, and how they are
+    stored: by the headers or, where these leave it open, by `base`.
+
+    Attributes:
+        source: the folder, and its name or Hub id.
+        config: the content of its config.json.
+        shards: the headers of its safetensors files, in the order of their names.
+        parameters: every stored tensor by name, in the order of the shards and of the bytes in them.
+        container: the list of layers, such as `model.layers`; None if no tensor is in a layer, or there are several.
+        base_fingerprints: for an expert, the local base's weights; see `Adapter.base_fingerprints`.
+        kept_layers: the layers of the slice that was merged into it, whose other layers were cut away; else None.
+    """
+
+    source: Source
+    config: Mapping[str, Any]
+    shards: tuple[TensorFile, ...]
+    parameters: Mapping[str, StoredTensor]
+    container: str | None
+    base_fingerprints: Mapping[str, str] = field(default_factory=dict)
+    kept_layers: KeptLayers | None = None
+
+    def __repr__(self) -> str:
+        layers = len({part.layer for part in self.parameters.values() if part.layer is not None})
+        return f"<Checkpoint {self.name!r}, {len(self.parameters)} tensors, {layers} layers>"
+
+    @property
+    def name(self) -> str:
+        return str(self.source)
+
+    @cached_property
+    def base(self) -> Base:
+        """Its model as transformers builds it. Ask this only where the headers do not decide."""
+        return base_at(self.source.folder, self.name)
+
+    def is_transposed(self, key: str) -> bool:
+        """Whether the weight stored under `key` is a Conv1D's, and so in×out; False for an embedding's, and for other
+        tensors.
+
+        An adapter's config does not say: PEFT keeps one `fan_in_fan_out` for all modules, the value of the last one
+        that it adapted. But a Conv1D always has a bias, with one entry per column of its weight, and a Linear's bias
+        has one entry per row. So the headers decide for all weights that have no bias or are not square. For the rest,
+        the model does, unless no other weight belongs to a Conv1D and the model's type is not known to have them.
+        """
+        shape, bias = self._shapes.get(key, ()), self._shapes.get(f"{key.removesuffix('weight')}bias")
+        if len(shape) != 2 or not key.endswith(".weight") or bias != shape[1:]:
+            return False
+        return shape[0] != shape[1] or key in self._conv1d_keys
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: parameter.tensor.shape for name, parameter in self.parameters.items()}
+
+    @cached_property
+    def _conv1d_keys(self) -> frozenset[str]:
+        if not any(architecture.has_conv1d for architecture in architectures_in(self.config)) and not any(
+            len(shape) == 2 and shape[0] != shape[1] and self.is_transposed(key) for key, shape in self._shapes.items()
+        ):
+            return frozenset()
+        conv1d = (f"{name}.weight" for name, weight in self.base.items() if weight.transposed and not weight.embedding)
+        return frozenset(self._stored_keys[name] for name in conv1d if name in self._stored_keys)
+
+    @cached_property
+    def _stored_keys(self) -> Mapping[str, str]:
+        """The name of each parameter in the model of transformers → the key under which the checkpoint stores it.
+
+        Parameters that transformers builds from several keys (fused experts) are left out.
+        """
+        names = {key: self.base.rename(key) for key in self._shapes}
+        return {name: key for key, name in names.items() if name is not None}
+
+    def stored_key(self, parameter: str, container: str | None) -> str | None:
+        """The key under which the checkpoint stores a parameter; None if it does not.
+
+        Args:
+            parameter: its full name in an expert, which may differ from the checkpoint's.
+            container: the expert's list of layers.
+        """
+        return self._stored_keys.get(self.base.find_parameter(parameter, container) or "")
+
+    def source_of(self, parameter: str, container: str | None) -> str | None:
+        """A stored tensor from which transformers computes a parameter, rather than renaming it: it may hold queries,
+        keys and values. None if there is none. The arguments are those of `stored_key`.
+        """
+        return self._sources.get(self.base.find_parameter(parameter, container) or "")
+
+    @cached_property
+    def _sources(self) -> Mapping[str, str]:
+        sources: dict[str, str] = {}
+        for key in self._shapes:
+            name, rule, _ = self.base.convert(key)
+            for target in rule.target_patterns if rule else ():
+                sources.setdefault(name.replace(rule.target_patterns[0], target, 1), key)
+        return sources
+
+    def fused(self, parameter: str, container: str | None) -> FusedParameter | None:
+        """The parameter with a matrix for each expert of a mixture; None if the model has none of this name.
+
+        Args:
+            parameter: its name in the expert, which may differ from the model's.
+            container: the expert's list of layers.
+        """
+        name = self.base.find(parameter, container)
+        return None if name is None else self._fused.get(name)
+
+    @cached_property
+    def _fused(self) -> Mapping[str, FusedParameter]:
+        return self.base.fused(self._shapes)
+
+    @cached_property
+    def tied_keys(self) -> tuple[str, str] | None:
+        """The keys of an embedding and of the head that shares its weight; None if no head does, or neither is stored.
+
+        For the one of them that is not stored, this is the key under which transformers would load it.
+        """
+        if self.base.tied_head is None or not self._stored_keys.keys() & set(self.base.tied_head):
+            return None
+        embedding, head = self.base.tied_head
+        return self._stored_keys.get(embedding, embedding), self._stored_keys.get(head, head)
+
+
+def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Checkpoint:
+    """Open a checkpoint from a local folder or a Hub id `org/name[/subfolder][@revision]`.
+
+    Args:
+        reference: the folder or Hub id.
+        what: the checkpoint's role in messages, such as "base model" or "expert".
+
+    Raises:
+        NotFoundError: it exists neither on this machine nor on the Hub.
+        BaseModelError: a shard is missing or damaged, a tensor is stored twice, the index does not match the shards, or
+            the config's number of layers or hidden size differs from the tensors'.
+        ExpertError: the same, if `what` is not "base model".
+        UnsupportedError: it holds only pickled weights.
+    """
+    parameter = None if what == "base model" else "reference"
+    return read_checkpoint(
+        find_source(reference, [*WEIGHT_FILES, *_RECORDS], what=what, parameter=parameter), what=what
+    )
+
+
+def read_checkpoint(source: Source, *, what: str = "base model") -> Checkpoint:
+    """Open the checkpoint of a source; see `open_checkpoint`."""
+    if what != "base model":
+        return _read_checkpoint(source, what)
+    with _about_base():
+        return _read_checkpoint(source, what)
+
+
+@contextmanager
+def _about_base() -> Iterator[None]:
+    """Turn `ExpertError`s into `BaseModelError`s."""
+    try:
+        yield
+    except ExpertError as error:
+        raise error.recast(BaseModelError, parameter="base_model") from None
+
+
+def _read_checkpoint(source: Source, role: str) -> Checkpoint:
+    config = read_json(source.folder / MODEL_CONFIG, f"Pass the {role}'s folder, with a valid config.json")
+    check_alone(source.folder)
+    if name := config.get("transformers_weights"):
+        raise UnsupportedError(
+            f"{source.folder}: config.json names another file of weights ({name!r}, transformers_weights)",
+            f"Remove the entry, and call the file {MODEL_WEIGHTS}",
+        )
+    shards = read_shards(source.folder)
+    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    container = layer_container(tensors)
+    check_config(source.folder, config, tensors, container)
+    depth = stacked_layers_in_config(config)
+    parameters = {}
+    for shard in shards:
+        for name, tensor in shard.tensors.items():
+            module = name.rpartition(".")[0]
+            layer = layer_of(name, container)
+            if layer is not None and isinstance(depth, int) and layer >= depth:
+                layer = None  # a layer after the language model's that predicts further tokens (DeepSeek, GLM)
+            parameters[name] = StoredTensor(name, module, layer, kind_of(module), tensor, shard.path)
+    return Checkpoint(
+        source,
+        config,
+        shards,
+        parameters,
+        container,
+        recorded_base(source.folder),
+        recorded_layers(source.folder),
+    )
+
+
+def copy_small_files(checkpoint: Checkpoint, target: Path) -> None:
+    """Copy the files of `COMPANIONS` from a checkpoint's folder; its code only if config.json refers to it."""
+    folder = checkpoint.source.folder
+    files = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    own_code = tokenizer_files(folder) if "auto_map" not in checkpoint.config else files
+    for path in files:
+        if path.suffix != ".py" or path in own_code:
+            place = target / path.relative_to(folder)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, place)
+
+
+def check_alone(folder: Path) -> None:
+    """Check that a folder of full weights is not an adapter and holds none, which transformers would add to them."""
+    if not exists(folder / ADAPTER_CONFIG):
+        return
+    if not exists(folder / MODEL_CONFIG):
+        raise ExpertError(
+            f"{folder} is an adapter, not a full model", "Pass the folder of the full model", parameter="reference"
+        )
+    raise ExpertError(
+        f"{folder} holds both an adapter and full weights, and transformers would load both",
+        "Pass a folder with one of them: move the other away",
+        parameter="reference",
+    )
+
+
+def read_shards(folder: Path) -> tuple[TensorFile, ...]:
+    """The headers of the safetensors files that transformers loads from a folder, sorted by file name.
+
+    A single file comes before an index, which may be left from an earlier save, and an index must match its shards.
+    """
+    if exists(folder / MODEL_WEIGHTS):
+        return (read_header(folder / MODEL_WEIGHTS),)
+    index = folder / MODEL_INDEX
+    if not exists(index):
+        raise _missing(folder)
+    remedy = "Download or save the model again"
+    weight_map = read_json(index, remedy).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+        for name in weight_map.values()
+    ):
+        raise ExpertError(f"{index} is not an index of safetensors shards", remedy)
+    problems = Problems(ExpertError)
+    shards = []
+    for name in sorted(set(weight_map.values())):
+        with problems.collect():
+            shards.append(read_header(folder / name))
+    problems.raise_if_any()
+    owners: dict[str, str] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            if tensor in owners:
+                problems.add(f"{folder}: {tensor} is in both {owners[tensor]} and {shard.path.name}", remedy)
+            owners[tensor] = shard.path.name
+    if odd := sorted(name for name in owners.keys() | weight_map.keys() if owners.get(name) != weight_map.get(name)):
+        actual = owners.get(odd[0], "no shard")
+        problems.add(
+            f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, but it is in {actual}"
+            + (f"; {len(odd) - 1} more differ" if len(odd) > 1 else ""),
+            remedy,
+        )
+    problems.raise_if_any()
+    return tuple(shards)
+
+
+def _missing(folder: Path) -> ExpertError | UnsupportedError:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.bin.index.json")):
+        return UnsupportedError(
+            f"{folder} holds pickled weights (.bin), which can run code when loaded",
+            "If you trust it, load it with transformers and save it again: save_pretrained writes safetensors",
+        )
+    return ExpertError(
+        f"{folder} has no safetensors weights", "Pass a folder with model.safetensors, or with shards and their index"
+    )
+
+
+@contextmanager
+def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
+    """Hash the shards in the background; the yielded function waits for each checkpoint's SHA-256 by file."""
+    with ThreadPoolExecutor(1) as worker:
+        waiting = [{shard.path.name: worker.submit(sha256_of, shard.path) for shard in c.shards} for c in checkpoints]
+        try:
+            yield lambda: [{name: future.result() for name, future in files.items()} for files in waiting]
+        finally:
+            worker.shutdown(wait=False, cancel_futures=True)
+
+
+def model_fingerprints(folder: Path) -> dict[str, str]:
+    """The fingerprints of a model's config, weights, tokenizer and chat template."""
+    return fingerprints(folder, [pattern for pattern in WEIGHT_FILES if pattern != "README.md"])

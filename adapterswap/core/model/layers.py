@@ -1,0 +1,457 @@
+"""Which transformer layer a module belongs to, which kind of module it is, and how many layers a base has.
+
+All of it follows from names: those of modules, and the keys of a base model's config.json. The number of layers is
+never guessed from the modules. transformers is asked only for the default of a language model inside a multimodal
+config that leaves the number out.
+
+An adapter without a module in a layer does not change that layer; a slice without it does not know, so a slice's record
+says which layers it has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from adapterswap.core.model.architectures import architecture_of
+from adapterswap.core.model.sources import PROVENANCE, read_provenance
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
+
+Kind = Literal["attention", "mlp", "other"]
+Stack = Literal["encoder", "decoder"]
+NumLayers = int | Mapping[Stack, int]
+"""How deep a model is: one number of layers, or one for each stack of a model with an encoder and a decoder."""
+
+_Depth = TypeVar("_Depth", bound=NumLayers)
+
+STACKS: tuple[Stack, ...] = get_args(Stack)
+
+# The last segment of an input embedding's name and of a head's that may be tied to it.
+EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
+HEADS = frozenset({"lm_head", "embed_out"})
+
+MAX_LAYERS = 9999  # far beyond any model; a config with more layers is not a real one
+_MOST_DIGITS = len(str(MAX_LAYERS))
+
+NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, heads
+
+# The first numbered segment of a name, and the container before it: `model.layers` in
+# `model.layers.3.mlp.experts.1.w1`.
+_NUMBERED = re.compile(r"^(?P<container>(?:\d*[^.\d][^.]*\.)+?)(?P<layer>\d+)\.")
+
+# Parts of a model besides its language model that have their own lists of layers: vision and audio towers, the modules
+# that connect them to the language model, and heads that predict further tokens or images. One of these words in a
+# segment of a container's name is enough (`model.vision_tower.encoder.layers`, `thinker.model.visual.blocks`).
+_OTHER_PARTS = re.compile(
+    r"vision|visual|^vit$|image|video|audio|speech|acoustic|semantic_tokenizer|codec|tower|sam_encoder|protein"
+    r"|projector|^projection|merger|connector|resampler|qformer|aligner|cross_attn_layers|adapter"
+    r"|^mtp(_|$)|nextn|talker|token2wav|^dit$|diffusion|flow_head|depth_decoder|timestamp|altup|embed_tokens|lm_heads"
+)
+_AHEAD = re.compile(r"(^|\.)mtp(_|\.|$)|nextn")
+_LANGUAGE_PARTS = {"language_model", "text_model", "text_encoder", "text_decoder", "thinker"}
+_STACK = re.compile(r"(?P<before>(?:^|\.)(?:text_)?)(?P<stack>encoder|decoder)(?=\.|$)")
+
+_ATTENTION = {
+    "self_attn", "self_attention", "attn", "attention", "linear_attn", "cross_attn", "cross_attention",
+    "crossattention", "encoder_attn", "multi_head_attention", "SelfAttention", "EncDecAttention",
+    "LocalSelfAttention", "TransientGlobalSelfAttention",
+}  # fmt: skip
+_MLP = {
+    "mlp", "mlps", "ffn", "feed_forward", "feedforward", "block_sparse_moe", "moe", "fc1", "fc2", "shared_mlp",
+    "mlp_block", "DenseReluDense",
+}  # fmt: skip
+# Blocks that are attention in one layer and something else in another (Nemotron-H, RecurrentGemma): their projections
+# decide. A state-space or convolution block is neither attention nor MLP.
+_MIXED = {"mixer", "temporal_block"}
+_IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}
+_IN_MLP = {"up_proj", "down_proj", "gate_proj", "gate", "experts", "shared_experts"}
+
+# Model families use different keys for this number. `text_config` and similar keys hold the language model's part.
+# (For a decoder that was taken out of an encoder-decoder, `num_hidden_layers` may be the encoder's.)
+_NUM_LAYERS_KEYS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_STACKED_KEYS: tuple[tuple[str, str], ...] = (  # (encoder, decoder)
+    ("encoder_layers", "decoder_layers"),  # BART, M2M100 (NLLB), Marian, Whisper
+    ("num_layers", "num_decoder_layers"),  # T5 and similar models
+    ("num_encoder_layers", "num_decoder_layers"),  # ProphetNet
+    ("encoder_num_hidden_layers", "decoder_num_hidden_layers"),  # Moonshine
+)
+_LAYER_TYPES_KEYS = ("layers_block_type", "layer_types", "hybrid_override_pattern")  # one entry for each layer
+_TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+_ANY_STACK = "*"  # in the list of layers of both stacks: `model.*.layers`
+
+
+def layer_container(names: Iterable[str]) -> str | None:
+    """The module list that holds the language model's layers, such as `model.layers`.
+
+    Lists of layers in other parts of a model (a vision tower, a projector, a multi-token-prediction head) do not count:
+    their modules are outside the layers. If an encoder and a decoder use the same name for their lists, the result is
+    `model.*.layers`.
+
+    Returns:
+        The list's name; None if no name is in a list, or if several lists remain (see `check_one_list`).
+    """
+    lists = _lists_of_layers(names)
+    return lists[0] if len(lists) == 1 else None
+
+
+def check_one_list(expert: str, names: Iterable[str]) -> None:
+    """Raise `UnsupportedError` if modules are in several lists of layers, so that a layer's number means several."""
+    lists = _lists_of_layers(names)
+    if len(lists) > 1:
+        raise UnsupportedError(
+            f"{expert} has several lists of layers: {', '.join(lists)}",
+            "Choose a composition without layers, such as a soup. Layers need a model with one list of them, with one "
+            "under `language_model`, or with an encoder and a decoder that use the same name for theirs",
+        )
+
+
+def _lists_of_layers(names: Iterable[str]) -> list[str]:
+    """The lists that may hold the language model's layers."""
+    numbered = [match for name in names if (match := _NUMBERED.match(name))]
+    if deep := next((match for match in numbered if len(match["layer"].lstrip("0")) > _MOST_DIGITS), None):
+        raise ExpertError(
+            f"{deep.string} has a layer number above {MAX_LAYERS - 1}, but no model is that deep",
+            "Save the weights again",
+        )
+    containers = sorted({match["container"][:-1] for match in numbered})
+    parts = {container: container.split(".") for container in containers}
+    inside = [name for name in containers if not any(map(_OTHER_PARTS.search, parts[name]))]
+    if len(inside) > 1:
+        named = [name for name in inside if _LANGUAGE_PARTS.intersection(parts[name])]
+        for lists in (named, inside):
+            if len(lists) == len(STACKS) and len({of_any_stack(name) for name in lists}) == 1:
+                return [of_any_stack(lists[0])]
+        return named if len(named) == 1 else inside
+    return inside
+
+
+def stack_of(name: str) -> Stack | None:
+    """The stack of a module, from the first segment of its name that is an encoder's or a decoder's; None without one.
+
+    Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `stack_in`.
+    """
+    match = _STACK.search(name)
+    return None if match is None else "encoder" if match["stack"] == "encoder" else "decoder"
+
+
+def in_stack(name: str, stack: Stack) -> str:
+    """The name of the same module in the encoder or the decoder."""
+    return _STACK.sub(rf"\g<before>{stack}", name, count=1)
+
+
+def stack_in(name: str, num_layers: NumLayers) -> Stack | None:
+    """The stack of a module, for a model that has both; None for other models."""
+    return None if isinstance(num_layers, int) else stack_of(name)
+
+
+def has_both_stacks(container: str | None) -> bool:
+    """Whether a list of layers stands for both an encoder's and a decoder's."""
+    return container is not None and _ANY_STACK in container.split(".")
+
+
+def of_any_stack(container: str) -> str:
+    """The name of a list of layers for either stack: `model.*.layers` for `model.decoder.layers`, and for the encoder
+    beside a vision tower (T5Gemma 2's `model.encoder.text_model.layers`)."""
+    parts = container.split(".")
+    place = next((place for place, part in enumerate(parts) if _STACK.fullmatch(part)), None)
+    if place is None:
+        return container
+    return ".".join([*parts[:place], _ANY_STACK, *(p for p in parts[place + 1 :] if p not in _LANGUAGE_PARTS)])
+
+
+def before_layers(container: str) -> str:
+    """The prefix of the list of layers in module names, such as `model.`; for two stacks, their common prefix."""
+    parts = container.split(".")
+    parts = parts[: parts.index(_ANY_STACK)] if _ANY_STACK in parts else parts[:-1]
+    return "".join(f"{part}." for part in parts)
+
+
+def within_layer(name: str, layer: int) -> str:
+    """The part of a module's name after its layer: `self_attn.q_proj`."""
+    return name.partition(f".{layer}.")[2]
+
+
+def layer_of(name: str, container: str | None) -> int | None:
+    """The index of the transformer layer of module `name`; None for embeddings, heads and other towers."""
+    match = _NUMBERED.match(name)
+    if match is None or container is None:
+        return None
+    own_container = match["container"][:-1]
+    same = own_container == container or (_ANY_STACK in container and of_any_stack(own_container) == container)
+    return int(match["layer"]) if same else None
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of module `name`, by the names that model families use."""
+    segments = name.split(".")
+    for place, segment in enumerate(segments):
+        if segment in _ATTENTION:
+            return "attention"
+        if segment in _MLP:
+            return "mlp"
+        if segment in _MIXED:
+            within = set(segments[place + 1 :])
+            return "attention" if within & _IN_ATTENTION else "mlp" if within & _IN_MLP else "other"
+    return "other"
+
+
+def ends_of(name: str) -> Iterator[str]:
+    """`name`, and the part of it after each of its dots."""
+    yield name
+    for place, character in enumerate(name):
+        if character == ".":
+            yield name[place + 1 :]
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model; the whole config if it has no such part."""
+    nested = next((part for key in _TEXT_CONFIG_KEYS if isinstance(part := config.get(key), Mapping)), None)
+    return config if nested is None else language_config(nested)
+
+
+def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
+    """The number of layers of the language model that a config.json describes; None if it does not say."""
+    num_layers = stacked_layers_in_config(config)
+    if num_layers is None or isinstance(num_layers, int):
+        return num_layers
+    raise UnsupportedError(
+        f"the base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder",
+        "Use a decoder-only model",
+    )
+
+
+def stacked_layers_in_config(config: Mapping[str, Any]) -> NumLayers | None:
+    """The number of layers of the language model that a config.json describes, or that of each of its stacks; None if
+    the config does not say."""
+    if config.get("is_encoder_decoder"):
+        return _stacked(config)
+    for key in _TEXT_CONFIG_KEYS:
+        nested = config.get(key)
+        if isinstance(nested, Mapping) and (depth := stacked_layers_in_config(nested)) is not None:
+            return depth
+    for key in _NUM_LAYERS_KEYS:
+        value = config.get(key)
+        if _is_depth(value):
+            return int(value or 0)
+    for key in _LAYER_TYPES_KEYS:  # hybrid models whose config has no number of layers
+        value = config.get(key)
+        if isinstance(value, list | str) and 0 < len(value) <= MAX_LAYERS:
+            return len(value)
+    return _depth_by_default(config) if language_config(config) is not config else None
+
+
+def _depth_by_default(config: Mapping[str, Any]) -> int | None:
+    """The number of layers that transformers gives to the language model of a multimodal config that omits it.
+
+    Older files leave out what equals the default: llava-1.5's `text_config` names only Llama's type and vocabulary.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    try:
+        depth = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config().num_hidden_layers
+    except Exception:  # with an untested config, a config class can raise anything
+        return None
+    return depth if _is_depth(depth) else None
+
+
+def layers_ahead(config: Mapping[str, Any]) -> int:
+    """How many layers that predict further tokens may follow the language model's in their list (DeepSeek, GLM).
+
+    They belong to no layer of the language model; transformers does not load them.
+    """
+    ahead = language_config(config).get("num_nextn_predict_layers")
+    return ahead if type(ahead) is int and 0 < ahead <= MAX_LAYERS else 0
+
+
+def is_ahead(name: str, layer: int | None, num_layers: NumLayers | None) -> bool:
+    """Whether a module predicts further tokens, by its name or because its layer follows the last one."""
+    return _AHEAD.search(name) is not None or (
+        layer is not None and isinstance(num_layers, int) and layer >= num_layers
+    )
+
+
+def _stacked(config: Mapping[str, Any]) -> dict[Stack, int] | None:
+    for keys in _STACKED_KEYS:
+        values = [config[key] for key in keys if _is_depth(config.get(key))]
+        if len(values) == len(STACKS):
+            return dict(zip(STACKS, values, strict=True))
+    if _is_depth(config.get("num_layers")) and config.get("num_decoder_layers") is None:  # T5: as deep as the encoder
+        return dict.fromkeys(STACKS, config["num_layers"])
+    nested = [config.get(stack) for stack in STACKS]
+    depths = [num_layers_in_config(part) if isinstance(part, Mapping) else None for part in nested]
+    if None in depths:
+        return None
+    return {stack: depth for stack, depth in zip(STACKS, depths, strict=True) if depth is not None}
+
+
+def _is_depth(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MAX_LAYERS
+
+
+def depth_of(stack: Stack | None, num_layers: NumLayers) -> int:
+    """The number of layers of a stack; if `stack` is None and the model has two, that of the deeper one."""
+    if isinstance(num_layers, int):
+        return num_layers
+    return max(num_layers.values()) if stack is None else num_layers[stack]
+
+
+def known_depth(
+    num_layers: _Depth | None,
+    of: str,
+    remedy: str,
+    *,
+    parameter: str | None = "base_model",
+    kind: type[AdapterswapError] = BaseModelError,
+) -> _Depth:
+    """The number of layers; an error if the config of the model `of` does not say it."""
+    if num_layers is None:
+        raise kind(f"the config of {of} does not say how many layers it has", remedy, parameter=parameter)
+    return num_layers
+
+
+def check_depth_of(
+    base: str, actual: NumLayers | None, requested: NumLayers | None, remedy: str, *, parameter: str = "num_layers"
+) -> None:
+    """Raise `CompositionError` if a base has another number of layers than was requested, and both are known."""
+    if actual is not None and requested is not None and actual != requested:
+        raise CompositionError(
+            f"`num_layers` is {format_depth(requested)}, but {base} has {format_depth(actual)} layers",
+            remedy,
+            parameter=parameter,
+        )
+
+
+def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:
+    """Whether two depths are the same; a single number also means two stacks of that depth."""
+    stacks = [depth for depth in (one, other) if isinstance(depth, Mapping)]
+    numbers = [depth for depth in (one, other) if isinstance(depth, int)]
+    return one == other or bool(stacks and numbers and set(stacks[0].values()) == {numbers[0]})
+
+
+def deepest(num_layers: NumLayers) -> int:
+    """The number of layers, or that of the deeper stack."""
+    return depth_of(None, num_layers)
+
+
+def format_depth(num_layers: NumLayers) -> str:
+    """The depth as text: `32`, or `6 encoder and 4 decoder`."""
+    if isinstance(num_layers, int):
+        return str(num_layers)
+    return " and ".join(f"{count} {stack}" for stack, count in num_layers.items())
+
+
+@lru_cache(maxsize=256)  # called by every rule for every module
+def parse_layers(text: str) -> frozenset[int]:
+    """The layers in a text such as `0-4,30-31`; empty for `none`."""
+    if text == NO_LAYER:
+        return frozenset()
+    if len(text) > MAX_LAYERS:
+        raise ValueError(f"a list of layers is {len(text)} characters long; write ranges, such as 0-4,30-31")
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of layers; write layers such as 0-4,30-31, or none")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise ValueError(f"the range {part.strip()} runs backwards")
+        layers.update(range(first, last + 1))
+    return frozenset(layers)
+
+
+def is_vocabulary(module: str, layer: int | None) -> bool:
+    """Whether a module is an embedding or a head, whose weight has a row for each token."""
+    return layer is None and module.rpartition(".")[2] in EMBEDDINGS | HEADS
+
+
+def is_other_part(module: str, container: str | None) -> bool:
+    """Whether a module belongs to a tower, a projector or the like, which sees images or audio instead of tokens."""
+    layer = layer_of(module, container)
+    return layer is None and not is_vocabulary(module, layer) and any(map(_OTHER_PARTS.search, module.split(".")))
+
+
+def extra_rows(config: Mapping[str, Any], module: str) -> int:
+    """The rows of an embedding beyond `vocab_size`, which some multimodal models have for image tokens; their heads
+    have none."""
+    if module.rpartition(".")[2] not in EMBEDDINGS:
+        return 0
+    language = language_config(config)
+    rows = architecture_of(language).extra_rows
+    more = language.get(rows) if isinstance(rows, str) else rows
+    return more if type(more) is int else 0
+
+
+def format_layers(layers: Iterable[int]) -> str:
+    """The shortest text that `parse_layers` reads as these layers: `0-4,30-31`."""
+    ranges: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if ranges and layer == ranges[-1][1] + 1:
+            ranges[-1][1] = layer
+        else:
+            ranges.append([layer, layer])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges) or NO_LAYER
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """The layers that a slice keeps, by stack; under None, those of any stack."""
+
+    by_stack: Mapping[Stack | None, frozenset[int]]
+
+    @classmethod
+    def of(cls, layers: str | Mapping[Stack, str], stack: str | None = None) -> KeptLayers:
+        """Parse `0-4,30-31`, of any stack or of one, or such a text for each stack."""
+        by_stack: dict[Stack | None, frozenset[int]] = {}
+        for key, text in layers.items() if isinstance(layers, Mapping) else [(stack, layers)]:
+            if key not in (None, *STACKS):
+                raise ValueError(f"{key!r} is not one of {', '.join(STACKS)}")
+            by_stack[next((name for name in STACKS if name == key), None)] = parse_layers(text)
+        return cls(by_stack)
+
+    def has(self, stack: Stack | None, layer: int) -> bool:
+        """Whether the layer of this stack is kept."""
+        return any(layer in layers for key, layers in self.by_stack.items() if key in (None, stack))
+
+    def __str__(self) -> str:
+        return " and ".join(
+            f"{f'{stack} ' if stack else ''}layers {format_layers(layers)}" for stack, layers in self.by_stack.items()
+        )
+
+
+def every_layer(num_layers: NumLayers) -> list[tuple[Stack | None, int]]:
+    """Every layer of a model of this depth, with its stack if the model has two."""
+    if isinstance(num_layers, int):
+        return [(None, layer) for layer in range(num_layers)]
+    return [(stack, layer) for stack, depth in num_layers.items() for layer in range(depth)]
+
+
+def recorded_layers(folder: Path, parts: Iterable[tuple[str, int | None]] = ()) -> KeptLayers | None:
+    """The layers of the slice in a folder, from its adapterswap.json; None if it is not a slice.
+
+    Raises an `ExpertError` if an adapter's `parts` (names and layers) are in other layers: another program has replaced
+    the weights since, and left the record.
+    """
+    record = read_provenance(folder)
+    try:
+        recorded = record["slice"]
+        kept = KeptLayers.of(recorded["layers"], recorded.get("stack"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    depth = record.get("num_layers")  # layers that predict further tokens follow, and count as outside the layers
+    inside = [(name, i) for name, i in parts if i is not None and not (isinstance(depth, int) and i >= depth)]
+    if (odd := next((name for name, layer in inside if not kept.has(stack_of(name), layer)), None)) is not None:
+        raise ExpertError(
+            f"{folder / PROVENANCE} says that the adapter is a slice with the {kept}, but it has {odd}: the weights "
+            "were replaced later",
+            f"Delete {PROVENANCE} there if the weights are right, or slice the expert again",
+        )
+    return kept

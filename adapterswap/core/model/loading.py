@@ -1,0 +1,153 @@
+"""Open a base model with transformers: its config and tokenizer, and its weights on request.
+
+Reads a local folder or a Hub repository, safetensors only, and never runs the repository's code. Training adds adapters
+to a base and evaluation scores it; both use this module.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.core.model.base import empty_language_model, read_config
+from adapterswap.core.model.checkpoints import check_alone
+from adapterswap.core.model.sources import Source, find_source
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, reason_of
+from adapterswap.kit.files.tensorfile import FLOAT_NAMES
+from adapterswap.kit.files.text import check_pointers
+
+_SMALL_FILES = ["config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+                "*.model", "*.jinja", "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
+_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+_DTYPES = ("auto", *FLOAT_NAMES)
+
+
+@dataclass(frozen=True)
+class OpenedBase:
+    """A base without its weights.
+
+    Attributes:
+        reference: the folder or Hub id that the user passed.
+        source: where its files are; outputs record its name and revision.
+        config: the transformers config.
+        tokenizer: its tokenizer.
+    """
+
+    reference: str
+    source: Source
+    config: Any
+    tokenizer: Any
+
+
+def open_base(reference: str) -> OpenedBase:
+    """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`."""
+    require("models")
+    from transformers import AutoTokenizer
+
+    source = find_source(reference, _SMALL_FILES, what="base model")
+    check_pointers(source.folder)
+    try:
+        check_alone(source.folder)
+    except ExpertError as error:
+        raise error.recast(BaseModelError, parameter="base_model") from None
+    config = read_config(source.folder, f"The base model {reference}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except Exception as error:  # as in `load_weights`
+        raise BaseModelError(
+            f"The base model {reference} cannot be opened: {reason_of(error)}",
+            "Pass a folder or Hub id whose config.json and tokenizer transformers can read without remote code",
+            parameter="base_model",
+        ) from None
+    return OpenedBase(reference, source, config, tokenizer)
+
+
+def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> Any:
+    """Load the causal language model, on the CPU unless `options` say otherwise.
+
+    Args:
+        base: what `open_base` returned.
+        dtype: float32, bfloat16, float16, or auto for the one that the weights are stored in.
+        options: further options of `from_pretrained`, such as `quantization_config` or `attn_implementation`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in _DTYPES:
+        raise ArgumentError(f"the dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
+    folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
+    except Exception as error:  # with an untested config, a model class can raise anything
+        raise BaseModelError(
+            f"The base model {base.reference} cannot be loaded: {reason_of(error)}",
+            "Use a causal language model that transformers supports, with a valid config.json and safetensors weights",
+            parameter="base_model",
+        ) from None
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise BaseModelError(
+            f"the weights of the base model {base.reference} do not match its config: {name} is {_shape(stored)}, but "
+            f"the config says {_shape(expected)}",
+            "Use the config.json that was saved with these weights",
+            parameter="base_model",
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise BaseModelError(
+            f"the base model {base.reference} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
+            "Save or download the model again: transformers would fill these weights with random numbers",
+            parameter="base_model",
+        )
+    return model
+
+
+def generation_config(base: OpenedBase) -> Any:
+    """The model's own generation settings, as `load_weights` would find them."""
+    from transformers import GenerationConfig
+
+    if (base.source.folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(base.source.folder)
+    return GenerationConfig.from_model_config(base.config)
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "×".join(map(str, sizes))
+
+
+def empty_model(base: OpenedBase) -> Any:
+    """The causal language model's modules without weights; see `empty_language_model`."""
+    return empty_language_model(base.config, f"The base model {base.reference}")
+
+
+def choose_device(name: str) -> Any:
+    """The torch device called `name`; `auto` picks CUDA or MPS if one is available, else the CPU."""
+    require("models")
+    import torch
+
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        raise ArgumentError(
+            f"the device {name!r} cannot be used: {reason_of(error)}",
+            "Use auto, cpu, cuda, cuda:N or mps",
+            parameter="device",
+        ) from None
+    return device
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Hide a deprecation warning that you can do nothing about: PEFT 0.21 uses names that transformers 5.23 changed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        yield

@@ -1,0 +1,493 @@
+"""Where experts and bases come from: a local folder or the Hub; which base a local one is; uploads.
+
+A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several experts in different folders. An existing
+local path always wins, and anything that looks like a local path is never looked up on the Hub. Downloads honour the
+Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the needed files. The base that an expert's config names is
+untrusted: only its `config.json` is read, and its safetensors if full weights are requested without `base_model`; code
+is never run. Symlinks are followed in local folders, but in the Hub's cache only if they stay inside the cache.
+
+A base on the Hub has an id and a commit. A local base has the fingerprints of its weights, which `train` records; what
+is made of the expert carries them on. Of what files hold, only the keys of these records are known here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    NotFoundError,
+    OutputError,
+    printable,
+    reason_of,
+)
+from adapterswap.kit.files.hashes import Stamps, fingerprint, stamps
+from adapterswap.kit.files.text import exists, expand, is_folder, read_json, shown
+
+# The files by which adapters, full weights, training runs and results of adapterswap are known.
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+MODEL_WEIGHTS = "model.safetensors"
+PROVENANCE = "adapterswap.json"
+FORMAT: Literal[1] = 1  # of that file
+TRAINING_RECORD = "training.json"
+
+_PREFIX = "models--"
+
+
+def cached_models() -> list[str]:
+    """The ids of the models in the Hub's cache, sorted."""
+    try:
+        folders = sorted(os.listdir(_cache()))
+    except OSError:
+        return []
+    return [name.removeprefix(_PREFIX).replace("--", "/", 1) for name in folders if name.startswith(_PREFIX)]
+
+
+def is_cached(repo: str) -> bool:
+    """Whether the Hub's cache has a folder for this model. It may lack files or revisions."""
+    return os.path.isdir(os.path.join(_cache(), _PREFIX + repo.replace("/", "--")))
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
+
+
+_HUB_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(/(?P<subfolder>\w[\w.-]*(/\w[\w.-]*)*))?"
+    r"(@(?P<revision>(?!/|.*\.\.)[\w./-]+))?"
+)
+
+
+class HubId(NamedTuple):
+    """The parts of `org/name[/subfolder][@revision]`."""
+
+    repo: str
+    subfolder: str | None
+    revision: str | None
+
+    @property
+    def folder(self) -> str:
+        """The id without its revision."""
+        return f"{self.repo}/{self.subfolder}" if self.subfolder else self.repo
+
+    def __str__(self) -> str:
+        return f"{self.folder}@{self.revision}" if self.revision else self.folder
+
+
+_BASE = "base model"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder with files, and a name for it that can be published.
+
+    Attributes:
+        folder: the folder on this machine.
+        name: the Hub id with its subfolder, or the folder's own name; never a local path.
+        revision: the Hub's commit; None for a local folder.
+    """
+
+    folder: Path
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+def find_source(reference: str | Path, files: Sequence[str], *, what: str, parameter: str | None = None) -> Source:
+    """The folder that `reference` names, downloaded if it is a Hub id.
+
+    Args:
+        reference: a local folder or `org/name[/subfolder][@revision]`. A base model cannot be in a subfolder, because
+            PEFT and transformers find it by the repository's id.
+        files: the files to fetch from the Hub, as names or patterns.
+        what: "adapter" or "base model", for messages.
+        parameter: the parameter to blame if the folder is missing; by default `base_model` for a base model.
+    """
+    parameter = parameter or ("base_model" if what == "base model" else None)
+    if not isinstance(reference, str | Path):
+        raise ArgumentError(
+            f"the {what} is of type {type(reference).__name__}",
+            "Pass a local folder or a Hub id such as org/name",
+            parameter=parameter,
+        )
+    path = expand(reference)
+    if reference == "":
+        raise ArgumentError(
+            f"the {what}'s path is empty",
+            "Pass a folder, or a Hub id such as org/name@revision",
+            parameter=parameter,
+        )
+    if is_folder(path):
+        return Source(path, printable(path.resolve().name))
+    how = f" as `{parameter}`" if what == _BASE else ""
+    remedy = f"Pass the {what}'s folder{how}, or a Hub id such as org/name@revision"
+    if exists(path):
+        if path.suffix == ".gguf":
+            remedy = "Pass the folder from which the GGUF file was made"
+        elif any(exists(path.parent / name) for name in (CONFIG, "config.json")):
+            remedy = "Pass the folder that holds it"
+        raise ArgumentError(f"{reference} is a file, but the {what} must be a folder", remedy, parameter=parameter)
+    hub_id = parse_hub_id(reference) if isinstance(reference, str) else None
+    if hub_id is None or (hub_id.subfolder and what == _BASE):
+        first = str(reference).partition("/")[0]
+        hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
+        why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
+        raise NotFoundError(f"the path {reference} does not exist{why_local}", remedy, parameter=parameter)
+    return _download(hub_id, files, what, parameter)
+
+
+def parse_hub_id(reference: str) -> HubId | None:
+    """The parts of a Hub id; None for a reference that is, or looks like, a local path.
+
+    These are paths that exist, that begin with `.`, `/` or `~`, or whose first part is an existing folder: a mistyped
+    `experts/swahli` is not looked up on the Hub if there is a folder `experts`.
+    """
+    match = _HUB_ID.fullmatch(reference)
+    if match is None or exists(Path(reference)) or is_folder(Path(reference.partition("/")[0])):
+        return None
+    return HubId(match["repo"], match["subfolder"], match["revision"])
+
+
+def subfolders_with(source: Source, file: str) -> list[str]:
+    """References to the subfolders of a source that hold a file of this name, such as further adapters.
+
+    For a source on the Hub, the repository's list of files is used if the Hub can be reached.
+    """
+    if source.revision is None:
+        return sorted(str(path.parent) for path in source.folder.glob(f"*/{file}"))
+    from huggingface_hub import HfApi, is_offline_mode
+
+    hub_id = parse_hub_id(source.name)
+    if hub_id is None or is_offline_mode():
+        folders = sorted(str(path.parent.relative_to(source.folder)) for path in source.folder.glob(f"*/{file}"))
+        return [f"{source.name}/{folder}" for folder in folders]
+    with suppress(Exception):  # as in `_download`; the caller already has an error to report
+        files = HfApi().list_repo_files(hub_id.repo, revision=source.revision)
+        folders = sorted(name.removesuffix(f"/{file}") for name in files if name.endswith(f"/{file}"))
+        return [f"{hub_id.repo}/{folder}" for folder in folders]
+    return []
+
+
+def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | None) -> Source:
+    from huggingface_hub import snapshot_download
+
+    repo, subfolder, revision = hub_id
+    patterns = [f"{subfolder}/{file}" if subfolder else file for file in files]
+    try:
+        snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the Hub's client, its transports and its storage raise different errors
+        raise NotFoundError(
+            f"The {role} {hub_id} is not a local folder and could not be downloaded from the Hub: {hub_reason(error)}",
+            hub_remedy("Check the path or id; for a private repository log in with `hf auth login`"),
+            parameter=parameter,
+        ) from None
+    folder = snapshot / (subfolder or "")
+    _check_links(snapshot, str(hub_id), BaseModelError if role == _BASE else ExpertError, folder)
+    if not is_folder(folder):
+        raise NotFoundError(
+            f"{hub_id}: the repository {repo} has no {role} in a folder {subfolder}",
+            hub_remedy(
+                "Check the folder's name on the Hub",
+                offline="Only what was downloaded before can be read offline: unset HF_HUB_OFFLINE, or check the name",
+            ),
+            parameter=parameter,
+        )
+    return Source(folder, hub_id.folder, snapshot.name)
+
+
+def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError], folder: Path | None = None) -> None:
+    """Check that a snapshot's links stay in the Hub's cache. They should lead to blobs, but may be tampered with."""
+    repository, cache = snapshot.parents[1], snapshot.parents[2]
+    homes = (repository.resolve(), cache.resolve())  # the first differs where the repository's folder is itself a link
+    folder = folder or snapshot
+    read = [snapshot, folder, *(folder.iterdir() if is_folder(folder) else ())]
+    for path in read:
+        target = path.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
+            raise kind(
+                f"{named}: {path} links to {target}, outside the Hub's cache",
+                "Delete it from the cache and download it again",
+            )
+
+
+def base_config(reference: str | Path) -> tuple[Source, Mapping[str, Any]]:
+    """The source of a base model, a local folder or the Hub's cache, and the content of its config.json."""
+    source = find_source(reference, ["config.json"], what="base model")
+    remedy = "Pass a base model's folder with a valid config.json"
+    return source, read_json(source.folder / "config.json", remedy, kind=BaseModelError)
+
+
+def cached_base_config(reference: str) -> Mapping[str, Any] | None:
+    """The config.json of a base model that is on this machine, in a local folder or the Hub's cache; else None.
+
+    The network is not used. A config that cannot be read counts as missing.
+    """
+    folder = cached_base_folder(reference)
+    with suppress(ExpertError):
+        return None if folder is None else read_json(folder / "config.json")
+    return None
+
+
+def cached_base_folder(reference: str) -> Path | None:
+    """The folder of a base model that is on this machine; else None. See `cached_base_config`."""
+    path = expand(reference)
+    if is_folder(path):
+        return path
+    hub_id = parse_hub_id(reference)
+    if hub_id is None or hub_id.subfolder or not is_cached(hub_id.repo):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(hub_id.repo, "config.json", revision=hub_id.revision)
+    with suppress(BaseModelError):
+        if isinstance(cached, str):
+            _check_links(Path(cached).parent, reference, BaseModelError)
+            return Path(cached).parent
+    return None
+
+
+def split_revision(reference: str) -> tuple[str, str | None]:
+    """The repository and the revision of a Hub id `org/name@revision`; any other reference unchanged."""
+    hub_id = parse_hub_id(reference)
+    return (hub_id.folder, hub_id.revision) if hub_id else (reference, None)
+
+
+def at_revision(base: str, revision: str | None) -> str:
+    """The Hub id with the revision, if the base is a Hub id without one; any other reference unchanged."""
+    return f"{base}@{revision}" if revision and is_hub_id(base) and "@" not in base else base
+
+
+def same_base(one: str | None, other: str | None) -> bool:
+    """Whether two adapters name the same base: by the same text, or by paths to the same folder."""
+    if one is None or other is None or one == other:
+        return one == other
+    return is_folder(expand(one)) and is_folder(expand(other)) and expand(one).samefile(expand(other))
+
+
+# What publishers add to a model's name for a copy in another number format: suffixes, and prefixes.
+_COPIES = re.compile(
+    r"(-(unsloth|bnb|4bit|8bit|awq|gptq|int4|int8|fp8|nf4|gguf|hf|bf16|fp16|quantized|w4a16|w8a8|dynamic))+$"
+)
+_MAKERS = re.compile(r"^(meta|google|mistralai|microsoft)-")
+
+
+def alias_remedy(one: str | None, other: str | None) -> str:
+    """The remedy for experts that name different bases, since different names may mean the same weights.
+
+    `unsloth/X`, its 4-bit copy `unsloth/X-bnb-4bit`, `meta-llama/X` and a local folder `X` probably are the same model,
+    but no name can prove it, so the user has to declare it. A LoRA that was trained on a 4-bit copy is usually applied
+    to the original.
+    """
+    if one is None or other is None or _plain_name(one) != _plain_name(other):
+        return (
+            "Compose experts of one base. If both names mean the same weights, pass `base_model`; if one base is the "
+            "other with adapters merged into it, the experts cannot be composed"
+        )
+    original = min((one, other), key=lambda name: (bool(_COPIES.search(name.lower())), name.startswith("unsloth/")))
+    if not is_hub_id(original):
+        original = "PATH"
+    return f"If both are copies of the same model, as their names suggest, pass `base_model={original}` to declare it"
+
+
+def _plain_name(base: str) -> str:
+    """A base's own name, without its publisher and number format."""
+    name = split_revision(base)[0].rstrip("/").rpartition("/")[2].lower()
+    return _MAKERS.sub("", _COPIES.sub("", name))
+
+
+def is_hub_id(reference: str) -> bool:
+    """Whether `find_source` would look for this base on the Hub: it has the form of an id, and is not a local path."""
+    hub_id = parse_hub_id(reference)
+    return hub_id is not None and hub_id.subfolder is None
+
+
+def public_name(base: str | None) -> str | None:
+    """A name of the base that can be published: its Hub id, or the last part of a local path."""
+    if base is None:
+        return base
+    match = _HUB_ID.fullmatch(base)
+    if match and not match["subfolder"] and not exists(Path(base)):
+        return base
+    return printable(Path(base).name)
+
+
+def hub_reason(error: Exception) -> str:
+    """Why a download failed, in our words for the two usual causes: the Hub's client explains them at length."""
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    is_missing = isinstance(error, RepositoryNotFoundError)
+    return "there is no such repository, or it is private" if is_missing else reason_of(error)
+
+
+def hub_remedy(online: str, *, offline: str = "Check the path, or unset HF_HUB_OFFLINE to download it") -> str:
+    """The remedy for a failed request to the Hub: `offline` if this process is in offline mode, else `online`."""
+    from huggingface_hub import is_offline_mode
+
+    return offline if is_offline_mode() else online
+
+
+_ALL_WEIGHTS = "model*.safetensors"
+
+
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """The content of a folder's adapterswap.json; empty if there is none or it cannot be read.
+
+    Raises:
+        ExpertError: another version of adapterswap wrote it, in a format that this one does not know.
+    """
+    content = _content(folder / PROVENANCE)
+    check_format(content.get("format", FORMAT), folder / PROVENANCE)
+    return content
+
+
+def check_format(value: object, place: object, *, parameter: str | None = None) -> None:
+    """Raise ExpertError unless `value` is the format of records that this version reads; `place` holds the record."""
+    if type(value) is not int or value != FORMAT:
+        raise ExpertError(
+            f"{place} has the format {shown(value)}, and this version of adapterswap reads format {FORMAT}",
+            "Make it again with this version, or use the version that made it",
+            parameter=parameter,
+        )
+
+
+def recorded_base(folder: Path) -> dict[str, str]:
+    """The fingerprints of the base that an expert's own record names; empty if it names none."""
+    for content in (read_training(folder), read_provenance(folder)):
+        sources = [content.get("base"), _inside(content, "extraction").get("base")]
+        experts = _inside(content, "experts").values()
+        recorded = [_inside(source, "fingerprints") for source in sources]
+        recorded += [_inside(expert, "base_fingerprints") for expert in experts]
+        if (found := next(filter(None, recorded), None)) is not None:
+            return {str(name): str(value) for name, value in found.items()}
+    return {}
+
+
+def read_training(folder: Path) -> dict[str, Any]:
+    """The training.json in an expert's folder or, for another checkpoint of the same run, in the folder above it; empty
+    if there is none or it cannot be read."""
+    above = [folder.parent] if folder.name.startswith("checkpoint-") else []
+    return next(filter(None, (_content(place / TRAINING_RECORD) for place in (folder, *above))), {})
+
+
+def _content(record: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if there is none or it cannot be read."""
+    with suppress(AdapterswapError):
+        return read_json(record) if exists(record) else {}
+    return {}
+
+
+def _inside(content: Any, key: str) -> dict[str, Any]:
+    """The mapping under a key of a record, which may be damaged; empty if there is none."""
+    value = content.get(key) if isinstance(content, Mapping) else None
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def identity_of(base: Source) -> dict[str, str]:
+    """The fingerprints of a local base; empty for one on the Hub, whose files may not all be here."""
+    return {} if base.revision else base_fingerprints(base.folder)
+
+
+def base_fingerprints(folder: Path) -> dict[str, str]:
+    """The fingerprints of a base's weights, by file; read again only if a file changes.
+
+    Shards beside a single file are left out: transformers does not load them.
+    """
+    single = folder / MODEL_WEIGHTS
+    paths = [single] if single.is_file() else sorted(folder.glob(_ALL_WEIGHTS))
+    return dict(_fingerprints(stamps(path for path in paths if path.is_file())))
+
+
+@lru_cache(maxsize=16)
+def _fingerprints(files: Stamps) -> dict[str, str]:
+    """The fingerprints of files, by name."""
+    return {path.name: fingerprint(path) for path, _ in files}
+
+
+def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The first file in which two bases differ; None if they are the same, or if one of them is unknown."""
+    return min((name for name, _ in one.items() ^ other.items()), default=None) if one and other else None
+
+
+def check_repository(repo: str) -> None:
+    """Raise `ArgumentError` unless `repo` has the form of a repository's id. Call this before any long work."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ArgumentError(
+            f"`push_to_hub` is {repo!r}, which is not the id of a repository: {reason_of(error)}",
+            "Pass org/name; use `revision` for a branch",
+            parameter="push_to_hub",
+        ) from None
+
+
+def publish(
+    folder: str | Path,
+    repo: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+) -> str:
+    """Upload a folder to a repository on the Hub, which is created if it does not exist.
+
+    Args:
+        folder: the folder to upload. Files of the same names in the repository are replaced, others stay.
+        repo: the repository's id, such as `org/name`.
+        private: True uploads only to a private repository; False creates a public one if there is none. By default a
+            new repository is private, and an existing one stays as it is.
+        revision: the branch to commit to, which is created if it does not exist; by default the main branch.
+        commit_message: the commit message; the default names adapterswap.
+
+    Returns:
+        The commit's URL.
+    """
+    from huggingface_hub import HfApi
+
+    check_repository(repo)
+    if not is_folder(path := expand(folder)):
+        raise NotFoundError(f"{folder} is not a folder", "Pass the folder to upload", parameter="folder")
+    message = commit_message or "Upload a folder written by adapterswap"
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=private is not False, exist_ok=True)
+        public = private is True and not api.repo_info(repo).private
+        if not public:
+            if revision is not None:
+                api.create_branch(repo, branch=revision, exist_ok=True)
+            commit = api.upload_folder(repo_id=repo, folder_path=path, commit_message=message, revision=revision)
+            return str(commit)
+    except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
+        raise OutputError(
+            f"{folder} was written, but could not be uploaded to {repo}: {reason_of(error)}",
+            hub_remedy(
+                "Log in with `hf auth login`, then upload it with `hf upload`",
+                offline="This process is offline: unset HF_HUB_OFFLINE, then upload it with `hf upload`",
+            ),
+            parameter="push_to_hub",
+        ) from None
+    raise OutputError(
+        f"{folder} was written but not uploaded: {repo} is public, but `private=True` requires a private repository",
+        "Make the repository private in its settings, or choose another one",
+        parameter="private",
+    )

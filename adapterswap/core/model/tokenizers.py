@@ -1,0 +1,183 @@
+"""The tokenizer of an expert or a base: its files, its tokens by id, and one tokenizer for several.
+
+Trainers save the tokenizer in the adapter's folder. Its tokens say which expert the rows of an embedding belong to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from adapterswap.kit.errors import UnsupportedError
+from adapterswap.kit.files.hashes import stamp
+from adapterswap.kit.files.text import exists, open_regular, read_json
+
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt", "*.jinja",
+    "chat_template*", "*.tiktoken", "*processor_config.json", "tokenization_*.py",
+)  # fmt: skip
+
+Tokens = Mapping[int, str]
+
+BASE_FOLDER = "base"  # no expert can have this name
+_FAST, _SETTINGS, _JINJA = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_REMEDY = "Save the tokenizer beside the adapter again, with tokenizer.save_pretrained(FOLDER)"
+
+
+@dataclass(frozen=True)
+class United:
+    """One tokenizer for several experts.
+
+    Attributes:
+        owner: the expert, or `base`, whose files are copied.
+        added: tokens that the owner lacks: id → the folder of an expert that has it.
+        template: the expert, or `base`, whose chat template is used; None if none has one.
+        others: the experts whose tokenizers clash with it, or have tokens of the base that it replaced.
+        other_templates: the experts whose chat templates differ from the one used.
+    """
+
+    owner: str
+    added: Mapping[int, Path] = field(default_factory=dict)
+    template: str | None = None
+    others: tuple[str, ...] = ()
+    other_templates: tuple[str, ...] = ()
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of the tokenizer and the chat template in a folder, sorted by name."""
+    return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+
+
+def tokenizer_bytes(folder: Path) -> bytes | None:
+    """The content of the tokenizer.json in a folder, to compare without parsing; None if it has none."""
+    path = folder / _FAST
+    return path.read_bytes() if path.is_file() else None
+
+
+def read_tokens(folder: Path) -> Tokens | None:
+    """The tokens of a folder's tokenizer.json, by id; None if there is none that the tokenizers library can read."""
+    path = folder / _FAST
+    if not exists(path):
+        return None
+    return _read(path, stamp(path.stat()))
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, version: tuple[int, ...]) -> Tokens | None:
+    from tokenizers import Tokenizer
+
+    with open_regular(path, _REMEDY) as file:
+        content = file.read()
+    try:
+        vocabulary = Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
+    except Exception:  # the library raises Exception itself
+        return None
+    return {number: token for token, number in vocabulary.items()}
+
+
+def clashes(one: Tokens, other: Tokens) -> list[str]:
+    """Where two tokenizers disagree, as text: ids with two different tokens, or else tokens with two ids."""
+    by_id = [f"{i} is {one[i]!r} and {other[i]!r}" for i in sorted(one.keys() & other.keys()) if one[i] != other[i]]
+    if by_id:
+        return by_id
+    ids, others = ({token: i for i, token in tokens.items()} for tokens in (one, other))
+    return [f"{t!r} is {ids[t]} and {others[t]}" for t in sorted(ids.keys() & others.keys()) if ids[t] != others[t]]
+
+
+def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | None = None) -> United | None:
+    """The tokenizer of a composition.
+
+    It is the base's if that has all tokens, or else that of the first expert with all tokens, or else the first one
+    with the others' added tokens. An expert may replace tokens of the base. The chat template is that of the first
+    expert that has one.
+
+    Args:
+        experts: expert → its folder, in the order of the plan.
+        base: the base's folder, for full weights.
+        rows: the embedding's number of rows, if known: tokenizers with larger ids are not used.
+
+    Returns:
+        The tokenizer; None if no folder holds one.
+    """
+    folders = {**({} if base is None else {BASE_FOLDER: base}), **experts}
+    holders = {name: folder for name, folder in folders.items() if tokenizer_files(folder)}
+    if not holders:
+        return None
+    templates = {name: text for name in (*experts, BASE_FOLDER) if (text := _template(holders.get(name))) is not None}
+    template = next(iter(templates), None)
+    odd = tuple(name for name in templates if name != BASE_FOLDER and templates[name] != templates[str(template)])
+    fast = {name: (folder / _FAST).read_bytes() for name, folder in holders.items() if exists(folder / _FAST)}
+    if len(set(fast.values())) < 2:  # reading a large vocabulary takes longer than composing adapters
+        return United(next(iter(fast or holders)), {}, template, (), odd)
+    tokens = {name: read_tokens(holders[name]) or {} for name in fast}
+    beyond = {name for name, own_tokens in tokens.items() if rows is not None and max(own_tokens, default=0) >= rows}
+    within = [name for name in tokens if name not in beyond] or list(tokens)
+    replaced, old = _replaced({name: tokens[name] for name in within}), tokens.get(BASE_FOLDER, {})
+    wanted = {
+        name: {i: token for i, token in own_tokens.items() if i not in replaced or token != old[i]}
+        for name, own_tokens in tokens.items()
+    }
+
+    def fits(name: str) -> tuple[bool, bool]:
+        """Whether a tokenizer has all tokens, and whether it has all that replace the base's."""
+        has_all = all(tokens[name].items() >= wanted[other].items() for other in within)
+        return has_all, tokens[name].items() >= replaced.items()
+
+    first = max(within, key=fits)
+    added: dict[int, Path] = {}
+    all_tokens, others = dict(tokens[first]), []
+    for name, own_tokens in wanted.items():
+        if name not in (first, BASE_FOLDER) and len(own_tokens) < len(tokens[name]):
+            others.append(name)
+        if (name in beyond and name != first) or clashes(all_tokens, own_tokens):
+            others.append(name)
+            continue
+        added |= dict.fromkeys(own_tokens.keys() - all_tokens.keys(), holders[name])
+        all_tokens |= own_tokens
+    return United(first, added, template, tuple(dict.fromkeys(others)), odd)
+
+
+def _replaced(tokens: Mapping[str, Tokens]) -> Tokens:
+    """The tokens by which experts replaced tokens of the base, such as reserved ones."""
+    base = tokens.get(BASE_FOLDER, {})
+    return {i: token for own in tokens.values() for i, token in own.items() if base.get(i, token) != token}
+
+
+def _template(folder: Path | None) -> str | None:
+    """The chat template of the tokenizer in a folder."""
+    if folder is None:
+        return None
+    if exists(folder / _JINJA):
+        return (folder / _JINJA).read_text(encoding="utf-8")
+    if not exists(folder / _SETTINGS):
+        return None
+    template = read_json(folder / _SETTINGS, _REMEDY).get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def write_united(united: United, folders: Mapping[str, Path], target: Path) -> None:
+    """Write the files of a united tokenizer into the folder `target`; `folders` maps experts to their folders."""
+    for path in tokenizer_files(folders[united.owner]):
+        (target / path.name).write_bytes(path.read_bytes())
+    template = None if united.template is None else _template(folders[united.template])
+    if template is not None and template != _template(target):
+        (target / _JINJA).write_text(template, encoding="utf-8")  # takes precedence over tokenizer_config.json
+    if not united.added:
+        return
+    content = json.loads((target / _FAST).read_text(encoding="utf-8"))
+    entries = {entry["id"]: entry for entry in content["added_tokens"]}
+    expected = dict(read_tokens(folders[united.owner]) or {})
+    for number, folder in united.added.items():
+        theirs = json.loads((folder / _FAST).read_text(encoding="utf-8"))["added_tokens"]
+        entries |= {entry["id"]: entry for entry in theirs if entry["id"] == number}
+        expected[number] = (read_tokens(folder) or {})[number]
+    content["added_tokens"] = [entries[number] for number in sorted(entries)]
+    (target / _FAST).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+    if read_tokens(target) != expected:
+        raise UnsupportedError(
+            "The experts' added tokens leave gaps between their ids, which a tokenizer.json cannot hold",
+            "Add the same tokens, in the same order, to each expert's tokenizer",
+        )

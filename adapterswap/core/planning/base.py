@@ -1,0 +1,585 @@
+"""Do the experts have one base? Its weights, the number of its layers, one name for each of its modules.
+
+Names are compared from headers alone. The base's model is built only if two names may mean one module. Each check adds
+the mistakes that it finds to a `Problems`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from adapterswap.core.experts.adapter import Adapter, Part, by_layer
+from adapterswap.core.experts.keys import is_bias
+from adapterswap.core.experts.names import under_canonical_names
+from adapterswap.core.model.base import base_at
+from adapterswap.core.model.checkpoints import MODEL_CONFIG, Checkpoint
+from adapterswap.core.model.layers import (
+    EMBEDDINGS,
+    HEADS,
+    STACKS,
+    NumLayers,
+    Stack,
+    check_depth_of,
+    ends_of,
+    format_depth,
+    has_both_stacks,
+    known_depth,
+    layers_ahead,
+    of_any_stack,
+    recorded_layers,
+    same_depth,
+    stack_of,
+    stacked_layers_in_config,
+)
+from adapterswap.core.model.sources import (
+    CONFIG,
+    PROVENANCE,
+    WEIGHTS,
+    Source,
+    alias_remedy,
+    base_config,
+    cached_base_config,
+    cached_base_folder,
+    differing_weights,
+    find_source,
+    identity_of,
+    is_hub_id,
+    public_name,
+    read_provenance,
+    same_base,
+)
+from adapterswap.core.planning.composition import Composition
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.text import exists, expand, is_folder
+
+Expert = Adapter | Checkpoint
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The base's number of layers, the base itself (see `Plan.base_source`), and a note if it could not be checked."""
+
+    num_layers: NumLayers
+    base: Source | None = None
+    notes: tuple[str, ...] = ()
+
+
+def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
+    """The number of layers to use; `known` is the model's own, if a model is loaded.
+
+    A composition of whole experts whose rules name no layers needs no number: if the config does not say it, the least
+    possible one is used.
+    """
+    requested: NumLayers | None = composition.num_layers
+    declared = composition.base_model
+    if requested is None:
+        if known:
+            return Depth(known)
+        slices = any(adapter.kept_layers is not None for adapter in experts.values())
+        num_layers, base_source = find_num_layers(experts, declared, required=slices or composition.names_layers)
+        return Depth(num_layers or least_depth(experts), base_source)
+    base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
+    is_local = declared is not None and not known and is_folder(expand(declared))
+    source = find_source(declared, [], what="base model") if declared and is_local else None
+    if actual is None:
+        fault = "does not say how many layers it has" if is_read else "is not on this machine"
+        reason = f"The config of {public_name(base)} {fault}" if base else "The experts do not name a base"
+        return Depth(requested, source, (f"{reason}, so num_layers {format_depth(requested)} could not be checked",))
+    remedy = "Remove `num_layers`, or pass `base_model` if you mean another base"
+    if not same_depth(actual, requested):
+        check_depth_of(str(base), actual, requested, remedy)
+    return Depth(actual, source)
+
+
+def outside_the_layers(
+    experts: Mapping[str, Adapter],
+    num_layers: NumLayers,
+    *,
+    base_model: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, Adapter]:
+    """The experts, with layers that predict further tokens (see `layers_ahead`) counted as outside the layers.
+
+    Args:
+        experts: as opened, with layers counted from module names alone.
+        num_layers: the language model's. If it has one number for each stack, nothing changes.
+        base_model: the declared base, whose config is read if it is on this machine; by default the experts' own.
+        config: the base's config, if it is already loaded.
+    """
+    if not isinstance(num_layers, int):
+        return dict(experts)
+    adapters = {}
+    for name, adapter in experts.items():
+        deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
+        if deepest >= num_layers:
+            reference = reference_of({name: adapter}, base_model)
+            base_config = config or (cached_base_config(reference) if reference else None)
+            if base_config is not None and deepest < num_layers + layers_ahead(base_config):
+                outside = (p.at(p.name, None) if (p.layer or 0) >= num_layers else p for p in adapter.parts.values())
+                adapter = replace(adapter, parts=by_layer(outside))
+        adapters[name] = adapter
+    return adapters
+
+
+def _depth_on_this_machine(
+    experts: Mapping[str, Adapter], base_model: str | None
+) -> tuple[str | None, NumLayers | None, bool]:
+    """The base and its number of layers, each None if it cannot be known without the network, and whether the base's
+    config was read."""
+    base = reference_of(experts, base_model)
+    config = cached_base_config(base) if base else None
+    return base, None if config is None else stacked_layers_in_config(config), config is not None
+
+
+def reference_of(experts: Mapping[str, Expert], declared: str | None) -> str | None:
+    """Where to find the base: the declared one, or the first that an adapter names, at its revision."""
+    adapters = (expert for expert in experts.values() if isinstance(expert, Adapter))
+    named = (adapter.config.base_reference for adapter in adapters)
+    return declared or next(filter(None, named), None)
+
+
+def named_base(reference: str | None, remedy: str = "Pass `base_model`") -> str:
+    """The reference to the base; an error if neither the experts nor the caller name one."""
+    if reference is None:
+        raise BaseModelError("the experts do not say which base model they adapt", remedy, parameter="base_model")
+    return reference
+
+
+def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
+    """The least number of layers that a base with the experts' modules can have."""
+    parts = [part for adapter in experts.values() for part in adapter.parts.values()]
+
+    slices = [adapter.kept_layers for adapter in experts.values() if adapter.kept_layers is not None]
+    kept = [(stack, layer) for slice_ in slices for stack, layers in slice_.by_stack.items() for layer in layers]
+
+    def least(stack: Stack | None) -> int:
+        layers = [part.layer for part in parts if part.layer is not None and stack in (None, stack_of(part.name))]
+        return 1 + max([*layers, *(layer for key, layer in kept if key in (None, stack))], default=0)
+
+    if not any(has_both_stacks(adapter.container) for adapter in experts.values()):
+        return least(None)
+    return {stack: least(stack) for stack in STACKS}
+
+
+def find_num_layers(
+    experts: Mapping[str, Adapter], base_model: str | None = None, *, required: bool = True
+) -> tuple[NumLayers | None, Source]:
+    """The base's number of layers, from its config.json and never from the experts' modules, and the base."""
+    base = named_base(reference_of(experts, base_model), "Pass `num_layers`, or `base_model` with the base's folder")
+    namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
+    if base_model is None:
+        namer = next(f"{name}'s adapter_config.json" for name, adapter in experts.items() if adapter.config.base_model)
+        remedy = "Pass `base_model` with the base's folder, or `num_layers`"
+    try:
+        source, config = base_config(base)
+    except AdapterswapError as error:
+        reason = error.problems[0].message
+        raise type(error)(
+            f"cannot read the number of layers from the base that {namer} names: {reason}",
+            remedy,
+            parameter="base_model",
+        ) from None
+    num_layers = stacked_layers_in_config(config)
+    if required:
+        known_depth(num_layers, base, "Pass `num_layers`", parameter="num_layers")
+    return num_layers, source
+
+
+_Modules = Mapping[str, Part]
+
+
+def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, problems: Problems) -> dict[str, Adapter]:
+    """The experts, with one name for each module of their base.
+
+    They are returned unchanged if no two of their names can mean the same module. If their modules have entirely
+    different names, they are compared with the base's if the base is on this machine.
+
+    Args:
+        experts: the experts of one base, by name.
+        base_model: the declared base; by default the first that an expert names.
+        problems: collects names that could not be reconciled.
+    """
+    odd, reference = _differing_names(experts), reference_of(experts, base_model)
+    if odd is None and not (_differ_in_kind(experts) and reference and cached_base_config(reference) is not None):
+        return dict(experts)
+    if reference is None:
+        problems.add(
+            f"{odd}, but no base model is named to compare them with",
+            "Pass `base_model`",
+            parameter="base_model",
+            kind=ExpertError,
+        )
+        return dict(experts)
+    try:
+        base = base_at(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    except AdapterswapError as error:
+        if odd is not None:
+            problems.add(
+                f"{odd}, and the base {reference} cannot be read to decide it: {error.problems[0].message}",
+                "Pass the base's folder as `base_model`, or use experts that were saved from the same model class with "
+                "the same version of transformers",
+                parameter="base_model",
+                kind=ExpertError,
+            )
+        return dict(experts)
+    renamed = {}
+    for name, adapter in experts.items():
+        renamed[name] = adapter
+        with problems.collect():
+            renamed[name] = under_canonical_names(adapter, base, name, reference)
+    return renamed
+
+
+def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
+    """A sentence about two names in different experts that may mean one module; None if there are none."""
+    layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
+    for name, container in layered.items():
+        first_name, first = next(iter(layered.items()))
+        if of_any_stack(container) != of_any_stack(first):
+            return (
+                f"The layers are named {first}.N in {first_name} but {container}.N in {name}; these may be the same "
+                "modules"
+            )
+    parts: dict[str, _Modules] = {name: adapter.parts for name, adapter in experts.items()}
+    for name, modules in parts.items():
+        for other, others in parts.items():
+            if (twin := _twin(modules, others)) is not None:
+                return f"{name} adapts {twin[0]} and {other} adapts {twin[1]}; these may be the same module"
+    return None
+
+
+def _twin(ours: _Modules, theirs: _Modules) -> tuple[str, str] | None:
+    """A name that is only in `ours` and one that is only in `theirs`, if the two may mean one module."""
+    mine, others = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    if not mine:
+        return None
+    for long in sorted(mine):
+        if (short := next((short for short in _other_names(long, theirs) if short not in ours), None)) is not None:
+            return long, short
+    by_place = {_place(theirs[name]): name for name in sorted(others)}
+    return next(((name, by_place[at]) for name in sorted(mine) if (at := _place(ours[name])) in by_place), None)
+
+
+def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
+    """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
+    _, *ends = ends_of(module)
+    yield from (end for end in ends if end in names)
+    last = module.rpartition(".")[2]
+    if last in EMBEDDINGS | HEADS:
+        yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
+
+
+def _place(module: Part) -> tuple[str, ...]:
+    """The parts that all names of one module share: its kind and stack, the numbers in the name, its last part."""
+    parts = (module.name.removesuffix(".bias") if is_bias(module.name) else module.name).split(".")
+    return module.kind, stack_of(module.name) or "", parts[-1], *(part for part in parts if part.isdigit())
+
+
+def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
+    """Whether two experts each have modules that the other has in no layer.
+
+    They may adapt different modules, such as attention and MLP, or use different names for the same ones.
+    """
+    if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
+        return False
+    modules = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
+    return any(first - second and second - first for first, second in combinations(modules, 2))
+
+
+_Problem = tuple[str, str]  # the message and the remedy
+_Identity = tuple[str | None, str]  # the SHA-256 of an adapter's config and weights
+
+_RESAVED = "If both hold the same weights in different files, delete `fingerprints` from the record in {}'s folder"
+
+
+def adapt_one_base(one: Adapter, other: Adapter) -> bool:
+    """Whether two adapters have the same base: by its weights if both records name them, else by its name."""
+    if one.base_fingerprints and other.base_fingerprints:
+        return one.base_fingerprints == other.base_fingerprints
+    return same_base(one.config.base_model, other.config.base_model)
+
+
+def check_bases(
+    experts: Mapping[str, Expert], declared: str | None, problems: Problems, *, by_weights: bool = True
+) -> None:
+    """Check that experts have one base: by the weights that their records name and, for adapters, by name.
+
+    Args:
+        experts: the experts by name.
+        declared: the base that the user declared. Then adapters may call it differently, but not have another one.
+        problems: collects the mistakes.
+        by_weights: also compare weights, and look for chains. Records were checked when they were written.
+    """
+    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
+    reported = set()
+    for name, adapter in adapters.items() if by_weights else ():
+        if is_on_top(adapter.base_fingerprints) and not _holds(declared, adapter.base_fingerprints):
+            below = [other for other, part in adapters.items() if _is_merged_into(part, adapter)]
+            reported.add(name)
+            problems.add(*_only_adds(name, *below[:1]), parameter="chains", kind=ExpertError)
+    others = {name: expert for name, expert in experts.items() if name not in reported}
+    for (one, first), (two, second) in combinations(others.items(), 2):
+        problem = _weights_differ(one, first, two, second) if by_weights else None
+        if isinstance(first, Adapter) and isinstance(second, Adapter) and problem is None:
+            problem = _chained(one, first, two, second) if by_weights else None
+            if declared is None:
+                problem = problem or _names_differ(one, first, two, second)
+        if problem is not None and two not in reported:
+            reported.add(two)
+            problems.add(*problem, kind=ExpertError)
+    for name, expert in experts.items() if by_weights and not reported else ():
+        if declared is not None and isinstance(expert, Adapter) and _lies_on_merged(expert, declared):
+            problems.add(
+                f"{name} was trained on {expert.config.base_model}, into which adapters are merged, and not on "
+                f"{declared}",
+                f"Use them as one expert: `chains={{NAME: [FIRST, {name}]}}`; or pass the base that it was trained on",
+                parameter="base_model",
+                kind=ExpertError,
+            )
+
+
+def check_base_weights(recorded: Mapping[str, Mapping[str, str]], base: Source | None) -> None:
+    """Check that a base is the one that experts were trained on; one on the Hub is not compared.
+
+    Args:
+        recorded: the fingerprints of each expert's base by the expert's own record; empty if that does not say.
+        base: the base; None if it is not at hand.
+    """
+    for name, fingerprints in recorded.items():
+        if is_on_top(fingerprints):
+            if not _holds(str(base.folder) if base else None, fingerprints):
+                raise ExpertError(*_only_adds(name), parameter="chains")
+            continue
+        file = differing_weights(fingerprints, identity_of(base)) if base is not None and fingerprints else None
+        if base is not None and file is not None:
+            raise BaseModelError(
+                f"{name} was trained on a base with other weights than {base}: {file} differs",
+                f"Pass the base that it was trained on as `base_model`. {_RESAVED.format(name)}",
+                parameter="base_model",
+            )
+
+
+def is_on_top(fingerprints: Mapping[str, str]) -> bool:
+    """Whether the base that an expert's record names is one with an adapter in it, which only training had."""
+    return WEIGHTS in fingerprints
+
+
+def _holds(base: str | None, fingerprints: Mapping[str, str]) -> bool:
+    """Whether the adapter that an expert was trained on top of is merged into a base, by the record beside that."""
+    return base is not None and _merged_into_base(base) == [(fingerprints[CONFIG], fingerprints[WEIGHTS])]
+
+
+def _only_adds(name: str, below: str = "FIRST") -> _Problem:
+    message = f"{name} was trained on top of another adapter, and holds only what it adds to that"
+    return message, f"Use both as one expert: `chains={{NAME: [{below}, {name}]}}`"
+
+
+def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tuple[str, ...]:
+    """A note if experts name a local base and it is not known by which weights, so that it could not be checked.
+
+    Paths to one folder on this machine need no check.
+    """
+    places = {
+        name: expert.config.base_model
+        for name, expert in experts.items()
+        if isinstance(expert, Adapter) and expert.config.base_model and not is_hub_id(expert.config.base_model)
+    }
+    sides = {*places.values(), *([declared] if declared is not None else [])}
+    recorded = all(experts[name].base_fingerprints for name in places)
+    known = recorded and (declared is None or is_folder(expand(declared)))
+    if known or len(places) + (declared is not None) < 2 or _one_folder(sides):
+        return ()
+    without = [name for name in places if not experts[name].base_fingerprints] or [str(declared)]
+    base = _called(experts[next(iter(places))])
+    what = f"the weights of the local base {base} are not known for {' and '.join(without)}"
+    return (f"Not checked whether all have one base: {what}",)
+
+
+def _one_folder(places: Collection[str]) -> bool:
+    """Whether all are paths to one folder that exists here, whatever the current folder is."""
+    folders = [expand(place) for place in places]
+    existing = all(folder.is_absolute() and is_folder(folder) for folder in folders)
+    return existing and len({folder.resolve() for folder in folders}) == 1
+
+
+def _called(expert: Expert) -> str:
+    """What an expert calls its base."""
+    name = public_name(expert.config.base_model) if isinstance(expert, Adapter) else None
+    return name or "one that it does not name"
+
+
+def _weights_differ(one: str, first: Expert, two: str, second: Expert) -> _Problem | None:
+    """The problem if the records of two experts name different weights of their bases."""
+    if differing_weights(first.base_fingerprints, second.base_fingerprints) is None:
+        return None
+    message = f"{one} and {two} adapt different bases: {_called(first)} and {_called(second)}, whose weights differ"
+    return message, f"Compose experts of one base. {_RESAVED.format(two)}"
+
+
+def _names_differ(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | None:
+    """The problem if two adapters name different bases, or different revisions of one."""
+    ours, theirs = first.config, second.config
+    if not adapt_one_base(first, second):
+        message = f"{one} adapts the base {ours.base_model}, but {two} adapts {theirs.base_model}"
+        return message, alias_remedy(ours.base_model, theirs.base_model)
+    if (ours.revision or "main") == (theirs.revision or "main"):
+        return None
+    message = (
+        f"{one} adapts the revision {ours.revision or 'main'} of {ours.base_model}, but {two} adapts "
+        f"{theirs.revision or 'main'}"
+    )
+    return message, "Compose experts of one revision, or pass `base_model=org/name@revision` for the result"
+
+
+def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | None:
+    """The problem if one adapter was trained on a base into which the other is merged, by our record in its folder."""
+    if same_base(first.config.base_model, second.config.base_model):
+        return None
+    for name, part, later, on_top in ((one, first, two, second), (two, second, one, first)):
+        if _is_merged_into(part, on_top):
+            message = f"{later} was trained on top of {name}, which is merged into its base {on_top.config.base_model}"
+            return message, f"Use both as one expert: `chains={{NAME: [{name}, {later}]}}`"
+    return None
+
+
+def _is_merged_into(part: Adapter, on_top: Adapter) -> bool:
+    """Whether the base of `on_top` is on this machine, and its record names `part` among the merged experts."""
+    merged = _merged_into(on_top) or ()
+    return any(
+        config == part.config.sha256 and weights == sha256_of(part.file.path) for config, weights in merged
+    )  # weights are hashed only if a record may name them
+
+
+def _merged_into(adapter: Adapter) -> list[_Identity] | None:
+    """The adapters that are merged into an adapter's base, by its own record or the base's; None if not known."""
+    below = adapter.base_fingerprints
+    if is_on_top(below):
+        return [(below[CONFIG], below[WEIGHTS])]
+    return _merged_into_base(adapter.config.base_reference)
+
+
+def _lies_on_merged(adapter: Adapter, declared: str) -> bool:
+    """Whether adapters are merged into an adapter's base, and not into the declared one, by the records beside them."""
+    if same_base(adapter.config.base_model, declared):
+        return False
+    merged = _merged_into(adapter)
+    return merged is not None and merged != _merged_into_base(declared)
+
+
+def _identity(adapter: Adapter) -> _Identity:
+    return adapter.config.sha256, sha256_of(adapter.file.path)
+
+
+def _folder_with_record(base: str | None) -> Path | None:
+    """The folder of a base that is on this machine and has a record of how it was made; else None."""
+    folder = None if base is None else cached_base_folder(base)
+    return folder if folder is not None and exists(folder / PROVENANCE) else None
+
+
+def _merged_into_base(base: str | None) -> list[_Identity] | None:
+    """The adapters that are merged into a base, by the record beside it; None if that is not known."""
+    folder = _folder_with_record(base)
+    if folder is None:
+        return None
+    with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
+        merged = [expert["sha256"] for expert in read_provenance(folder)["experts"].values()]
+        return [(hashes[CONFIG], hashes[WEIGHTS]) for hashes in merged] or None
+    return None
+
+
+def _merged_whole(base: str | None, parts: Sequence[Adapter]) -> bool:
+    """Whether adapters are merged into a base with all their layers and their whole ΔW, by the record beside it."""
+    folder = _folder_with_record(base)
+    if folder is None:
+        return False
+    with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
+        record = read_provenance(folder)
+        shares = [owner.values() for owner in record["tensors"].values() if isinstance(owner, Mapping)]
+        if "kept_rows" in record or any(share != 1 for by_expert in shares for share in by_expert):
+            return False
+        if (kept := recorded_layers(folder)) is not None:
+            return kept == parts[-1].kept_layers
+        rules = record["rules"]
+        return len(rules) == 1 and rules[0].keys() <= {"expert", "blend", "normalize"}
+    return False
+
+
+def with_chains(
+    experts: Mapping[str, Expert], chains: Mapping[str, Sequence[str]], problems: Problems, *, recorded: bool
+) -> tuple[dict[str, Expert], tuple[str, ...]]:
+    """The experts, with all adapters of a chain on the base of its first, and what could not be checked of them.
+
+    Args:
+        experts: by name.
+        chains: by name: the adapters, each trained on top of those before it.
+        problems: collects experts that cannot be on top of others, and those that are not by the record of their base.
+        recorded: the chains come from a record, and were checked when it was written.
+    """
+    based, notes = dict(experts), list[str]()
+    for parts in chains.values():
+        before: list[Adapter] = []
+        for name in (name for name in parts if name in experts):
+            adapter, lower = experts[name], parts[max(0, len(before) - 1)]
+            if not isinstance(adapter, Adapter) or (before and (adapter.opaque or adapter.saved)):
+                what = "a full checkpoint" if isinstance(adapter, Checkpoint) else "not only plain LoRA"
+                problems.add(
+                    f"{name} is {what}, but only plain LoRA can be added on top of {lower} in a chain"
+                    if before
+                    else f"{name} is {what}, but a chain begins with an adapter",
+                    "Merge them one after another with `merge`",
+                    parameter="chains",
+                    kind=UnsupportedError,
+                )
+                break
+            if before:
+                lower_modules = {module for part in before for module in part.factors}
+                if copies := [m.name for m in adapter.factors.values() if m.base and m.name in lower_modules]:
+                    problems.add(
+                        f"{name} carries a copy of {copies[0]} with {lower} merged into it, which PEFT would put in "
+                        "the place of the base's own",
+                        f"Load {name} with PEFT, and save it with save_pretrained(PATH, save_embedding_layers=False)",
+                        parameter="chains",
+                        kind=UnsupportedError,
+                    )
+                if not recorded:
+                    with problems.collect():
+                        notes += _check_on_top(name, adapter, lower, before)
+                first = before[0]
+                config = replace(adapter.config, base_model=first.config.base_model, revision=first.config.revision)
+                based[name] = replace(
+                    adapter, config=config, base_fingerprints=first.base_fingerprints,
+                    trained_on=adapter.config.base_model,
+                )  # fmt: skip
+            before.append(adapter)
+    return based, tuple(notes)
+
+
+def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adapter]) -> Iterator[str]:
+    """Check that an adapter was trained on top of those `before` it, the last of which is called `lower`; a note if it
+    cannot be known."""
+    merged = _merged_into(adapter)
+    identities = [_identity(part) for part in before] if merged is not None else []
+    others = merged is not None and merged not in (identities[-1:], identities)
+    if others or any(_is_merged_into(adapter, part) for part in before):
+        raise ExpertError(
+            f"{name} was not trained on top of {lower}, by the records of what is merged into their bases",
+            "Name the adapters of the chain in the order in which they were trained",
+            parameter="chains",
+        )
+    by_base = merged is not None and not is_on_top(adapter.base_fingerprints)
+    if by_base and not _merged_whole(adapter.config.base_reference, before):
+        raise ExpertError(
+            f"{name} was trained on {adapter.config.base_model}, into which only some layers or a share of "
+            f"{lower} are merged, by the record there",
+            f"Merge {name} into that base with `merge`, and compose the full checkpoints",
+            parameter="chains",
+        )
+    if merged is None:
+        yield f"Not checked whether {name} was trained on top of {lower}: no record says what is merged into its base"

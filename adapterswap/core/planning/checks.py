@@ -1,0 +1,450 @@
+"""Checks of a plan: do the experts belong together, do the rules match anything?
+
+Each function adds the mistakes that it finds to a `Problems`, so that all are reported at once. It does nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
+from adapterswap.core.experts.keys import is_bias
+from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint
+from adapterswap.core.model.layers import (
+    NO_LAYER,
+    NumLayers,
+    Stack,
+    depth_of,
+    every_layer,
+    extra_rows,
+    format_layers,
+    has_both_stacks,
+    in_stack,
+    is_vocabulary,
+    parse_layers,
+    stack_in,
+    stack_of,
+)
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE, Rule, place_of
+from adapterswap.core.planning.slots import Slot
+from adapterswap.kit.errors import CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
+
+# The config keys that two checkpoints of one architecture must agree on, if both have them.
+_ARCHITECTURE = (
+    "model_type", "hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads",
+    "head_dim", "num_hidden_layers", "n_layer", "num_local_experts", "num_experts", "tie_word_embeddings", "rope_theta",
+    "hidden_act", "sliding_window",
+)  # fmt: skip
+
+_ONE_BASE = "Give checkpoints that were fine-tuned from one base"
+
+
+def check_names(
+    names: Sequence[str], known: Collection[str], problems: Problems, rules: Sequence[Rule] | None = None
+) -> None:
+    """Check that a composition names at least one expert and only known ones; `rules` are those of its allocation."""
+    for name in names:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            problems.add(
+                f"{_naming_rule(name, rules or ())}There is no expert {name!r} (experts: {listed})",
+                did_you_mean(name, known, "Use one of these names, or add this expert"),
+                parameter="experts",
+                kind=CompositionError,
+            )
+    if not names:
+        problems.add(
+            "Every rule gives its modules to the base", "Use an expert in at least one rule", kind=CompositionError
+        )
+
+
+def _naming_rule(name: str, rules: Sequence[Rule]) -> str:
+    """The first rule that names the expert, and the position of the name in its text."""
+    for number, rule in enumerate(rules, 1):
+        if name in rule.experts:
+            return f"rule {number}, {rule.text!r}, at character {place_of(name, rule.text)}: "
+    return ""
+
+
+def check_experts(experts: Mapping[str, Adapter], composition: Composition, problems: Problems) -> None:
+    """Check that the experts adapt their base in the same way; each is compared with the first."""
+    if not experts:
+        return
+    first_name, first = next(iter(experts.items()))
+    for name, adapter in experts.items():
+        ours, theirs = first.config, adapter.config
+        if first.ties_factors != adapter.ties_factors:
+            problems.add(
+                f"{first_name if first.ties_factors else name} ties the LoRA of its embedding to the head "
+                f"(ensure_weight_tying), but {name if first.ties_factors else first_name} does not",
+                "Compose experts that treat the base's tied embeddings in the same way",
+                kind=ExpertError,
+            )
+        # Without a task type, PEFT loads an adapter as it does for a causal language model.
+        if composition.task_type is None and (ours.task_type or "CAUSAL_LM") != (theirs.task_type or "CAUSAL_LM"):
+            problems.add(
+                f"task_type is {ours.task_type} in {first_name}, but {theirs.task_type} in {name}",
+                "Compose experts of one task type. If a config is wrong, pass the right one: `task_type=CAUSAL_LM`",
+                parameter="task_type",
+                kind=ExpertError,
+            )
+
+
+def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
+    """Check that modules of the same name have the same shape; each expert is compared with the first."""
+    for name, adapter in experts.items():
+        first_name, first = next(iter(experts.items()))
+        for ours, theirs in _comparable(first, adapter):
+            compare_shapes(
+                {module: part.shape for module, part in ours.items()},
+                {module: part.shape for module, part in theirs.items()},
+                one=first_name, other=name, remedy="Compose experts of one base model", problems=problems,
+                kind=ExpertError,
+            )  # fmt: skip
+    _check_nesting(experts, problems)
+
+
+def _comparable(first: Adapter, second: Adapter) -> Iterator[tuple[Mapping[str, Part], Mapping[str, Part]]]:
+    """The parts of two adapters whose shapes must agree if both adapt one base.
+
+    These are LoRA factors and weights held in full. The shapes of other kinds also depend on settings, so these parts
+    are compared only if their settings agree.
+    """
+    factors = [
+        {**adapter.modules, **{name: part.lora for name, part in adapter.opaque.items() if part.lora is not None}}
+        for adapter in (first, second)
+    ]
+    grown = {
+        name
+        for name in factors[0].keys() & factors[1].keys()
+        if is_vocabulary(name, factors[0][name].layer) and _differ_in_rows(factors[0][name], factors[1][name])
+    }
+    yield {name: part for name, part in factors[0].items() if name not in grown}, factors[1]
+    resized = {
+        name for name in first.saved.keys() & second.saved.keys() if _is_resized(first.saved[name], second.saved[name])
+    }
+    yield {name: part for name, part in first.saved.items() if name not in resized}, second.saved
+    same = [
+        name
+        for name, part in first.opaque.items()
+        if part.lora is None
+        and (twin := second.opaque.get(name)) is not None
+        and (part.method, part.settings, part.values) == (twin.method, twin.settings, twin.values)
+    ]
+    yield {name: first.opaque[name] for name in same}, {name: second.opaque[name] for name in same}
+
+
+def _is_resized(first: FullModule, second: FullModule) -> bool:
+    """Whether both are the same embedding or head with different numbers of rows; `vocabulary` compares these."""
+    if first.rows or second.rows:  # single rows of it
+        return first.width == second.width
+    shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (first, second)]
+    return is_vocabulary(first.name, first.layer) and shapes[0] == shapes[1]
+
+
+def _differ_in_rows(first: LoraModule, second: LoraModule) -> bool:
+    """Whether both have LoRA on the same embedding or head with different numbers of rows."""
+    widths = [part.out_features if part.embedding else part.in_features for part in (first, second)]
+    return first.embedding == second.embedding and widths[0] == widths[1]
+
+
+def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
+    """Check that no expert adapts a module inside one that another expert holds in full."""
+    for name, adapter in experts.items():
+        in_full = [module for module in adapter.saved if not is_bias(module)]
+        for other, theirs in experts.items():
+            inside = next(
+                ((part, module) for module in in_full for part in theirs.parts if part.startswith(f"{module}.")), None
+            )
+            if inside is not None and not (is_bias(inside[0]) and other == name):
+                problems.add(
+                    f"{name} holds {inside[1]} in full (modules_to_save), but {other} adapts {inside[0]} inside it",
+                    f"Merge {other} into its base with `merge`, and compose the full weights in its place",
+                    kind=ExpertError,
+                )
+                return
+
+
+def check_depth(
+    experts: Mapping[str, Adapter], num_layers: NumLayers, problems: Problems, *, names_layers: bool = True
+) -> None:
+    for name, adapter in experts.items():
+        if isinstance(num_layers, int) and has_both_stacks(adapter.container):
+            problems.add(
+                f"{name} adapts an encoder and a decoder ({adapter.container}), but the base has one list of layers",
+                "Check `num_layers` ({encoder: N, decoder: M} in a recipe) or `base_model`",
+                kind=ExpertError,
+            )
+            continue
+        highest: dict[Stack | None, int] = {}
+        for part in adapter.parts.values():
+            if part.layer is not None:
+                stack = stack_in(part.name, num_layers)
+                highest[stack] = max(part.layer, highest.get(stack, 0))
+        if not isinstance(num_layers, int) and None in highest:
+            if not names_layers:  # then it does not matter which stack they are in
+                continue
+            problems.add(
+                f"{name} adapts layers ({adapter.container}) that are neither the encoder's nor the decoder's",
+                "Pass the base that the experts adapt as `base_model`",
+                parameter="base_model",
+                kind=ExpertError,
+            )
+            continue
+        for stack, layer in highest.items():
+            count = depth_of(stack, num_layers)
+            if layer >= count:
+                where, base = (f" {stack}", f"the base's {stack}") if stack else ("", "the base")
+                ahead = (
+                    ""
+                    if stack
+                    else (
+                        ". Layers that predict further tokens (MTP) are accepted if the base is on this machine and "
+                        "its config.json says how many there are (num_nextn_predict_layers)"
+                    )
+                )
+                problems.add(
+                    f"{name} adapts{where} layer {layer}, but {base} has {count} layers (0-{count - 1})",
+                    f"Check `num_layers` or `base_model`{ahead}",
+                    kind=ExpertError,
+                )
+
+
+def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems) -> None:
+    for rule in rules:
+        if rule.stack is not None and isinstance(num_layers, int):
+            problems.add(
+                f"the rule `{rule}` is for the {rule.stack}, but the base does not have both an encoder and a decoder",
+                "Remove `stack` from the rule",
+                parameter="allocation",
+                kind=CompositionError,
+            )
+            continue
+        count = depth_of(rule.stack, num_layers)
+        outside = sorted(layer for layer in parse_layers(rule.layers or NO_LAYER) if layer >= count)
+        if outside:
+            base = f"the base's {rule.stack}" if rule.stack else "the base"
+            problems.add(
+                f"the rule `{rule}` names layer {outside[0]}, but {base} has {count} layers (0-{count - 1})",
+                "Correct the rule's layers, or `num_layers`",
+                parameter="allocation",
+                kind=CompositionError,
+            )
+
+
+def check_matches(
+    rules: Sequence[Rule],
+    slots: Sequence[Slot],
+    experts: Mapping[str, Adapter | Checkpoint],
+    num_layers: NumLayers,
+    composition: Composition,
+    problems: Problems,
+    *,
+    uncovered: Sequence[Slot] = (),
+) -> None:
+    """Report rules that match nothing, and rules that need a layer that a slice does not have.
+
+    `uncovered` are slots that no rule matches.
+    """
+    parameter = None if composition.allocation is None else "allocation"
+    stacks = {stack_of(slot.name) for slot in slots if slot.layer is not None}
+    for rule in rules:
+        if rule.stack and parameter is None and composition.stack == "both" and stacks and rule.stack not in stacks:
+            continue  # the experts adapt only the other stack
+        if parameter is None and rule.expert == BASE:
+            continue  # a slice may lack exactly the layers that are reset
+        if not rule.optional and all(slot.rule is not rule for slot in slots):
+            problems.add(
+                f"the rule `{rule}` matches no module that earlier rules left",
+                _explain(rule, [*slots, *uncovered]),
+                parameter=parameter,
+                kind=CompositionError,
+            )
+    slices = {name: expert.kept_layers for name, expert in experts.items() if expert.kept_layers is not None}
+    requested = requested_by_layer(rules, slots, num_layers) if slices else {}
+    for name, kept in slices.items():
+        if any(rule.weights and name in rule.experts for rule in rules):
+            problems.add(
+                f"{name} is a slice, but magnitude weights need the magnitude of the whole expert",
+                "Pass the whole expert, or explicit weights",
+                parameter=parameter or "weights",
+                kind=CompositionError,
+            )
+        needed: dict[Stack | None, list[int]] = {}
+        for (stack, layer), names in requested.items():
+            if name in names and not kept.has(stack, layer):
+                needed.setdefault(stack, []).append(layer)
+        for stack, layers in needed.items():
+            missing = f"{stack or ''} layer{'s' * (len(layers) > 1)} {format_layers(layers)}".strip()
+            problems.add(
+                f"{name} is a slice with the {kept}, but the composition needs its {missing}",
+                "Pass the whole expert, or give these layers to another expert or to the base",
+                parameter=parameter,
+                kind=CompositionError,
+            )
+
+
+def requested_by_layer(
+    rules: Sequence[Rule], slots: Iterable[Slot], num_layers: NumLayers
+) -> dict[tuple[Stack | None, int], set[str]]:
+    """Every layer, and the experts that the rules request in it.
+
+    A slice does not say which modules it had in a layer that was cut away, so every layer counts as if it had the
+    modules of all the others.
+    """
+    inside = [slot for slot in slots if slot.layer is not None]
+    names_of = [rule.coefficients().keys() for rule in rules]
+    requested: dict[tuple[Stack | None, int], set[str]] = {}
+    for stack, layer in every_layer(num_layers):
+        modules = {(_moved(slot, stack, layer), slot.kind) for slot in inside}
+        matching = {next((i for i, r in enumerate(rules) if r.matches(m, layer, kind)), None) for m, kind in modules}
+        requested[stack, layer] = {name for i in matching if i is not None for name in names_of[i]}
+    return requested
+
+
+def _moved(slot: Slot, stack: Stack | None, layer: int) -> str:
+    """The name of the module of this kind in another layer."""
+    parts = slot.matched_name.split(".")
+    parts[parts.index(str(slot.layer))] = str(layer)
+    name = ".".join(parts)
+    return name if stack is None else in_stack(name, stack)
+
+
+def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
+    if any(rule.matches(m.matched_name, m.layer, m.kind) for m in modules):
+        return "Earlier rules match all of its modules: move it before them, or remove it"
+    ends = sorted({m.name.removesuffix(".weight").rpartition(".")[2] for m in modules})
+    layers = {m.layer for m in modules if m.layer is not None}
+    where = f"layers {min(layers)}-{max(layers)}" if layers else "no layer"
+    return f"The experts adapt {', '.join(ends[:12])} in {where}: correct the rule, or set `optional: true` in it"
+
+
+def silenced_experts(rules: Sequence[Rule]) -> set[str]:
+    """The experts that a rule gives the weight 0, or whose weights on two sides cancel."""
+    return {expert for rule in rules for expert in rule.experts if rule.blend and expert not in rule.coefficients()}
+
+
+def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
+    """Report experts that contribute nothing, unless zones of 0 layers or a weight of 0 request that."""
+    composition = plan.composition
+    if composition.bottom is not None and composition.top is not None and composition.allocation is None:
+        return
+    parts = [slot for slot in plan if not slot.in_full or slot.layer is not None]
+    contributing = {term.expert for slot in parts for term in slot.terms} | silenced_experts(plan.rules)
+    without_lora = [name for name, adapter in plan.adapters.items() if adapter.parts.keys() == adapter.tokens.keys()]
+    contributing.update(name for name in without_lora for slot in plan if any(t.expert == name for t in slot.terms))
+    for name in names:
+        if name not in contributing and parts:
+            problems.add(
+                f"the expert {name!r} contributes no {'tensor' if plan.is_model else 'module'} to the result",
+                "Remove it, or give it layers and modules that it adapts",
+                parameter=_field_naming(name, composition),
+                kind=CompositionError,
+            )
+
+
+def _field_naming(expert: str, composition: Composition) -> str:
+    """The field of the composition that names an expert."""
+    if composition.allocation is not None:
+        return "allocation"
+    return "task" if expert in composition.task else "language"
+
+
+def check_architecture(first_name: str, first: Checkpoint, name: str, other: Checkpoint, problems: Problems) -> None:
+    """Check that two checkpoints have the same architecture and hold the same tensors in the same shapes.
+
+    Embeddings and heads may differ in their numbers of rows; see `rows`.
+    """
+    for who, checkpoint in ((first_name, first), (name, other)):
+        if checkpoint.config.get("quantization_config"):
+            problems.add(
+                f"{who} is quantized (quantization_config), so its weights cannot be averaged",
+                "Pass an unquantized checkpoint. If it is the base of adapters, `dequantize=True` merges into the "
+                "weights that it computes with",
+                kind=UnsupportedError,
+            )
+    odd = [
+        key
+        for key in _ARCHITECTURE
+        if key in first.config and key in other.config and first.config[key] != other.config[key]
+    ]
+    if odd:  # the differences between tensors follow from these
+        sizes = "; ".join(f"{key} is {first.config[key]} and {other.config[key]}" for key in odd)
+        problems.add(f"The configs of {first_name} and {name} differ: {sizes}", _ONE_BASE)
+        return
+    ours, theirs = first.parameters, other.parameters
+    for missing, has, lacks in (
+        (sorted(ours.keys() - theirs.keys()), first_name, name),
+        (sorted(theirs.keys() - ours.keys()), name, first_name),
+    ):
+        if missing:
+            problems.add(
+                f"{has} holds {and_more(missing)}, but {lacks} does not",
+                f"{_ONE_BASE}{OTHER_NAMES}",
+            )
+    resized = set()
+    for key in sorted(ours.keys() & theirs.keys()):
+        our_shape, their_shape = ours[key].tensor.shape, theirs[key].tensor.shape
+        if our_shape == their_shape or ours[key].layer is not None or our_shape[1:] != their_shape[1:]:
+            continue
+        resized.add(key)
+        if not ours[key].has_tokens:
+            problems.add(
+                f"{key} is {list(our_shape)} in {first_name}, but {list(their_shape)} in {name}, and it is not known "
+                "as an embedding or head whose rows are tokens",
+                "Resize one (resize_token_embeddings), or extract an adapter from one with `adapterswap extract`",
+            )
+    shapes = (
+        {key: "×".join(map(str, tensors[key].tensor.shape)) for key in tensors if key not in resized}
+        for tensors in (ours, theirs)
+    )
+    compare_shapes(*shapes, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
+
+
+def check_vocabulary(
+    slots: Sequence[Slot],
+    skeleton: Checkpoint,
+    full: Mapping[str, Checkpoint],
+    rules: Sequence[Rule],
+    problems: Problems,
+) -> None:
+    """Report what cannot be computed row by row if full checkpoints have rows that the base or another expert lacks."""
+    ends = {slot.name: slot for slot in slots if slot.has_tokens}
+    sizes = {slot.shape[0] for slot in ends.values()}
+    if any(slot.spans for slot in ends.values()):
+        for slot in slots:
+            may_have_tokens = slot.layer is None and (len(slot.shape) > 1 or slot.name.endswith("bias"))
+            if may_have_tokens and slot.name not in ends and sizes.intersection(slot.shape):
+                problems.add(
+                    f"an expert has tokens that the base or another expert lacks, and {slot.name} is "
+                    f"{list(slot.shape)}, as large as the vocabulary, but it is not known as an embedding or head",
+                    "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
+                    kind=UnsupportedError,
+                )
+    for slot in ends.values():
+        extra = extra_rows(skeleton.config, slot.module)
+        whole = ((term.expert, term.change.tensor.shape) for term in slot.all_whole)
+        expert, shape = next(((expert, shape) for expert, shape in whole if shape != slot.shape), ("", slot.shape))
+        if extra and expert:
+            problems.add(
+                f"{expert} has {shape[0]} rows of {slot.name}, of which the last {extra} are not "
+                f"tokens of the vocabulary, and {skeleton.name} has {slot.shape[0]}",
+                "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
+                kind=UnsupportedError,
+            )
+    if not any(rule.weights for rule in rules):
+        return
+    for name, checkpoint in full.items():
+        for key in ends.keys() & checkpoint.parameters.keys() & skeleton.parameters.keys():
+            rows, rows_of_base = (c.parameters[key].tensor.shape[0] for c in (checkpoint, skeleton))
+            if rows != rows_of_base:
+                problems.add(
+                    f"{name} has {rows} rows of {key} and the base {rows_of_base}, so the magnitude of its ΔW is not "
+                    "defined",
+                    "Use explicit weights",
+                    parameter="weights",
+                    kind=UnsupportedError,
+                )
+                break

@@ -1,0 +1,465 @@
+"""From experts to a plan in one call: `layer_swap`, `soup`, `slerp`, `task_arithmetic` …, and slices of one expert.
+
+A slice is the plan that gives the chosen layers to the expert and the others to the base, so composing slices gives the
+same result as composing the whole experts. Modules outside the layers are kept, because compositions average them.
+Whatever is written from a slice lacks the layers that were cut away, unless another expert filled them.
+
+Shortcuts for Python users: each function builds a `Composition` and applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.layers import (
+    NO_LAYER,
+    KeptLayers,
+    NumLayers,
+    Stack,
+    check_one_list,
+    format_layers,
+    parse_layers,
+    stack_of,
+)
+from adapterswap.core.planning.checks import check_names, requested_by_layer
+from adapterswap.core.planning.composition import Composition, Outside, Stacks, as_composition, expert_name
+from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    CompositionError,
+    Problems,
+    UnsupportedError,
+    check_type,
+)
+from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.yaml import find_recipe, read_recipe, validate
+
+
+def slice_layers(
+    adapter: Adapter | str | Path,
+    layers: str,
+    *,
+    stack: Stack | None = None,
+    num_layers: NumLayers | None = None,
+    base_model: str | Path | None = None,
+) -> Plan:
+    """Plan a slice: keep `layers` of an adapter and its modules outside the layers.
+
+    Args:
+        adapter: the whole expert, or a slice that still has these layers: an opened adapter, a folder or a Hub id.
+        layers: the layers to keep, such as `0-4,30-31`.
+        stack: for a model with an encoder and a decoder, the stack whose layers are kept; the other's are removed. By
+            default the layers of both are kept.
+        num_layers: the base's number of layers, or that of each stack; by default from the base's config.
+        base_model: the base, if the adapter names none or names it differently.
+
+    Returns:
+        The plan, to be written or merged.
+
+    Raises:
+        ArgumentError: `layers` is not a list of layers, or the adapter has none of them; `stack` is unknown.
+        CompositionError: the base, or the slice, does not have these layers or this stack.
+        NotFoundError, ExpertError: see `open_adapter`.
+        UnsupportedError: see `open_adapter`; or the adapter has several lists of layers.
+        AdapterswapError: see `make_plan`.
+    """
+    check_type(adapter, (Adapter, str, Path), "adapter", "Pass a local folder, a Hub id or an opened adapter")
+    check_type(layers, str, "layers", "Pass layers such as `layers=0-4,30-31`")
+    if not isinstance(adapter, Adapter):
+        adapter = open_adapter(adapter)
+    remedy = "Pass layers such as `layers=0-4,30-31`"
+    try:
+        kept = KeptLayers.of(layers)
+    except ValueError as error:
+        raise ArgumentError(f"`layers`: {str(error).partition(';')[0]}", remedy, parameter="layers") from None
+    try:
+        kept = KeptLayers.of(layers, stack)
+    except ValueError as error:
+        raise ArgumentError(f"`stack`: {error}", "Pass encoder or decoder", parameter="stack") from None
+    if not any(kept.by_stack.values()):
+        raise ArgumentError(f"`layers` {layers!r} names no layer", remedy, parameter="layers")
+    name = expert_name(adapter, {}, "expert")
+    check_one_list(name, adapter.parts)
+    parts = [(part.name, part.layer) for part in adapter.parts.values() if part.layer is not None]
+    if not any(kept.has(stack_of(part), layer) for part, layer in parts):
+        adapted = format_layers(layer for part, layer in parts if stack is None or stack_of(part) == stack)
+        raise ArgumentError(
+            f"{name} adapts none of the {kept}",
+            f"Choose from those that it adapts: {adapted}",
+            parameter="layers",
+        )
+    rules = _slice_rules(name, kept)
+    base = None if base_model is None else str(base_model)
+    composition = Composition(allocation=rules, num_layers=num_layers, base_model=base)
+    try:
+        return make_plan(composition, {name: adapter})
+    except CompositionError as error:
+        raise (error.recast(parameter="layers") if error.parameter == "allocation" else error) from None
+
+
+def whole_rules(name: str, adapter: Adapter) -> tuple[Rule, ...]:
+    """The rules that take everything from one adapter: of a slice, what it has."""
+    if adapter.kept_layers is None:
+        return (Rule(expert=name),)
+    return _slice_rules(name, adapter.kept_layers, optional=True)
+
+
+def _slice_rules(name: str, kept: KeptLayers, *, optional: bool = False) -> tuple[Rule, ...]:
+    """The rules of a slice; with `optional`, the expert need not adapt the layers."""
+    return (
+        *(
+            Rule(layers=format_layers(layers), stack=stack, expert=name, optional=optional)
+            for stack, layers in kept.by_stack.items()
+        ),
+        *_rest(name),
+    )
+
+
+def _rest(name: str) -> tuple[Rule, Rule]:
+    """The last rules of a slice: modules outside the layers are the expert's, and other layers the base's."""
+    return Rule(layers=NO_LAYER, expert=name, optional=True), Rule(expert=BASE, optional=True)
+
+
+def sliced_layers(plan: Plan) -> KeptLayers | None:
+    """The layers that a slice keeps; None for a plan that is not a slice."""
+    *kept, outside, rest = plan.rules if len(plan.rules) > 2 else (None, None)
+    name = next(iter(plan.experts))
+    if len(plan.experts) != 1 or plan.composition.allocation is None or (outside, rest) != _rest(name):
+        return None
+    by_stack = {}
+    for rule in kept:
+        if rule != Rule(layers=rule.layers, stack=rule.stack, expert=name, optional=rule.optional) or not rule.layers:
+            return None
+        by_stack[rule.stack] = parse_layers(rule.layers)
+    return KeptLayers(by_stack)
+
+
+def kept_layers(plan: Plan) -> KeptLayers | None:
+    """The layers that the result has, if it is a slice, or if slices gave it no more; None if it has all.
+
+    A layer that was cut away from an expert, and that the plan leaves to the base, is still missing.
+    """
+    if (sliced := sliced_layers(plan)) is not None:
+        return sliced
+    slices = [expert.kept_layers for expert in plan.experts.values() if expert.kept_layers is not None]
+    if not slices:
+        return None
+    requested = requested_by_layer(plan.rules, plan, plan.num_layers)
+    by_stack: dict[Stack | None, set[int]] = {}
+    for (stack, layer), names in requested.items():
+        by_stack.setdefault(stack, set())
+        if names or all(kept.has(stack, layer) for kept in slices):
+            by_stack[stack].add(layer)
+    if sum(map(len, by_stack.values())) == len(requested):
+        return None
+    return KeptLayers({stack: frozenset(layers) for stack, layers in by_stack.items()})
+
+
+Expert = Adapter | Checkpoint | str | Path
+
+
+def layer_swap(
+    task: Expert,
+    language: Expert,
+    *,
+    num_layers: NumLayers | None = None,
+    bottom: int | None = None,
+    top: int | None = None,
+    bottom_transition: int = 0,
+    top_transition: int = 0,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    outside: Outside = "average",
+    stack: Stacks = "both",
+    base_model: str | Path | None = None,
+) -> Plan:
+    """Take the bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
+
+    Layer l is the language's where l < b or l > L-1-u, the task's where l > b-1+t_b and l < L-u-t_u, and otherwise the
+    weighted average (w_task·ΔW_task + w_lang·ΔW_lang) / (w_task + w_lang).
+
+    Args:
+        task, language: opened adapters or full checkpoints, folders or Hub ids; `language="base"` resets the outer
+            layers to the base.
+        num_layers: L, or that of each stack; by default from the base's config.
+        bottom, top: b and u; by default the paper's 5 and 2 of 32 layers, in proportion.
+        bottom_transition, top_transition: t_b and t_u.
+        task_weight, language_weight: w_task and w_lang.
+        outside: whether modules outside the layers are averaged, the task's or the language's.
+        stack: the stacks of an encoder-decoder that are swapped; the other one is the task's.
+        base_model: the experts' base, if they do not name it or name it differently.
+
+    Returns:
+        The plan. If an expert is a full checkpoint, it is a plan of full weights.
+
+    Raises:
+        AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
+    """
+    zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
+    counts = {key: count for key, count in zones.items() if count is not None}
+    return _two_sided(
+        "layer_swap", task, language, task_weight, language_weight, num_layers, base_model,
+        outside=outside, stack=stack, **counts,
+    )  # fmt: skip
+
+
+def soup(
+    task: Expert,
+    language: Expert,
+    *,
+    num_layers: NumLayers | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    base_model: str | Path | None = None,
+) -> Plan:
+    """Average two experts' ΔW in every module, by their weights. Arguments and errors as for `layer_swap`."""
+    return _two_sided("soup", task, language, task_weight, language_weight, num_layers, base_model)
+
+
+def task_arithmetic(
+    task: Expert,
+    language: Expert,
+    *,
+    scale: float = 1.0,
+    num_layers: NumLayers | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    allow_negative: bool = False,
+    base_model: str | Path | None = None,
+) -> Plan:
+    """Compute λ·(w_task·ΔW_task + w_lang·ΔW_lang) in every module, with λ = `scale` (Ilharco et al. 2023).
+
+    Arguments and errors as for `layer_swap`; negative weights (unlearning) need `allow_negative`.
+    """
+    return _two_sided(
+        "task_arithmetic", task, language, task_weight, language_weight, num_layers, base_model,
+        scale=scale, allow_negative=allow_negative,
+    )  # fmt: skip
+
+
+def slerp(
+    task: Expert,
+    language: Expert,
+    *,
+    num_layers: NumLayers | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    base_model: str | Path | None = None,
+) -> Plan:
+    """Interpolate spherically between two experts' ΔW, module by module (Shoemake 1985).
+
+    The interpolation parameter is t = w_lang / (w_task + w_lang): 0 is the task expert, 1 the language expert.
+    Arguments and errors as for `layer_swap`.
+    """
+    return _two_sided("slerp", task, language, task_weight, language_weight, num_layers, base_model)
+
+
+def ties(
+    task: Expert,
+    language: Expert,
+    *,
+    density: float,
+    scale: float = 1.0,
+    num_layers: NumLayers | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    allow_negative: bool = False,
+    base_model: str | Path | None = None,
+) -> Plan:
+    """Trim each ΔW, elect a sign for each entry, and add the entries that agree with it (TIES; Yadav et al. 2023).
+
+    Merging into full weights is exact. Writing an adapter needs `max_rank` or `max_error`.
+
+    Args:
+        task, language: see `layer_swap`.
+        density: the share of entries of each ΔW to keep, those with the largest absolute value.
+        scale: λ, the factor of the result.
+        num_layers, task_weight, language_weight, base_model: see `layer_swap`.
+        allow_negative: weights and λ may be negative (unlearning).
+
+    Returns:
+        The plan. If an expert is a full checkpoint, it is a plan of full weights.
+
+    Raises:
+        AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
+    """
+    return _two_sided(
+        "ties", task, language, task_weight, language_weight, num_layers, base_model,
+        density=density, scale=scale, allow_negative=allow_negative,
+    )  # fmt: skip
+
+
+def dare(
+    task: Expert,
+    language: Expert,
+    *,
+    density: float,
+    seed: int = 0,
+    method: Literal["dare_linear", "dare_ties"] = "dare_linear",
+    scale: float = 1.0,
+    num_layers: NumLayers | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    allow_negative: bool = False,
+    base_model: str | Path | None = None,
+) -> Plan:
+    """Drop entries of each ΔW at random, rescale the others by 1 / density, and add them up (DARE; Yu et al. 2024).
+
+    Merging into full weights is exact. Writing an adapter needs `max_rank` or `max_error`.
+
+    Args:
+        task, language: see `layer_swap`.
+        density: the share of entries of each ΔW to keep.
+        seed: decides which entries are dropped.
+        method: `dare_linear` adds up what is left; `dare_ties` elects signs first, as `ties` does.
+        scale: λ, the factor of the result.
+        num_layers, task_weight, language_weight, base_model: see `layer_swap`.
+        allow_negative: weights and λ may be negative (unlearning).
+
+    Returns:
+        The plan. If an expert is a full checkpoint, it is a plan of full weights.
+
+    Raises:
+        ArgumentError: `method` is not one of the two.
+        AdapterswapError: see `layer_swap`.
+    """
+    if method not in ("dare_linear", "dare_ties"):
+        raise ArgumentError(
+            f"`method` is {method!r}, which is not a DARE method", "Pass dare_linear or dare_ties", parameter="method"
+        )
+    return _two_sided(
+        method, task, language, task_weight, language_weight, num_layers, base_model,
+        density=density, seed=seed, scale=scale, allow_negative=allow_negative,
+    )  # fmt: skip
+
+
+def compose(composition: Composition | str, experts: Mapping[str, Expert] | None = None) -> Plan:
+    """Open the experts that a composition names, and apply the composition to them.
+
+    Args:
+        composition: the composition, or its short name such as `math+swahili`.
+        experts: name → expert. They override those of the same name in `composition.experts`.
+
+    Returns:
+        The plan. If an expert is a full checkpoint, it is a plan of full weights.
+
+    Raises:
+        AdapterswapError: see `open_expert` (the parameter is `experts`) and `make_plan`.
+    """
+    return _compose(composition, experts, {})
+
+
+def _compose(
+    composition: Composition | str, experts: Mapping[str, Expert] | None, parameters: Mapping[str, str]
+) -> Plan:
+    """See `compose`; `parameters` maps an expert's name to the parameter to blame for it, by default `experts`."""
+    composition = as_composition(composition)
+    check_type(
+        experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders, Hub ids or opened experts"
+    )
+    references: dict[str, Expert] = {**composition.experts, **(experts or {})}
+    opened: dict[str, Adapter | Checkpoint] = {}
+    problems = Problems(CompositionError)
+    check_names(composition.expert_names, references, problems, composition.allocation)
+    for name in composition.expert_names:
+        if name in references:
+            with problems.collect():
+                opened[name] = _open(references[name], parameters.get(name, "experts"))
+    problems.raise_if_any()
+    return make_plan(composition, opened)
+
+
+def adapter_plan(
+    reference: Adapter | str | Path, base_model: str | Path | None = None, num_layers: int | None = None
+) -> Plan:
+    """The plan that takes every module from one adapter; of a slice, those that it has."""
+    adapter = reference if isinstance(reference, Adapter) else open_expert(reference)
+    if isinstance(adapter, Checkpoint):
+        raise UnsupportedError(
+            f"{reference} is a full checkpoint, not an adapter", "Pass an adapter, or two experts", parameter="plan"
+        )
+    name = expert_name(adapter, {}, "expert")
+    composition = Composition(
+        allocation=whole_rules(name, adapter),
+        base_model=None if base_model is None else str(base_model),
+        num_layers=num_layers,
+    )
+    return make_plan(composition, {name: adapter})
+
+
+def read_composition(recipe: str | Path) -> Composition:
+    """Read the recipe of a composition. Relative paths of experts may be relative to the recipe's folder.
+
+    Args:
+        recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`. The file may be a
+            mergekit YAML; see `read_mergekit`.
+
+    Returns:
+        The composition, for `compose`.
+
+    Raises:
+        NotFoundError: the recipe does not exist.
+        FieldError: the recipe has mistakes; all of them are listed.
+        UnsupportedError: a mergekit YAML sets a dtype, which a composition cannot hold, or uses an unsupported feature.
+    """
+    check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
+    path = find_recipe(recipe, "compose")
+    from adapterswap.core.planning.mergekit import is_mergekit, read_mergekit  # a seldom used reader
+
+    if is_mergekit(path):
+        merge = read_mergekit(path)
+        if merge.dtype is not None:
+            raise UnsupportedError(
+                f"{path}: dtype is {merge.dtype}, but a composition does not say how its weights are stored",
+                "Remove it from the file and pass `dtype` to `merge`, or call `read_mergekit`, which returns both",
+                parameter="dtype",
+            )
+        return merge.composition
+    composition = read_recipe(path, Composition, paths=["experts.*"])
+    experts = {
+        name: str(sibling) if is_folder(sibling := path.parent / expand(place)) else place
+        for name, place in composition.experts.items()
+    }
+    return composition.model_copy(update={"experts": experts})
+
+
+def _open(reference: Expert, parameter: str) -> Adapter | Checkpoint:
+    if isinstance(reference, Adapter | Checkpoint):
+        return reference
+    try:
+        return open_expert(reference)
+    except AdapterswapError as error:
+        raise error.recast(parameter=parameter) from None
+
+
+def _two_sided(
+    method: str,
+    task: Expert,
+    language: Expert,
+    task_weight: float,
+    language_weight: float,
+    num_layers: NumLayers | None,
+    base_model: str | Path | None,
+    **options: Any,
+) -> Plan:
+    for side, expert in (("task", task), ("language", language)):
+        check_type(expert, (Adapter, Checkpoint, str, Path), side, "Pass a local folder, a Hub id or an opened expert")
+    experts: dict[str, Expert] = {}
+    names = {}
+    for side, expert in (("task", task), ("language", language)):
+        names[side] = BASE if expert == BASE else expert_name(expert, experts, side)
+        if expert != BASE:
+            experts[names[side]] = expert
+    content = {
+        "method": method, **names, "task_weight": task_weight, "language_weight": language_weight,
+        "num_layers": num_layers, "base_model": base_model, **options,
+    }  # fmt: skip
+    parameters = {names[side]: side for side in ("language", "task")}
+    return _compose(validate(content, Composition, where=method), experts, parameters)

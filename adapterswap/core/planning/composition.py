@@ -1,0 +1,728 @@
+"""Compositions: the user's request as pure data, with the names of experts and the short names of compositions.
+
+Every method becomes allocation rules once the number of layers is known. Experts are only names; nothing is opened.
+Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and"). Partitions: Bandarkar & Peng 2025; they
+have two uses: composing takes each module from its side's expert, and partial training changes only one side's modules.
+Both use the same rules, so they cannot disagree.
+
+Recipes accept nearly every name of an expert. Short names and PEFT accept fewer; all their rules are here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
+
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.methods.method import SCALE, SEED
+from adapterswap.core.methods.registry import check_name, find_method, having, names_of, own_parameters
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Kind, NumLayers, Stack, depth_of, format_layers
+from adapterswap.core.model.sources import parse_hub_id
+from adapterswap.core.planning.parameters import MethodFields, parameter_keys
+from adapterswap.core.planning.rules import BASE, Rule, check_weights, mean_label
+from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, check_type, did_you_mean
+from adapterswap.kit.files.text import expand_text
+from adapterswap.kit.files.yaml import MEMBER, FieldMistake, StrictModel, validate
+
+SHORT_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+"""An expert in a short name such as `math+swahili@top=1`. `+`, `@`, `=` and `,` separate its parts, and a leading `-`
+would look like an option. Other characters are excluded because short names also come in untrusted requests."""
+
+_MEANINGFUL = frozenset("[]{}<>'\"`|\\:;*?!$")  # in recipes, tables and shells
+
+
+def why_no_name(name: str) -> str | None:
+    """Why an expert cannot have this name in any composition; None if it can.
+
+    `base` is reserved for the unchanged base model. Names are printed in lines of text, so line breaks, and spaces at
+    the ends, are not allowed.
+    """
+    if name == BASE:
+        return f"the expert name {BASE!r} is reserved for the unchanged base: rename the expert"
+    if name != " ".join(name.split()) or not name:
+        return f"the expert name {name!r} must be one line, without spaces at its ends or repeated spaces"
+    return None
+
+
+def fits_short_names(name: str) -> bool:
+    """Whether short names and requests can contain this name."""
+    return why_no_name(name) is None and re.fullmatch(SHORT_NAME, name) is not None
+
+
+def fits_peft(name: str) -> bool:
+    """Whether PEFT can hold an adapter under this name.
+
+    PEFT makes it a part of parameter names, so it cannot contain a dot. A substring of `lora_` is taken for the prefix
+    of PEFT's keys.
+    """
+    return bool(name) and "." not in name and name != BASE and name not in "lora_"
+
+
+def expert_name(reference: Adapter | Checkpoint | str | Path, taken: Collection[str], fallback: str) -> str:
+    """A name for an expert without one: that of its folder or repository, or `fallback`.
+
+    `fallback` is used if that name is taken, is not allowed, or would need quotes in a recipe or a shell.
+    """
+    name = own_name(reference)
+    if name not in taken and why_no_name(name) is None and name.isprintable() and not _MEANINGFUL & set(name):
+        return name
+    while fallback in taken:
+        fallback += "_"
+    return fallback
+
+
+def own_name(reference: Adapter | Checkpoint | str | Path) -> str:
+    """The name of an expert's folder, or of its repository (or subfolder) on the Hub."""
+    if isinstance(reference, Adapter | Checkpoint):
+        return reference.source.name.rpartition("/")[2]
+    if isinstance(reference, str) and (hub_id := parse_hub_id(reference)) is not None:
+        return hub_id.folder.rpartition("/")[2]
+    return Path(os.path.abspath(Path(reference).expanduser())).name
+
+
+Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
+"""The name of a method for a whole composition."""
+Partition = Literal["A", "B", "C", "Z"]
+Outside = Literal["average", "task", "language"]
+Stacks = Literal["both", "encoder", "decoder"]
+_Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+_Depths = Annotated[  # the discriminator picks one form, so that a mistake is reported once
+    Annotated[_Depth, Tag(f"{MEMBER}one")] | Annotated[dict[Stack, _Depth], Tag(f"{MEMBER}stacks")],
+    Discriminator(lambda value: MEMBER + ("stacks" if isinstance(value, Mapping) else "one")),
+]
+
+
+class Chain(StrictModel):
+    """Adapters that were trained one on top of another. They count as one expert, with the sum of their ΔW."""
+
+    chain: tuple[str, ...] = Field(min_length=2, description="Folders or Hub ids, the first of an adapter on the base.")
+
+
+Place = Annotated[  # the discriminator picks one form, so that a mistake is reported once
+    Annotated[str, Tag(f"{MEMBER}path")] | Annotated[Chain, Tag(f"{MEMBER}chain")],
+    Discriminator(lambda value: MEMBER + ("chain" if isinstance(value, Mapping | Chain) else "path")),
+]
+"""Where an expert is: a folder or Hub id, or a chain of them."""
+
+
+def chains_of(experts: Mapping[str, Place]) -> dict[str, tuple[str, ...]]:
+    """Each chain among the experts → the names of its adapters: NAME-1, NAME-2, …"""
+    chains = {name: place.chain for name, place in experts.items() if isinstance(place, Chain)}
+    return {name: tuple(f"{name}-{number}" for number, _ in enumerate(parts, 1)) for name, parts in chains.items()}
+
+
+def adapters_of(experts: Mapping[str, Place]) -> dict[str, str]:
+    """The adapters that are opened for the experts, by name."""
+    chains = chains_of(experts)
+    places: dict[str, str] = {}
+    for name, place in experts.items():
+        places |= dict(zip(chains[name], place.chain, strict=True)) if isinstance(place, Chain) else {name: place}
+    return places
+
+
+def placed(experts: Mapping[str, Place], resolve: Callable[[str], str]) -> dict[str, Place]:
+    """The experts with `resolve(place)` instead of each place."""
+    return {
+        name: Chain(chain=tuple(map(resolve, place.chain))) if isinstance(place, Chain) else resolve(place)
+        for name, place in experts.items()
+    }
+
+
+def shared_name(experts: Mapping[str, Place]) -> str | None:
+    """The name of an expert that an adapter of a chain has as well, if there is one."""
+    parts = {part for parts in chains_of(experts).values() for part in parts}
+    return next((name for name in experts if name in parts), None)
+
+
+TaskType = Literal["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
+
+# The first paper's defaults, for its 32 layers.
+_PAPER_LAYERS, _PAPER_BOTTOM, _PAPER_TOP = 32, 5, 2
+# The second paper's counts of outer layers (first, last) per partition; absolute from 28 layers up.
+_PARTITION_LAYERS = 28
+_PARTITION_COUNTS: dict[str, tuple[int, int]] = {"A": (6, 2), "B": (8, 4), "C": (6, 2), "Z": (8, 4)}
+
+ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+_SIDED = {
+    *ZONES, "task", "language", "task_weight", "language_weight", "weights", "parameters", "partition", "norms",
+    "outside", "stack",
+}  # fmt: skip
+
+# What messages call a weight → its field.
+_WEIGHTS = {"the task": "task_weight", "the language": "language_weight", "scale": "scale"}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
+    """A count of layers for a model of `reference` layers, in proportion for `num_layers`, rounded half up."""
+    return math.floor(count * num_layers / reference + 0.5)
+
+
+class Composition(MethodFields):
+    """A method with its settings, applied to named experts. Everything but the experts has a default.
+
+    The parameters of the method are keys of the composition: {method: ties, density: 0.5}, and in Python
+    `Composition(method="ties", density=0.5)`. `adapterswap methods` lists them; `parameters` holds their values.
+    """
+
+    experts: dict[str, str] = Field(
+        default_factory=dict, description="Name → folder or Hub id. The name `base` is reserved: no change."
+    )
+    chains: dict[str, tuple[str, ...]] = Field(
+        default={},
+        description="Names for adapters that were trained one on top of another, the first one on the base: {math: "
+        "[sft, dpo]}. Each chain counts as one expert, with the sum of its adapters' ΔW.",
+    )
+    base_model: str | None = Field(
+        default=None, description="The experts' base: a folder or Hub id, such as a local copy of their Hub base."
+    )
+    task_type: TaskType | None = Field(
+        default=None, description="PEFT's task type of the result, if the experts' task types are wrong or differ."
+    )
+    num_layers: _Depths | None = Field(
+        default=None,
+        description="The base's layers, or those of each stack: {encoder: 12, decoder: 6}. By default from its config.",
+    )
+    method: Method = Field(default="layer_swap", description=f"How the experts are combined: {', '.join(names_of())}.")
+    task: tuple[str, ...] = Field(default=("task",), description="The task expert, or several that are averaged first.")
+    language: tuple[str, ...] = Field(
+        default=("language",), description="The language expert, or several that are averaged first."
+    )
+    bottom: int | None = Field(default=None, ge=0, description="Bottom layers from the language; 5 of 32, scaled.")
+    top: int | None = Field(default=None, ge=0, description="Top layers from the language; 2 of 32, scaled.")
+    bottom_transition: int = Field(default=0, ge=0, description="Layers above the bottom ones that are blended.")
+    top_transition: int = Field(default=0, ge=0, description="Layers below the top ones that are blended.")
+    task_weight: float = Field(default=1.0, description="The task expert's weight wherever experts are blended.")
+    language_weight: float = Field(default=1.0, description="The language expert's weight in blends.")
+    weights: Literal["equal", "magnitude"] = Field(
+        default="equal", description="magnitude: weights are divided by each side's mean absolute ΔW."
+    )
+    parameters: dict[str, Any] = Field(
+        default={}, validate_default=True, description="The method's parameters, such as density. Absent: its defaults."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of random methods such as dare_linear.")
+    row_threshold: float | None = Field(
+        default=None, gt=0, description="Rows of an expert's ΔW with a mean absolute value below this become zero."
+    )
+    partition: Partition | None = Field(
+        default=None, description="A division of layers and modules of the second paper: A, B, C or Z."
+    )
+    norms: Literal["average", "layer"] = Field(
+        default="average",
+        description="Full checkpoints: norms, and everything else in a layer that is neither attention nor MLP, are "
+        "averaged as in the first paper's Algorithm 1, or go with their layer.",
+    )
+    outside: Outside = Field(
+        default="average",
+        description="Layer swaps: modules outside the language model's layers (embeddings, heads, vision and audio "
+        "towers) are averaged, or come from one side. With `language: base`, average takes them from the task.",
+    )
+    stack: Stacks = Field(
+        default="both",
+        description="Layer swaps of a model with an encoder and a decoder: the stacks to which zones and partitions "
+        "apply. The layers of the other stack are the task's.",
+    )
+    allocation: tuple[Rule, ...] | None = Field(
+        default=None,
+        validation_alias=AliasChoices("allocation", "rules"),
+        description="Rules; the first match wins. Also called `rules`. Each is a mapping or a line such as "
+        "`swahili: 0-4,30-31`.",
+    )
+    allow_negative: bool = Field(default=False, description="Allow negative weights (unlearning).")
+
+    if TYPE_CHECKING:  # the registry says which parameters there are
+
+        def __init__(self, **fields: Any) -> None: ...
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        return [*super().known_keys(), "rules"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_allocation(cls, content: Any) -> Any:
+        if isinstance(content, Mapping) and {"allocation", "rules"} <= content.keys():
+            raise FieldMistake("`rules` is another name for `allocation`, and both are set: remove one", "rules")
+        return content
+
+    @field_validator("base_model", "experts", mode="before")
+    @classmethod
+    def _paths_as_text(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: str(place) if isinstance(place, Path) else place for name, place in value.items()}
+        return str(value) if isinstance(value, Path) else value
+
+    @field_validator("base_model")
+    @classmethod
+    def _home(cls, value: str | None) -> str | None:
+        """Expand `~`, since PEFT and other readers of the output's config do not."""
+        return value and expand_text(value)
+
+    @field_validator("num_layers")
+    @classmethod
+    def _both_stacks(cls, value: NumLayers | None) -> NumLayers | None:
+        if not isinstance(value, int | None) and set(value) != set(STACKS):
+            raise FieldMistake(
+                "`num_layers` has the depth of only one stack: write {encoder: N, decoder: M}", "num_layers"
+            )
+        return value
+
+    @field_validator("task", "language", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Composition:
+        set_fields = self.model_fields_set
+        for name in self.experts:
+            if reason := why_no_name(name):
+                raise FieldMistake(reason, "experts")
+        self._check_chains()
+        for side, names in (("task", self.task), ("language", self.language)):
+            if not names:
+                raise FieldMistake(f"`{side}` is empty: name at least one expert", side)
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise FieldMistake(f"`{side}` names {twice[0]!r} twice: list each expert once", side)
+        if self.allocation is not None:
+            extra = sorted(set_fields & _SIDED)
+            if extra:
+                raise FieldMistake(f"rules decide every module, so {_listed(extra)} cannot be set with them", extra[0])
+            if self.method != "layer_swap":
+                raise FieldMistake(
+                    f"`allocation` cannot be used with method {self.method}: set the method in its rules", "method"
+                )
+            if not self.allocation:
+                raise FieldMistake("`allocation` is empty: add a rule", "allocation")
+        elif self.method != "layer_swap" or self.partition:
+            extra = sorted(set_fields & set(ZONES))
+            if extra:
+                chosen = f"partition {self.partition}" if self.partition else self.method
+                listed = _listed(extra)
+                verb = "applies" if len(extra) == 1 else "apply"
+                raise FieldMistake(f"{listed} only {verb} to a layer swap, not to {chosen}", extra[0])
+        if self.partition and self.method != "layer_swap":
+            raise FieldMistake(f"`partition` only applies to a layer swap, not to {self.method}", "partition")
+        if self.method != "layer_swap" and "norms" in set_fields:
+            raise FieldMistake(
+                f"`norms` only applies to a layer swap: {self.method} treats all tensors in the same way", "norms"
+            )
+        if self.method != "layer_swap" and "outside" in set_fields:
+            raise FieldMistake(
+                f"`outside` only applies to a layer swap: {self.method} treats all modules in the same way", "outside"
+            )
+        if self.method != "layer_swap" and "stack" in set_fields:
+            raise FieldMistake(
+                f"`stack` only applies to a layer swap: {self.method} treats all layers in the same way", "stack"
+            )
+        if self.seed != SEED.default and not self.is_random:
+            raise FieldMistake(f"`seed` only applies to {', '.join(having(SEED.name))}", "seed")
+        for parameter in own_parameters(self.method):
+            if parameter.name not in self.parameters:
+                meaning = f"{parameter.description}, {parameter.allowed}"
+                raise FieldMistake(f"`method={self.method}` needs `{parameter.name}` ({meaning})", parameter.name)
+        if self.weights == "magnitude" and self.method not in ("layer_swap", "soup"):
+            raise FieldMistake(
+                f"magnitude weights work with averages (layer_swap, soup), not with {self.method}", "weights"
+            )
+        self._check_weights()
+        self._check_rules()
+        return self
+
+    def _check_chains(self) -> None:
+        named = set(self._names)
+        for chain, parts in self.chains.items():
+            if reason := why_no_name(chain):
+                raise FieldMistake(reason, "chains")
+            if chain in self.experts:
+                raise FieldMistake(f"a chain and an expert are both called {chain!r}: rename one of them", "chains")
+            if chain not in named:
+                raise FieldMistake(f"nothing uses the chain {chain!r}: name it as an expert, or remove it", "chains")
+            if len(parts) < 2 or len(set(parts)) < len(parts) or {BASE, *self.chains} & {*parts}:
+                raise FieldMistake(
+                    f"the chain {chain!r} must list two adapters or more, none twice, and no chain or `base`", "chains"
+                )
+            if alone := sorted(named & {*parts[1:]}):
+                raise FieldMistake(
+                    f"{alone[0]} was trained on top of {parts[parts.index(alone[0]) - 1]}, so it cannot be used alone: "
+                    f"use the chain {chain!r}",
+                    "chains",
+                )
+
+    def _check_rules(self) -> None:
+        """Check that rules can be made, as far as that does not depend on the number of layers."""
+        rules = self.allocation or ()
+        averages = {name for rule in rules for name in rule.averages}
+        if self.allocation is None:
+            averages = {name for names in (self.task, self.language) for name in _Side(names).averages}
+        if clash := sorted(averages & {*self.experts, *self.expert_names, *self.chains}):
+            raise FieldMistake(f"an average and an expert are both called {clash[0]!r}: rename one of them", "experts")
+        if self.allocation is not None:
+            return
+        reset = (BASE,) in (self.task, self.language)
+        blends = self.method == "soup" or self.bottom_transition or self.top_transition or self.task == (BASE,)
+        if self.weights == "magnitude" and reset and blends:
+            raise FieldMistake(
+                "magnitude weights are divided by a mean |ΔW|, but the base has no ΔW: use equal weights", "weights"
+            )
+        if find_method(self.method).sides == (2, 2) and len(self._combined()) != 2:
+            raise ValueError(
+                f"{self.method} interpolates between two experts: name different task and language experts (several on "
+                "a side are averaged first), or two experts on one side and `base` on the other"
+            )
+        if self.method == "adamergex":
+            self._check_adamergex()
+        if self.method != "layer_swap":
+            try:
+                self.rules(1)
+            except FieldError as error:  # reported with the composition's other mistakes
+                raise ValueError(
+                    "; ".join(problem.message.removeprefix("Rule: ") for problem in error.problems)
+                ) from None
+
+    def _check_adamergex(self) -> None:
+        if len(self.language) != 2 or BASE in (*self.task, *self.language) or {*self.task} & {*self.language}:
+            raise FieldMistake(
+                "adamergex adds the difference between two languages: name a task expert, and as `language` two other "
+                "experts, trained on the reference task in the target language and in the source language, in this "
+                "order",
+                "language",
+            )
+        if self.language_weight != 1:
+            raise FieldMistake(
+                "adamergex multiplies the languages' difference by `scale`, so `language_weight` must be 1",
+                "language_weight",
+            )
+
+    def _check_weights(self) -> None:
+        weights = {"the task": self.task_weight, "the language": self.language_weight}
+        method = find_method(self.method)
+        check_weights(weights, normalize=method.normalizes and not method.has(SCALE), fields=_WEIGHTS)
+        scale = self.parameters.get(SCALE.name, 1.0)
+        if scale == 0:
+            raise FieldMistake("`scale` must not be 0", "scale")
+        if self.allow_negative:
+            return
+        for rule in self.allocation or ():
+            weights |= rule.blend or {}
+        weights |= {"scale": scale}
+        for name, weight in weights.items():
+            if weight < 0:
+                raise FieldMistake(
+                    f"the weight of {name} is {weight:g}, and a negative weight subtracts an expert: "
+                    "pass `allow_negative=True` if you mean that",
+                    _WEIGHTS.get(name, "allocation"),
+                )
+
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """The experts that the rules name, in order, without `base`; for a chain, its adapters."""
+        named = (part for name in self._names for part in self.chains.get(name, (name,)))
+        return tuple(dict.fromkeys(name for name in named if name != BASE))
+
+    @property
+    def _names(self) -> list[str]:
+        """The experts and chains that the rules name, in order; one may be named twice."""
+        if self.allocation is not None:
+            return [name for rule in self.allocation for name in rule.experts]
+        return [*self.task, *self.language]
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether its rules distinguish layers; if not, it does not matter how the model numbers them."""
+        if self.allocation is None:
+            return self.method == "layer_swap"
+        return any(rule.layers is not None or rule.stack is not None for rule in self.allocation)
+
+    def stacks(self, num_layers: NumLayers) -> tuple[Stack | None, ...]:
+        """The stacks to which zones and partitions apply: `(None,)` for a model with one list of layers."""
+        if isinstance(num_layers, int):
+            return (None,)
+        return STACKS if self.stack == "both" else (self.stack,)
+
+    def zones(self, num_layers: NumLayers, stack: Stack | None = None) -> tuple[int, int, int, int]:
+        """(b, u, t_b, t_u) for a model of `num_layers` layers, or for one of its stacks, with defaults filled in.
+
+        Raises:
+            CompositionError: the zones need more layers than the model has.
+        """
+        count = depth_of(stack, num_layers)
+        model = f"the {stack}" if stack else "the model"
+        bottom = scaled_default(_PAPER_BOTTOM, count) if self.bottom is None else self.bottom
+        top = scaled_default(_PAPER_TOP, count) if self.top is None else self.top
+        zones = (bottom, top, self.bottom_transition, self.top_transition)
+        if sum(zones) > count:
+            terms = " + ".join(f"{name} {size}" for name, size in zip(ZONES, zones, strict=True) if size)
+            taken = f"{terms} = {sum(zones)}" if " + " in terms else terms.replace(" ", " has ")
+            raise CompositionError(
+                f"the zones overlap: {taken} layers, but {model} has {count}",
+                "Make the zones smaller",
+                parameter=next((name for name in ZONES if getattr(self, name)), None),
+            )
+        if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
+            raise CompositionError(
+                f"scaled to {count} layers, the paper's defaults leave no layer to the language expert",
+                "Pass `bottom` and `top`",
+                parameter="bottom",
+            )
+        return zones
+
+    def rules(self, num_layers: NumLayers, *, full: bool = False) -> tuple[Rule, ...]:
+        """The allocation rules of this composition for a model of `num_layers` layers.
+
+        Args:
+            num_layers: L, or the number of each stack.
+            full: whether an expert is a full checkpoint, so that `norms` applies.
+
+        Raises:
+            CompositionError: see `zones`; or `stack` is set, but the model does not have an encoder and a decoder.
+            FieldError: the weights cannot be blended.
+        """
+        return tuple(rule.chained(self.chains) for rule in self._rules(num_layers, full=full))
+
+    def _rules(self, num_layers: NumLayers, *, full: bool = False) -> tuple[Rule, ...]:
+        if isinstance(num_layers, int) and self.stack != "both":
+            raise CompositionError(
+                f"`stack` is {self.stack!r}, but the base does not have both an encoder and a decoder",
+                "Remove `stack`",
+                parameter="stack",
+            )
+        if self.allocation is not None:
+            return self.allocation
+        if full and self.method == "layer_swap" and self.norms == "average":
+            average = self._average_rule()
+            everywhere = [
+                average.model_copy(update={**_within(stack, range(depth_of(stack, num_layers))), "modules": ("other",)})
+                for stack in self.stacks(num_layers)
+            ]
+            return (*everywhere, *self._rules(num_layers))
+        if self.method == "soup":
+            return (self._blend(),)
+        if self.method == "task_arithmetic":
+            scaled = {side: weight * self.parameters[SCALE.name] for side, weight in self._combined().items()}
+            return (_blended(scaled, normalize=False),)
+        if self.method == "adamergex":
+            scale = self.parameters[SCALE.name]
+            target, source = ((name,) for name in self.language)
+            summed = {_Side(self.task): self.task_weight, _Side(target): scale, _Side(source): -scale}
+            return (_blended(summed, normalize=False),)
+        if self.method != "layer_swap":
+            own = {p.called(in_rules=True): self.parameters[p.name] for p in own_parameters(self.method)}
+            return (_blended(self._combined(), method=self.method, **own),)
+        if self.partition:
+            return self._partition_rules(num_layers)
+        rules = [rule for stack in self.stacks(num_layers) for rule in self._zone_rules(num_layers, stack)]
+        return (*rules, self._non_layer_rule(), Rule(**_Side(self.task).owning, optional=True))
+
+    def _zone_rules(self, num_layers: NumLayers, stack: Stack | None) -> list[Rule]:
+        """The rules of the layers, in one stack, that go to the language expert or are blended."""
+        count = depth_of(stack, num_layers)
+        bottom, top, bottom_transition, top_transition = self.zones(num_layers, stack)
+        outer = [*range(bottom), *range(count - top, count)]
+        blended = [*range(bottom, bottom + bottom_transition)]
+        blended += range(count - top - top_transition, count - top)
+        rules = [Rule(**_within(stack, outer), **_Side(self.language).owning)] if outer else []
+        if blended:
+            rules.append(self._blend(**_within(stack, blended)))
+        return rules
+
+    def settled(self, num_layers: NumLayers, *, full: bool = False) -> dict[str, Any]:
+        """All settings that decide the result for a model of `num_layers` layers, with defaults filled in, as data.
+
+        It reads back as a composition with the same rules. It leaves out the experts' places, the base, the depth, and
+        default zones that differ between stacks.
+
+        Args:
+            num_layers: L, or the number of each stack.
+            full: whether an expert is a full checkpoint, so that `norms` applies.
+
+        Raises:
+            CompositionError: see `zones`.
+        """
+        fields = {"method", "row_threshold"}
+        zones: dict[str, int] = {}
+        if self.allocation is not None:
+            fields |= {"allocation"}
+        else:
+            fields |= {"task", "language", "task_weight", "language_weight", "weights", "parameters", "partition"}
+            if self.method == "layer_swap":
+                fields |= {"norms"} if full else set()
+                fields |= {"outside"} if self.outside != "average" else set()
+                fields |= set() if isinstance(num_layers, int) else {"stack"}
+                zones = {} if self.partition else self._settled_zones(num_layers)
+        fields |= {"seed"} if self.is_random else set()
+        fields |= {"task_type"} if self.task_type else set()
+        fields |= {"chains"} if self.chains else set()
+        fields |= {"allow_negative"} if self.allow_negative else set()
+        content = self.model_dump(mode="json", include=fields, by_alias=True, exclude_none=True)
+        if self.allocation is not None:  # without defaults, which may belong to the rule's other form (expert or blend)
+            content["allocation"] = [rule.as_data() for rule in self.allocation]
+        return {**content, **zones}
+
+    def _settled_zones(self, num_layers: NumLayers) -> dict[str, int]:
+        by_stack = [self.zones(num_layers, stack) for stack in self.stacks(num_layers)]
+        values = zip(ZONES, zip(*by_stack, strict=True), strict=True)
+        return {name: counts[0] for name, counts in values if len(set(counts)) == 1}
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the result depends on the seed."""
+        methods = {self.method, *(rule.method for rule in self.allocation or ())}
+        return any(find_method(method).has(SEED) for method in methods)
+
+    def _partition_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
+        inside, outside = (self.language, self.task) if self.partition == "Z" else (self.task, self.language)
+        rules = [self._non_layer_rule()]
+        for stack in self.stacks(num_layers):
+            count = depth_of(stack, num_layers)
+            first, last = _PARTITION_COUNTS[self.partition or ""]
+            if count < _PARTITION_LAYERS:
+                first = scaled_default(first, count, _PARTITION_LAYERS)
+                last = scaled_default(last, count, _PARTITION_LAYERS)
+            # Optional: experts may adapt attention only, or some layers only, so that a rule matches nothing.
+            if self.partition == "A":
+                only = {"stack": stack} if stack else {}
+                rules.append(Rule(modules=("attention",), **only, **_Side(self.language).owning, optional=True))
+            if outer := [*range(first), *range(count - last, count)]:
+                rules.append(Rule(**_within(stack, outer), **_Side(outside).owning, optional=True))
+        if isinstance(num_layers, int) or self.stack == "both" or inside == self.task:
+            return (*rules, Rule(**_Side(inside).owning, optional=True))
+        within = Rule(stack=self.stack, **_Side(inside).owning, optional=True)
+        return (*rules, within, Rule(**_Side(self.task).owning, optional=True))
+
+    def _non_layer_rule(self) -> Rule:
+        """The rule for embeddings, heads and towers."""
+        if self.outside == "average":
+            return self._average_rule()
+        side = self.task if self.outside == "task" else self.language
+        return Rule(layers=NO_LAYER, **_Side(side).owning, optional=True)
+
+    def _average_rule(self) -> Rule:
+        """Embeddings and heads are averaged, which the first paper found best; in a reset they come from the expert."""
+        if self.language == (BASE,):
+            return Rule(layers=NO_LAYER, **_Side(self.task).owning, optional=True)
+        return self._blend(layers=NO_LAYER, optional=True)
+
+    def _blend(self, layers: str | None = None, stack: Stack | None = None, *, optional: bool = False) -> Rule:
+        weights: Literal["magnitude"] | None = "magnitude" if self.weights == "magnitude" else None
+        only = {"stack": stack} if stack else {}
+        return _blended(self._sides(), weights=weights, layers=layers, **only, optional=optional)
+
+    def _sides(self) -> dict[_Side, float]:
+        """The weight of each side; the experts of a side are averaged first."""
+        task, language = _Side(self.task), _Side(self.language)
+        if task.label == language.label:
+            once = not find_method(self.method).weighted and self.task_weight == self.language_weight == 1
+            return {task: 1.0 if once else self.task_weight + self.language_weight}
+        return {task: self.task_weight, language: self.language_weight}
+
+    def _combined(self) -> dict[_Side, float]:
+        """What a method combines: the two sides or, if one of them is the base, the other's experts one by one."""
+        if self.language == (BASE,):
+            return {_Side((name,)): self.task_weight for name in self.task}
+        if self.task == (BASE,):
+            return {_Side((name,)): self.language_weight for name in self.language}
+        return self._sides()
+
+
+class _Side(NamedTuple):
+    """The experts of one side."""
+
+    experts: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """Its name in rules."""
+        return self.experts[0] if len(self.experts) == 1 else mean_label(self.experts)
+
+    @property
+    def averages(self) -> dict[str, tuple[str, ...]]:
+        return {self.label: self.experts} if len(self.experts) > 1 else {}
+
+    @property
+    def owning(self) -> dict[str, Any]:
+        """The fields of a rule that gives modules to this side."""
+        return {"expert": self.label, **({"averages": self.averages} if self.averages else {})}
+
+
+def _within(stack: Stack | None, layers: Iterable[int]) -> dict[str, Any]:
+    """The fields of a rule for these layers, in this stack if the model has two."""
+    return {"layers": format_layers(layers), **({"stack": stack} if stack else {})}
+
+
+def _blended(sides: Mapping[_Side, float], **options: Any) -> Rule:
+    averages = {label: experts for side in sides for label, experts in side.averages.items()}
+    content = {"blend": {side.label: weight for side, weight in sides.items()}, **options}
+    return Rule.model_validate({**content, "averages": averages} if averages else content)
+
+
+_SHORT_KEYS = (
+    *ZONES, "task_weight", "language_weight", "weights", *parameter_keys(), "seed", "method", "partition", "outside",
+    "stack",
+)  # fmt: skip
+
+
+def as_composition(composition: Composition | str) -> Composition:
+    """Return a `Composition` unchanged, and parse a short name."""
+    check_type(composition, (Composition, str), "composition", "Pass a Composition or a name such as 'math+swahili'")
+    return composition if isinstance(composition, Composition) else parse_composition(composition)
+
+
+def parse_composition(name: str) -> Composition:
+    """The composition with the short name `name`: `math+swahili` or `math+swahili@bottom=4,top=1`.
+
+    Raises:
+        ArgumentError: the name does not have that form.
+        FieldError: a setting is unknown, repeated or without a value, or its value is not allowed.
+    """
+    check_type(name, str, "name", "Pass a name such as 'math+swahili'")
+    match = re.fullmatch(rf"({SHORT_NAME})\+({SHORT_NAME})(?:@([\w=.,+-]+))?", name)
+    form = f"Write TASK+LANGUAGE, or TASK+LANGUAGE@key=value,… with the keys {', '.join(_SHORT_KEYS)}"
+    if match is None:
+        raise ArgumentError(f"{name!r} is not the short name of a composition", form, parameter="name")
+    content: dict[str, Any] = {"task": match[1], "language": match[2]}
+    items = [item for item in (match[3] or "").split(",") if item]
+    method = next((item for item in items if item.startswith("method=")), "").removeprefix("method=")
+    keys = {*_SHORT_KEYS}
+    if method not in names_of() and method in names_of(packages=True):
+        keys |= {parameter.name for parameter in own_parameters(method)}
+    for item in items:
+        key, _, value = item.partition("=")
+        if key not in keys:
+            remedy = did_you_mean(key, keys, form)
+            raise FieldError(f"{name!r}: unknown setting {key!r}", remedy, parameter=key or None)
+        if not value:
+            raise FieldError(f"{name!r}: {key} has no value", f"Write {key}=VALUE", parameter=key)
+        if key in content:
+            raise FieldError(f"{name!r}: {key} is set twice", "Set it once", parameter=key)
+        content[key] = value
+    return validate(content, Composition, where=name)
+
+
+Side = Literal["task", "language"]
+SIDES: tuple[Side, Side] = ("task", "language")
+
+
+def partition_sides(partition: Partition, num_layers: int) -> Callable[[str, int | None, Kind], Side | None]:
+    """A function from a module's name, layer and kind to its side; None for modules outside the layers.
+
+    Norms follow their layer, like everything in it except attention.
+    """
+    rules = Composition(partition=partition).rules(num_layers)
+
+    def side(name: str, layer: int | None, kind: Kind) -> Side | None:
+        rule = next(rule for rule in rules if rule.matches(name, layer, kind))
+        return next((side for side in SIDES if side == rule.expert), None)
+
+    return side

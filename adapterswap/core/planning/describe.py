@@ -1,0 +1,352 @@
+"""A plan as text and in a notebook: the strip of layers, its legend, and remarks on what is unusual.
+
+The colours are Okabe and Ito's (2008), which colour-blind readers can tell apart. Every cell also holds its letter, so
+nothing depends on the colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from adapterswap.core.experts.adapter import Adapter, and_more
+from adapterswap.core.methods.method import SCALE
+from adapterswap.core.methods.registry import own_parameters
+from adapterswap.core.model.layers import (
+    STACKS,
+    Kind,
+    NumLayers,
+    Stack,
+    deepest,
+    depth_of,
+    format_depth,
+    format_layers,
+    stack_in,
+    within_layer,
+)
+from adapterswap.core.model.sources import public_name, same_base
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.planning.slots import Slot
+from adapterswap.kit.errors import printable
+
+_BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
+_SHOWN = 8  # experts in a summary
+_LEGEND = 200  # characters of a summary's legend
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the strip shows of one module: its place, and its owner or blend.
+
+    The average of several experts counts as an owner. `stack` is set only for models with an encoder and a decoder.
+    """
+
+    layer: int
+    kind: Kind
+    owner: str | None
+    blend: str = ""
+    stack: Stack | None = None
+
+
+def marks(plan: Plan) -> list[Mark]:
+    """A mark for each module in a layer.
+
+    For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
+    """
+    stacks = {slot.name: stack_in(slot.name, plan.num_layers) for slot in plan}
+    changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in plan if slot.terms}
+    result = []
+    for slot in plan:
+        place = stacks[slot.name], slot.layer, slot.kind
+        hidden = slot.in_full or (plan.is_model and not slot.terms and place in changed)
+        if slot.layer is not None and not hidden:
+            owner = owner_label(slot)
+            result.append(Mark(slot.layer, slot.kind, owner, "" if owner else blend_of(slot), stacks[slot.name]))
+    return result
+
+
+def owner_label(slot: Slot) -> str | None:
+    """The owner's name in the strip: an expert, `base`, or the rule's average or chain; None for a blend."""
+    return slot.owner or (slot.rule.joint_owner if slot.rule else None)
+
+
+def strip(plan: Plan) -> str:
+    """The layers from left (bottom) to right (top), one character each, and a legend."""
+    return draw_strip(marks(plan), plan.num_layers, tuple(plan.experts))
+
+
+def headline(plan: Plan) -> str:
+    """The method and the size of a plan: `layer_swap, 42 modules, 6 layers`."""
+    composition = plan.composition
+    method: str = "allocation" if composition.allocation is not None else composition.method
+    method = f"partition {composition.partition}" if composition.partition else method
+    unit = "tensors" if plan.is_model else "modules"
+    return f"{method}, {len(plan.slots)} {unit}, {format_depth(plan.num_layers)} layers"
+
+
+def summary(plan: Plan) -> str:
+    """A plan in a few lines: its headline, experts, base and strip. Unprintable characters are escaped."""
+    experts = [f"{name}: {expert!r}" for name, expert in list(plan.experts.items())[:_SHOWN]]
+    more = len(plan.experts) - len(experts)
+    lines = [f"Plan: {headline(plan)}", *experts, *([f"and {more} more experts"] if more else [])]
+    lines += [f"base: {plan.base!r}"] if plan.base else []
+    return "\n".join(printable(line) for line in [*lines, *_shortened(strip(plan))])
+
+
+def _shortened(text: str) -> list[str]:
+    """The lines of a strip; a long legend is cut."""
+    *rows, legend = text.split("\n")
+    return [*rows, legend if len(legend) <= _LEGEND else f"{legend[: _LEGEND - 1]}…"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The strip of layers.
+
+    Attributes:
+        rows: the kind of module, or `layers` if all kinds agree → one character for each layer. For a model with two
+            stacks, the key is a stack, or a stack and a kind such as `decoder mlp`.
+        legend: character → its meaning.
+        owners: the characters that stand for experts or averages of several.
+    """
+
+    rows: Mapping[str, str]
+    legend: Mapping[str, str]
+    owners: tuple[str, ...]
+
+
+def draw(drawn: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> Picture:
+    """The strip as data: one row if attention and MLP agree in every layer, else a row for each kind."""
+    names = {mark.owner: None for mark in drawn if mark.owner not in (None, BASE)}
+    averages = [name for name in names if name is not None and name not in set(experts)]
+    letters = _letters([*averages, *experts])
+    rows: dict[str, str] = {}
+    for stack in (None,) if isinstance(num_layers, int) else STACKS:
+        rows |= _rows([mark for mark in drawn if mark.stack == stack], stack, depth_of(stack, num_layers), letters)
+    marks_used = "".join(rows.values())
+    owners = tuple(letter for letter in letters.values() if letter in marks_used)
+    return Picture(rows, _legend(drawn, marks_used, letters), owners)
+
+
+def draw_strip(drawn: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> str:
+    """See `strip`."""
+    picture = draw(drawn, num_layers, experts)
+    rows = picture.rows
+    width = max(map(len, rows), default=0)
+    columns = range(deepest(num_layers))
+    tens = "".join(str(i // 10) if i % 10 == 0 else " " for i in columns).rstrip()
+    lines = [f"{'':{width}}  {tens}"] if len(columns) > 10 else []
+    lines.append(f"{'':{width}}  {''.join(str(i % 10) for i in columns)}")
+    lines += [f"{kind:{width}}  {row}".rstrip() for kind, row in rows.items()]
+    lines.append(f"{'':{width}}  {', '.join(f'{mark} {meaning}' for mark, meaning in picture.legend.items())}")
+    return "\n".join(lines)
+
+
+def unusual(plan: Plan) -> list[str]:
+    """Remarks that go with the strip: modules outside the layers, experts that lack modules, warnings."""
+    lines = [
+        *differing_bases(plan.adapters, plan.composition.base_model),
+        *ignored_modules(plan.adapters),
+        *unknown_keys(plan.adapters),
+    ]
+    grouped: dict[tuple[str, str, str], list[int]] = {}
+    for slot in plan.saved.values():
+        contents = _tokens(slot) or _remark(slot) or owner_label(slot) or blend_text(slot.weights)
+        form = next(a.saved[slot.module].words for a in plan.adapters.values() if slot.module in a.saved)
+        lines.append(f"{slot.name} ({form}): {contents}")
+    for slot in plan.modules.values():
+        if slot.rule is None:
+            continue
+        remark = _remark(slot)
+        if slot.layer is None:
+            lines.append(f"{slot.name}: {remark or owner_label(slot) or blend_of(slot)}")
+        elif remark and not (plan.is_model and slot.kind == "other"):
+            where = _of_stack(stack_in(slot.name, plan.num_layers))
+            grouped.setdefault((within_layer(slot.name, slot.layer), where, remark), []).append(slot.layer)
+    lines += [
+        f"{name} in {where}layers {format_layers(layers)}: {remark}"
+        for (name, where, remark), layers in grouped.items()
+    ]
+    for stack in () if plan.is_model else (None,) if isinstance(plan.num_layers, int) else STACKS:
+        adapted = {slot.layer for slot in plan.modules.values() if stack_in(slot.name, plan.num_layers) == stack}
+        if empty := set(range(depth_of(stack, plan.num_layers))) - adapted:
+            where = f"{_of_stack(stack)}layers {format_layers(empty)}"
+            lines.append(f"{where}: no expert adapts them, so they stay as in the base")
+    if plan.untied:
+        lines.append("the result stores a head and an embedding that differ: tie_word_embeddings becomes false")
+    return lines
+
+
+def _of_stack(stack: Stack | None) -> str:
+    return f"{stack} " if stack else ""
+
+
+def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
+    """A line for each expert with modules in its file that PEFT would not load."""
+    return [
+        f"{name}: {len(adapter.ignored)} modules in its file are left out, because its config does not target them and "
+        f"PEFT would not load them ({adapter.ignored[0]}{', …' * (len(adapter.ignored) > 1)})"
+        for name, adapter in experts.items()
+        if adapter.ignored
+    ]
+
+
+def unknown_keys(experts: Mapping[str, Adapter]) -> list[str]:
+    """A line for each expert whose config has keys that PEFT does not know."""
+    return [
+        f"Warning: {name}: adapter_config.json has {printable(', '.join(adapter.config.unknown))}, which PEFT does "
+        "not know; PEFT ignores it, and so does the result"
+        for name, adapter in experts.items()
+        if adapter.config.unknown
+    ]
+
+
+def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> list[str]:
+    """A warning if the adapters name different bases or revisions, and `base_model` declares that they share one."""
+    configs = [adapter.config for adapter in experts.values()]
+    if declared is None or all(
+        same_base(config.base_model, configs[0].base_model) and config.revision == configs[0].revision
+        for config in configs
+    ):
+        return []
+    named = [
+        f"{name}: {public_name(adapter.config.base_model) or 'none'}"
+        + (f"@{adapter.config.revision}" if adapter.config.revision else "")
+        for name, adapter in experts.items()
+    ]
+    return [f"Warning: the experts name different bases ({', '.join(named)}), declared to be the same model"]
+
+
+def blend_text(coefficients: Mapping[str, float]) -> str:
+    """A blend as text: `0.5·math + 0.5·swahili`."""
+    return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
+
+
+def blend_of(slot: Slot) -> str:
+    """A slot's blend of sides as text, with its method and whether its weights depend on magnitudes."""
+    text, rule = blend_text(slot.weights), slot.rule
+    if rule is None:
+        return text
+    if slot.method != "linear":
+        text = f"{slot.method}({text}){_parameters_text(rule)}"
+    return f"{text}, weighted by magnitude" if rule.weights else text
+
+
+def _parameters_text(rule: Rule) -> str:
+    """The parameters that are required or differ from their defaults, except λ: ` at density 0.5`."""
+    parameters = [parameter for parameter in own_parameters(rule.method) if parameter.name != SCALE.name]
+    values = [(p, rule.parameters[p.name]) for p in parameters if p.required or rule.parameters[p.name] != p.default]
+    listed = [f"{p.name} {value:g}" if p.kind is float else f"{p.name} {value}" for p, value in values]
+    return f" at {', '.join(listed)}" if listed else ""
+
+
+def error_text(error: float) -> str:
+    """A relative error with three decimals, or `< 0.001` if it would be rounded to 0."""
+    return "< 0.001" if 0 < error < 0.0005 else f"{error:.3f}"
+
+
+def _remark(slot: Slot) -> str:
+    """What the rule requests, if some of its experts do not change the slot; else an empty string."""
+    if not slot.absent:
+        return ""
+    requested = blend_text(slot.weights) if len(slot.weights) > 1 else next(iter(slot.weights))
+    rest = "its ΔW counts as zero" if slot.terms else "it stays as in the base"
+    return f"{requested}, but {' and '.join(slot.absent)} does not adapt it: {rest}"
+
+
+def _tokens(slot: Slot) -> str:
+    """The tokens of each owner or blend: `3, 7 from math; 9 from 0.5·math + 0.5·swahili`; empty if it has none."""
+    tokens: dict[str, list[str]] = {}
+    for span in slot.spans if slot.of_tokens else ():
+        origin = span.made_of if isinstance(span.made_of, str) else blend_text(span.made_of)
+        tokens.setdefault(origin, []).extend(map(str, range(span.start, span.stop)))
+    return "; ".join(f"{and_more(ids, 8)} from {origin}" for origin, ids in tokens.items())
+
+
+def _letters(names: Iterable[str]) -> dict[str, str]:
+    """A letter for each expert, taken from its name if one of those is free."""
+    letters: dict[str, str] = {}
+    for name in names:
+        plain = name.removeprefix("mean(")  # as compositions call the average of a side
+        candidates = [*plain.lower(), *plain.upper(), *"0123456789abcdefghijklmnopqrstuvwxyz"]
+        free = (c for c in candidates if c.isalnum() and c.isascii() and c not in letters.values())
+        letters[name] = next(free, "?")
+    return letters
+
+
+def _mark(mark: Mark, letters: Mapping[str, str]) -> str:
+    if mark.owner is None:
+        return _BLEND
+    return _UNCHANGED if mark.owner == BASE else letters[mark.owner]
+
+
+def _rows(drawn: Sequence[Mark], stack: Stack | None, num_layers: int, letters: Mapping[str, str]) -> dict[str, str]:
+    """One row if attention and MLP agree in every layer, else a row for each kind."""
+    kinds: tuple[Kind, ...] = ("attention", "mlp", "other")
+    rows = {
+        f"{_of_stack(stack)}{kind}": _row([mark for mark in drawn if mark.kind == kind], num_layers, letters)
+        for kind in kinds
+    }
+    rows = {kind: row for kind, row in rows.items() if row.strip()}
+    return {stack or "layers": next(iter(rows.values()))} if len(set(rows.values())) == 1 else rows
+
+
+def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:
+    cells: list[set[str]] = [set() for _ in range(num_layers)]
+    for mark in drawn:
+        cells[mark.layer].add(_mark(mark, letters))
+    return "".join(_SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING) for cell in cells)
+
+
+def _legend(drawn: Sequence[Mark], marks_used: str, letters: Mapping[str, str]) -> dict[str, str]:
+    blends = sorted({mark.blend for mark in drawn if mark.owner is None})
+    meanings = {letter: name for name, letter in letters.items() if letter in marks_used}
+    meanings |= {_BLEND: " or ".join(blends), _UNCHANGED: "base", _SEVERAL: "differs by module"}
+    return {mark: meaning for mark, meaning in meanings.items() if mark in marks_used}
+
+
+# (background, text), in the order of the experts; the first two also differ in grey. Only experts have colours.
+COLOURS = (
+    ("#0072B2", "#FFFFFF"), ("#E69F00", "#000000"), ("#009E73", "#000000"), ("#F0E442", "#000000"),
+    ("#56B4E9", "#000000"), ("#D55E00", "#000000"), ("#CC79A7", "#000000"),
+)  # fmt: skip
+_PLAIN = ("#FFFFFF", "#000000")
+_CELL = "text-align:center;min-width:1.5em;padding:1px 2px;border:1px solid #888888"
+_REMARKS = 5  # lines below the strip
+_HEAD = "font-weight:normal;font-size:75%;text-align:center;padding:1px 2px"
+
+
+def plan_html(plan: Plan) -> str:
+    """The plan as a fragment of HTML. Names are escaped."""
+    picture = draw(marks(plan), plan.num_layers, tuple(plan.experts))
+    colours = {mark: COLOURS[place % len(COLOURS)] for place, mark in enumerate(picture.owners)}
+    head = "".join(f'<th scope="col" style="{_HEAD}">{layer}</th>' for layer in range(deepest(plan.num_layers)))
+    rows = [f"<tr><th></th>{head}</tr>"]
+    for kind, row in picture.rows.items():
+        cells = "".join(_cell(mark, picture.legend, colours, layer) for layer, mark in enumerate(row))
+        rows.append(f'<tr><th scope="row" style="{_HEAD}">{_text(kind)}</th>{cells}</tr>')
+    legend = " &nbsp; ".join(
+        f'<span style="{_CELL};{_colour(colours.get(mark, _PLAIN))}">{_text(mark)}</span> {_text(meaning)}'
+        for mark, meaning in picture.legend.items()
+    )
+    remarks = "".join(f"<div>{_text(line)}</div>" for line in unusual(plan)[:_REMARKS])
+    return (
+        f'<div style="overflow-x:auto"><div>{_text(f"Plan: {headline(plan)}")}</div>'
+        f'<table style="border-collapse:collapse">{"".join(rows)}</table><div>{legend}</div>{remarks}</div>'
+    )
+
+
+def _cell(mark: str, legend: Mapping[str, str], colours: Mapping[str, tuple[str, str]], layer: int) -> str:
+    title = f"layer {layer}: {legend.get(mark, 'no expert adapts it')}"
+    style = f"{_CELL};{_colour(colours.get(mark, _PLAIN))}"
+    return f'<td style="{style}" title="{_text(title)}">{_text(mark)}</td>'
+
+
+def _colour(pair: tuple[str, str]) -> str:
+    return f"background:{pair[0]};color:{pair[1]}"
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))

@@ -1,0 +1,269 @@
+"""A plan: a composition applied to real experts and checked. The same class serves adapters and full weights.
+
+Plans are made from headers alone (see `making`): no tensors, no torch. A plan says, for every module of an adapter or
+every stored tensor of a model, which experts' changes enter with which coefficients. The executors (`writing`, `gguf`,
+`live`) carry it out; `write`, `merge` and `export` call them through the package's face. `describe` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import adapterswap
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.layers import NumLayers, check_one_list
+from adapterswap.core.model.sources import Source, find_source, split_revision
+from adapterswap.core.planning.base import adapt_one_base, reference_of
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.rules import Rule
+from adapterswap.core.planning.slots import Slot
+from adapterswap.kit.errors import UnsupportedError
+from adapterswap.kit.files.text import expand, is_folder
+
+if TYPE_CHECKING:
+    from adapterswap import Exported
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked composition: every module or tensor of the result, and how it is computed.
+
+    If all experts are adapters, the slots are the modules that any of them adapts, and the result is an adapter. If one
+    is a full checkpoint, or the adapters were merged into their base, the slots are the base's stored tensors, and the
+    result is full weights.
+
+    Attributes:
+        composition: the request.
+        rules: its allocation for this number of layers.
+        experts: the opened experts by name, in the order in which the rules name them.
+        num_layers: the base's number of layers, or that of each of its stacks.
+        slots: modules by full name (those without a layer first, then by layer and name; those trained in full last),
+            or tensors by key, in the order in which the skeleton's shards store them.
+        is_model: whether the slots are stored tensors.
+        base: the base whose weights enter; None if none of them are needed.
+        base_source: the base of an adapter, if it was declared as a local folder or its config gave the depth.
+        untied: whether the result stores a head and an embedding, one of them changed, that the skeleton's config ties.
+        notes: what could not be checked on this machine, and what papers warn of. Notes change nothing in the result.
+    """
+
+    composition: Composition
+    rules: tuple[Rule, ...]
+    experts: Mapping[str, Adapter | Checkpoint]
+    num_layers: NumLayers
+    slots: Mapping[str, Slot]
+    is_model: bool = False
+    base: Checkpoint | None = None
+    base_source: Source | None = None
+    untied: bool = False
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots.values())
+
+    def __repr__(self) -> str:
+        """A few lines: the method, the experts, the base, and the strip of layers."""
+        from adapterswap.core.planning.describe import summary
+
+        return f"<{summary(self)}>"
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with colours."""
+        from adapterswap.core.planning.describe import plan_html
+
+        return plan_html(self)
+
+    def write(
+        self,
+        out_path: str | Path,
+        *,
+        layout: Literal["exact", "portable"] = "exact",
+        max_rank: int | None = None,
+        max_error: float | None = None,
+        names: Literal["task", "language", "transformers4", "transformers5"] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write the composed adapter to the folder `out_path`: `adapterswap.write_adapter` of this plan.
+
+        Args:
+            out_path, layout, max_rank, max_error, names, overwrite: see `write_adapter`.
+
+        Returns:
+            The folder's path.
+
+        Raises:
+            AdapterswapError: see `write_adapter`.
+        """
+        return adapterswap.write_adapter(
+            self, out_path, layout=layout, max_rank=max_rank, max_error=max_error, names=names,
+            overwrite=overwrite,
+        )  # fmt: skip
+
+    def merge(
+        self,
+        out_path: str | Path,
+        *,
+        base_model: str | Path | None = None,
+        max_shard_size: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        dequantize: bool = False,
+        device: str = "cpu",
+        overwrite: bool = False,
+    ) -> Path:
+        """Write full weights to the folder `out_path`: `adapterswap.merge` of this plan.
+
+        Args:
+            out_path, base_model, max_shard_size, dtype, dequantize, device, overwrite: see `merge`.
+
+        Returns:
+            The folder's path.
+
+        Raises:
+            AdapterswapError: see `merge`.
+        """
+        return adapterswap.merge(
+            self, base_model, out_path=out_path, max_shard_size=max_shard_size, dtype=dtype, dequantize=dequantize,
+            device=device, overwrite=overwrite,
+        )  # fmt: skip
+
+    def export(
+        self,
+        out_path: str | Path,
+        *,
+        base_model: str | Path | None = None,
+        outtype: str = "f32",
+        pieces: bool | Literal["layer", "kind", "zone"] = False,
+        max_rank: int | None = None,
+        max_error: float | None = None,
+        overwrite: bool = False,
+    ) -> Exported:
+        """Write the composition as LoRA in GGUF to `out_path`: `adapterswap.export` of this plan.
+
+        Args:
+            out_path, base_model, outtype, pieces, max_rank, max_error, overwrite: see `export`.
+
+        Returns:
+            The files that were written, and their errors.
+
+        Raises:
+            AdapterswapError: see `export`.
+        """
+        return adapterswap.export(
+            self, out_path, base_model=base_model, outtype=outtype, pieces=pieces, max_rank=max_rank,
+            max_error=max_error, overwrite=overwrite,
+        )  # fmt: skip
+
+    @cached_property
+    def modules(self) -> dict[str, Slot]:
+        """The modules of an adapter with LoRA or another kind of factors, by full name."""
+        return {name: slot for name, slot in self.slots.items() if not slot.in_full}
+
+    @cached_property
+    def saved(self) -> dict[str, Slot]:
+        """The modules of an adapter that experts hold in full (`modules_to_save`), by full name."""
+        return {name: slot for name, slot in self.slots.items() if slot.in_full}
+
+    @cached_property
+    def adapters(self) -> dict[str, Adapter]:
+        return {name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)}
+
+    @cached_property
+    def checkpoints(self) -> dict[str, Checkpoint]:
+        return {name: expert for name, expert in self.experts.items() if isinstance(expert, Checkpoint)}
+
+    @property
+    def skeleton(self) -> Checkpoint:
+        """The checkpoint whose shards, config and tokenizer full weights use: the base, or the first full expert."""
+        return self.base or next(iter(self.checkpoints.values()))
+
+    def one_depth(self, what: str) -> int:
+        """The number of layers, for a feature (`what`, such as `suggest`) that supports only one list of layers.
+
+        Raises:
+            UnsupportedError: the base has an encoder and a decoder, or several lists of layers.
+        """
+        for name, adapter in self.adapters.items():
+            check_one_list(name, adapter.parts)
+        if isinstance(self.num_layers, int):
+            return self.num_layers
+        raise UnsupportedError(
+            f"the base has an encoder and a decoder, but {what} supports only models with one list of layers",
+            "Use experts of a decoder-only model",
+        )
+
+    def check_adapter(self) -> None:
+        """Raise an `UnsupportedError` if the result is full weights, which cannot be written as an adapter."""
+        from adapterswap.core.planning.targets import Facts, Target, full_checkpoint
+
+        for message, remedy in full_checkpoint.find(self, Facts(Target.ADAPTER, self)):
+            raise UnsupportedError(message, remedy)
+
+    @property
+    def base_model(self) -> str | None:
+        """The base that the adapters name or, if they name none or differ, the one that the composition declares."""
+        name = _named_by_all(self.adapters)
+        declared = self.composition.base_model
+        return name if name is not None or declared is None else split_revision(declared)[0]
+
+    @property
+    def base_revision(self) -> str | None:
+        """The base's revision on the Hub: the declared one, or the one on which all adapters agree."""
+        if self.composition.base_model is not None:
+            declared = split_revision(self.composition.base_model)[1]
+            if declared is not None:
+                return declared
+        revisions = {adapter.config.revision for adapter in self.adapters.values()}
+        return revisions.pop() if len(revisions) == 1 and _named_by_all(self.adapters) is not None else None
+
+    @property
+    def base_reference(self) -> str | None:
+        """Where to open the base; see `reference_of`."""
+        return reference_of(self.adapters, self.composition.base_model)
+
+    @property
+    def base_at_hand(self) -> Source | None:
+        """The base that the plan used, or a local folder that was declared."""
+        declared = self.composition.base_model
+        if self.base is not None or self.base_source is not None or declared is None:
+            return self.base.source if self.base is not None else self.base_source
+        return find_source(declared, [], what="base model") if is_folder(expand(declared)) else None
+
+    @property
+    def recorded_bases(self) -> dict[str, Mapping[str, str]]:
+        """The fingerprints of each expert's base, by the expert's own record; empty where that does not say."""
+        return {name: expert.base_fingerprints for name, expert in self.experts.items()}
+
+    @property
+    def task_type(self) -> str | None:
+        """The declared task type, or the first that an adapter has."""
+        if self.composition.task_type is not None:
+            return self.composition.task_type
+        return next((adapter.config.task_type for adapter in self.adapters.values() if adapter.config.task_type), None)
+
+    @property
+    def auto_mapping(self) -> Mapping[str, Any] | None:
+        """The classes that PEFT needs to load an adapter without a task type."""
+        return next((a.config.auto_mapping for a in self.adapters.values() if a.config.auto_mapping), None)
+
+    @property
+    def inputs(self) -> list[str | Path | None]:
+        """Files that no output may overwrite: the experts, the base, the bases that they name, the recipe and the
+        recipes that it extends. `check_inputs` ignores Hub ids among them."""
+        return [
+            *(expert.source.folder for expert in self.experts.values()),
+            *(name for adapter in self.adapters.values() for name in (adapter.config.base_model, adapter.trained_on)),
+            self.composition.base_model,
+            self.base.source.folder if self.base else None,
+            *self.composition.recipe_files,
+        ]
+
+
+def _named_by_all(adapters: Mapping[str, Adapter]) -> str | None:
+    """The base that all adapters name, as the first one writes it; None if they differ."""
+    first = next(iter(adapters.values()), None)
+    alike = first is not None and all(adapt_one_base(first, adapter) for adapter in adapters.values())
+    return first.config.base_model if first is not None and alike else None

@@ -1,0 +1,664 @@
+"""Embeddings and heads row by row: different vocabularies, resized bases, and single trained tokens.
+
+A row whose token the base has follows the rule for its module, like any weight outside the layers. The row of a new
+token is copied from its owner: averaging it with weights that were never trained for the token would spoil it.
+Tokenizers say which rows are new. This goes for adapters and for full checkpoints.
+
+A trained token is like a new one: if one of the experts that the rule names trained it, its row is copied from that
+expert. If several did, the rule applies to these only. All other rows stay the base's.
+
+PEFT saves the resized weight beside the factors and puts it in the base's place: the result is copy + ΔW. So the rows
+that the base lacks are taken from the copies. DoRA computes all rows from the whole copy, so it is merged only if one
+expert owns the weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adapterswap.core.changes.kinds import Change, Term, Whole
+from adapterswap.core.changes.locating import TiedHead
+from adapterswap.core.experts.adapter import Adapter, and_more
+from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.core.model.layers import HEADS, extra_rows, is_vocabulary, language_config
+from adapterswap.core.model.sources import base_config, cached_base_config, cached_base_folder
+from adapterswap.core.model.tokenizers import Tokens, clashes, read_tokens, tokenizer_bytes
+from adapterswap.core.planning.base import reference_of
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.planning.slots import Slot, Span, own_weight, shared_out
+from adapterswap.kit.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError
+
+
+def settle_tokens(
+    slot: Slot, size: int | None, tokens: Mapping[str, Tokens], problems: Problems
+) -> tuple[Slot, int | None]:
+    """The slot with the rows of the trained tokens, and the number of rows of the result if it has more than the base.
+
+    Args:
+        slot: the slot with its terms, at least one of them with trained tokens.
+        size: the base's number of rows; None if it is unknown.
+        tokens: expert → its tokens, for experts with a tokenizer.
+        problems: collects blends with an expert that changes the whole weight, negative weights, and new tokens of
+            several experts that may differ.
+    """
+    trained = [term for term in slot.whole if term.change.rows]
+    other = next((term for term in slot.terms if term not in trained), None)
+    first = trained[0].expert
+    if other is not None:
+        problems.add(
+            f"{first} trained single tokens of {slot.name} (trainable_token_indices), but {other.expert} changes the "
+            "whole weight, so the two cannot be blended",
+            f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {first}}}",
+            kind=UnsupportedError,
+        )
+        return slot, None
+    if slot.rule is not None and slot.rule.combines_sides:
+        return slot, None  # `targets.in_full_by_a_method` refuses it
+    terms: dict[str, Term[Whole]] = {}
+    for term in trained:  # an expert may enter on two sides
+        earlier = terms.get(term.expert)
+        terms[term.expert] = (
+            term if earlier is None else replace(term, coefficient=earlier.coefficient + term.coefficient)
+        )
+    if any(term.coefficient <= 0 for term in terms.values()):
+        odd = next(name for name, term in terms.items() if term.coefficient <= 0)
+        problems.add(
+            f"{odd} trained tokens of {slot.name}, whose rows replace the base's, so its weight must be above 0",
+            f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {first}}}",
+            kind=CompositionError,
+        )
+        return replace(slot, terms=(replace(trained[0], coefficient=1.0),)), None
+    owners: dict[int, list[Term[Whole]]] = {}
+    for term in terms.values():
+        for row in term.change.rows:
+            owners.setdefault(row, []).append(term)
+    spans: list[Span] = []
+    for row in sorted(owners):
+        entering = shared_out(owners[row])
+        last = spans[-1] if spans else None
+        follows = (
+            last is not None
+            and (last.stop, last.terms) == (row, entering)
+            and all(term.change.place_of(row) == term.change.place_of(row - 1) + 1 for term in entering)
+        )
+        is_new = size is not None and row >= size
+        if last is not None and follows and last.is_new == is_new:
+            spans[-1] = replace(last, stop=row + 1)
+        else:
+            spans.append(Span(row, row + 1, entering, is_new=is_new))
+    unknown = next(
+        (span for span in spans if span.is_new and len(span.terms) > 1 and not _has_tokenizers(span, tokens)), None
+    )
+    if unknown is not None:
+        several = [term.expert for term in unknown.terms]
+        problems.add(
+            f"{' and '.join(several)} trained the new token {unknown.start} of {slot.name}, but "
+            f"{next(name for name in several if name not in tokens)} has no tokenizer.json that says which token it is",
+            "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
+        )
+    total = max(owners) + 1
+    settled = replace(slot, terms=shared_out(list(terms.values())), spans=tuple(spans))
+    return settled, total if size is not None and total > size else None
+
+
+def _has_tokenizers(span: Span, tokens: Mapping[str, Tokens]) -> bool:
+    return all(term.expert in tokens for term in span.terms)
+
+
+def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems: Problems) -> None:
+    """Report results that PEFT computes wrongly if the base ties its head to its embedding.
+
+    Trained tokens of an embedding also apply to the tied head, unless an adapter changes both. So no other change of an
+    embedding or head is allowed, unless the base's config says that they are not tied.
+    """
+    trained = [slot for slot in slots if slot.of_tokens]
+    changed = [slot for slot in slots if slot.terms and (slot in trained or is_vocabulary(slot.name, slot.layer))]
+    if not trained or (config is not None and config.get("tie_word_embeddings") is False):
+        return
+    if len(changed) == 1 and changed[0].name.rpartition(".")[2] not in HEADS:
+        return
+    names = " and ".join(slot.name for slot in changed)
+    tied = "its config.json is not on this machine" if config is None else "its config.json does not say that"
+    problems.add(
+        f"tokens of {trained[0].name} were trained (trainable_token_indices), and the result changes {names}. PEFT "
+        f"computes that correctly only if the base's embedding and head are not tied, but {tied}",
+        "Use a base with `tie_word_embeddings: false` and pass it as `base_model`, or leave all but the embedding to "
+        "the base by rules",
+        parameter="base_model",
+        kind=BaseModelError if config is None else UnsupportedError,
+    )
+
+
+def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> Slot:
+    """A stored embedding or head, with the rows of trained tokens and the base's rows between them."""
+    count, complete, next_row, base = slot.shape[0], list[Span](), 0, (own_weight(1.0, slot.base),)
+    for span in spans:
+        if span.start > next_row:
+            complete.append(Span(next_row, span.start, (), base))
+        complete.append(span)
+        next_row = span.stop
+    if next_row < count:
+        complete.append(Span(next_row, count, (), base))
+    odd = next((span for span in complete if not span.terms and span.stop > count), None)
+    if odd is not None:
+        problems.add(
+            f"the tokens up to {next_row - 1} of {slot.name} were trained, but the base has {count} rows and no expert "
+            f"trained row {max(count, odd.start)}",
+            "Resize the base's vocabulary as for training, save it, and pass it as `base_model`",
+            parameter="base_model",
+            kind=BaseModelError,
+        )
+        return slot
+    return slot.with_spans(complete)
+
+
+_SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
+
+
+class Vocabularies(NamedTuple):
+    """The slots with their rows settled, and notes for the user."""
+
+    slots: list[Slot]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _TokenTable:
+    """The vocabularies of the base and the experts, as far as they are known.
+
+    Attributes:
+        config: the base's; None if it is not on this machine.
+        size: the base's number of rows; None if it is not known.
+        base: the base's tokens or, if unknown, those that every expert has.
+        tokens: expert → its tokens; experts without a tokenizer are left out.
+    """
+
+    config: Mapping[str, Any] | None
+    size: int | None
+    base: Tokens
+    tokens: Mapping[str, Tokens]
+
+    def extra(self, module: str) -> int:
+        """The rows that the base has for this module beyond its vocabulary."""
+        return 0 if self.config is None else extra_rows(self.config, module)
+
+    def new(self, expert: str, rows: int) -> dict[int, str | None]:
+        """The expert's tokens that the base lacks, by id, for ids below `rows`; None if a token's text is unknown."""
+        if expert in self.tokens:
+            added = {i: t for i, t in self.tokens[expert].items() if i < rows and self.base.get(i) != t}
+            return dict(sorted(added.items()))
+        return dict.fromkeys(range(rows if self.size is None else self.size, rows))
+
+
+def settle_vocabulary(
+    slots: Sequence[Slot],
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    composition: Composition,
+    problems: Problems,
+    base: Checkpoint | None = None,
+) -> Vocabularies:
+    """Settle the rows of embeddings and heads if an expert has tokens that the base or another expert lacks.
+
+    Args:
+        slots: the slots with their terms.
+        ends: expert → its changes of embeddings and heads, by the slot's name.
+        experts: the experts.
+        composition: the request.
+        problems: collects clashes of tokens, and new tokens that would get no row, or only part of one.
+        base: the base, if it has been opened.
+    """
+    if not (slots and any(ends.values())) or _are_alike(slots, ends, experts, base):
+        return Vocabularies(list(slots))
+    table = _token_table(ends, experts, composition, slots, base, problems)
+    if problems:
+        return Vocabularies(list(slots))
+    settled, sizes = [], {}
+    new: dict[int, tuple[str, str | None]] = {}
+    for slot in slots:
+        slot_changes = {name: changes[slot.name] for name, changes in ends.items() if slot.name in changes}
+        extra = table.extra(slot.module)
+        own_table = table if table.size is None else replace(table, size=table.size + extra)
+        if slot.base is not None:
+            own_table = replace(table, size=slot.base.tensor.shape[0])
+        if slot.of_tokens:
+            slot, size = settle_tokens(slot, own_table.size, table.tokens, problems)
+        else:
+            slot_changes = {name: change for name, change in slot_changes.items() if not change.rows}
+            size = None
+        is_known = own_table.size is not None or any(change.height is not None for change in slot_changes.values())
+        if slot_changes and is_known and not slot.of_tokens:
+            with problems.collect():
+                slot, size = _settled(_Rows.of(slot, slot_changes, own_table), composition)
+        if size is not None:
+            sizes[slot.name] = size - extra
+        for span in slot.spans:
+            for i in range(span.start, span.stop) if span.is_new else ():
+                owner = span.terms[0].expert
+                if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
+                    new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
+        settled.append(slot)
+    if not any(slot.is_stored for slot in slots):  # else `making` checks them, after the rows of LoRA's copies
+        check_sizes(sizes, problems)
+    check_ties(settled, table.config, problems)
+    return Vocabularies(settled, _notes(table, new, sizes, is_model=any(slot.is_stored for slot in slots)))
+
+
+def _are_alike(
+    slots: Sequence[Slot],
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    base: Checkpoint | None,
+) -> bool:
+    """Whether stored embeddings and heads have the same rows in all checkpoints, and all tokenizers the same bytes.
+
+    Parsing a large tokenizer takes longer than planning.
+    """
+    if not all(slot.is_stored for slot in slots):
+        return False
+    rows_of = {slot.name: slot.shape[0] for slot in slots if slot.shape}
+    if any(part.height not in (None, rows_of[name]) for parts in ends.values() for name, part in parts.items()):
+        return False
+    folders = [expert.source.folder for expert in experts.values()] + ([base.source.folder] if base else [])
+    return len({tokenizer_bytes(folder) for folder in folders} - {None}) < 2
+
+
+def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
+    """Check that all embeddings and heads of a result have the same number of rows (`sizes`, by name)."""
+    if len(set(sizes.values())) > 1:
+        few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+        problems.add(
+            f"{many} would have {sizes[many]} rows and {few} {sizes[few]}: an expert resized the vocabulary but holds "
+            "only one of the two",
+            "Save that expert again with both in modules_to_save, or with save_embedding_layers=True",
+            kind=UnsupportedError,
+        )
+
+
+def _token_table(
+    ends: Mapping[str, Mapping[str, Change]],
+    experts: Mapping[str, Adapter | Checkpoint],
+    composition: Composition,
+    slots: Sequence[Slot],
+    opened: Checkpoint | None,
+    problems: Problems,
+) -> _TokenTable:
+    """The tokens of the base and the experts. Experts that have different tokens under one id are reported."""
+    config: Mapping[str, Any] | None = None
+    folder: Path | None = None
+    reference = reference_of(experts, composition.base_model)
+    if opened is not None:
+        config, folder = opened.config, opened.source.folder
+    elif reference is not None:
+        config, folder = cached_base_config(reference), cached_base_folder(reference)
+    if config is None and composition.base_model is not None and any(s.in_full and s.needs_base for s in slots):
+        with problems.collect():
+            source, config = base_config(composition.base_model)
+            folder = source.folder
+    size = None if config is None else language_config(config).get("vocab_size")
+    size = size if type(size) is int else None
+    tokens: dict[str, Tokens] = {}
+    for name, expert in experts.items():
+        with problems.collect():
+            own_tokens = read_tokens(expert.source.folder)
+            if own_tokens is not None:
+                tokens[name] = own_tokens
+    base = None
+    with problems.collect():
+        base = None if folder is None else read_tokens(folder)
+    if base is None:  # assume the tokens that all experts share
+        everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
+        changes = [change for by_name in ends.values() for change in by_name.values()]
+        row_counts = [min(change.rows) if change.rows else change.height for change in changes]
+        most = size or min((count for count in row_counts if count is not None), default=math.inf)
+        base = {i: token for i, token in everywhere if i < most}
+    is_unknown = reference is None and opened is None
+    names = list(tokens)
+    for number, name in enumerate(names):
+        for other in names[:number]:
+            ours, theirs = ({i: t for i, t in tokens[who].items() if base.get(i) != t} for who in (other, name))
+            if odd := clashes(ours, theirs):
+                problems.add(
+                    f"{other} and {name} have different tokens under one id, or one token under two: {and_more(odd)}",
+                    "Train both with one tokenizer: add all new tokens, in one order, to each before training"
+                    + (". If one of them has the base's tokens, pass the base as `base_model`" * is_unknown),
+                    kind=ExpertError,
+                )
+    return _TokenTable(config, size, base, tokens)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one embedding or head: for each expert how many, and which of them are of new tokens."""
+
+    slot: Slot
+    changes: Mapping[str, Change]  # of the whole weight
+    table: _TokenTable  # its size is the base's number of these rows
+    sizes: Mapping[str, int]
+    new: Mapping[str, Mapping[int, str | None]]
+
+    @classmethod
+    def of(cls, slot: Slot, changes: Mapping[str, Change], table: _TokenTable) -> _Rows:
+        heights = {name: change.height for name, change in changes.items()}
+        # A method without factors changes the base's own rows. Every expert has at least these.
+        own = table.size or min(height for height in heights.values() if height is not None)
+        sizes = {name: own if height is None else height for name, height in heights.items()}
+        return cls(slot, changes, table, sizes, {name: table.new(name, sizes[name]) for name in changes})
+
+    @cached_property
+    def new_ids(self) -> set[int]:
+        return {i for tokens in self.new.values() for i in tokens}
+
+    @cached_property
+    def entering(self) -> set[str]:
+        """The experts whose rows enter: those of the terms, and owners of new tokens that these lack."""
+        named = {term.expert for term in self.slot.terms}
+        known = {i for name in named for i in self.new[name]}
+        return named | {name for name, tokens in self.new.items() if not tokens.keys() <= known}
+
+    @property
+    def have_one_rule(self) -> bool:
+        """Whether all rows of a module with LoRA are computed alike, so that an adapter can hold the result.
+
+        They are if there are no new tokens, or one expert has all of them and owns the module, or all experts that
+        the rule names have the same ones. Otherwise the rule would also scale the ΔW of new tokens.
+        """
+        slot = self.slot
+        if len({self.sizes[term.expert] for term in slot.terms}) > 1:
+            return False
+        if not self.new_ids or (slot.owner is not None and self.new_ids <= self.new.get(slot.owner, {}).keys()):
+            return True
+        new_tokens = [self.new.get(name, {}) for name in slot.requested]
+        same = all(
+            tokens.keys() == self.new_ids and tokens == new_tokens[0] and None not in tokens.values()
+            for tokens in new_tokens
+        )
+        return same and len(slot.low_rank) == len(slot.terms)
+
+    def spans(self, total: int) -> tuple[Span, ...]:
+        """The first `total` rows in order; none if all are computed as the rule says."""
+        slot, size = self.slot, self.table.size
+        edges = {0, total, *self.sizes.values(), *self.new_ids, *(i + 1 for i in self.new_ids)}
+        edges |= set() if size is None else {size}
+        spans: list[Span] = []
+        for start, stop in pairwise(sorted(edge for edge in edges if edge <= total)):
+            span = self._span(start, stop)
+            last = spans[-1] if spans else None
+            if last is not None and last.is_like(span) and last.is_new == span.is_new:
+                spans[-1] = replace(last, stop=stop)
+            else:
+                spans.append(span)
+        ordinary = all(span.is_like(slot.ordinary) for span in spans)
+        ordinary = ordinary and all(self.sizes[term.expert] == total for term in slot.terms)
+        # Even if all rows have the same terms, merging has to know where the base's rows end.
+        return () if ordinary and size in (None, total) else tuple(spans)
+
+    def _span(self, start: int, stop: int) -> Span:
+        slot, size = self.slot, self.table.size
+        owners = [name for name, tokens in self.new.items() if start in tokens]
+        if owners:
+            entering = [term for term in slot.terms if term.expert in owners]
+            if not entering and len(owners) > 1:
+                raise CompositionError(
+                    f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
+                    f"`{slot.rule}` gives it to neither",
+                    f"Give it to one of them in its own rule: {{modules: [{slot.module}], expert: {owners[0]}}}",
+                )
+        else:
+            entering = [term for term in slot.terms if self.sizes[term.expert] >= stop]
+            has_base = not slot.ordinary.rest or size is None or stop <= size
+            if len(entering) == len(slot.terms) and has_base:
+                return replace(slot.ordinary, start=start, stop=stop)
+            owners = [name for name, count in self.sizes.items() if count >= stop]
+        if not entering:
+            entering = [Term(owners[0], owners[0], 1.0, self.changes[owners[0]])]
+        terms = shared_out(entering)
+        # The coefficients add up to 1, so the base's is the sum of those that are added to it.
+        added = [term.coefficient for term in terms if not term.change.replaces]
+        rest = 1.0 if len(added) == len(terms) else sum(added)
+        return Span(start, stop, terms, (own_weight(rest, slot.base),) if rest else (), is_new=True)
+
+
+def _settled(rows: _Rows, composition: Composition) -> tuple[Slot, int | None]:
+    """The slot with its rows, and their number; None if it stays the base's."""
+    slot = rows.slot
+    _check_named(rows)
+    if not slot.terms:
+        return slot, None
+    if not all(rows.changes[name].by_rows for name in rows.entering):
+        if rows.have_one_rule:
+            return slot, max(rows.sizes[term.expert] for term in slot.terms)
+        _check_sum(rows, composition)
+    _check_texts(rows)
+    total = max(rows.sizes[name] for name in rows.entering)
+    spans = rows.spans(total)
+    if spans and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
+        weighting = "magnitude weights" if slot.method == "linear" else slot.method
+        raise UnsupportedError(
+            f"{slot.name} has rows for tokens that the base or an expert lacks, so it cannot be combined by "
+            f"{weighting}",
+            f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.module}], expert: NAME}}",
+            parameter="weights" if slot.method == "linear" else "method",
+        )
+    return replace(slot, spans=spans), total
+
+
+def _check_named(rows: _Rows) -> None:
+    """Raise if it is not known which tokens the rows are for, or if new tokens would get no row."""
+    slot, sizes = rows.slot, rows.sizes
+    unnamed = next((name for name in rows.changes if name not in rows.table.tokens), None)
+    differ = len(set(sizes.values())) > 1 or bool(rows.new_ids)
+    if rows.table.size is None and slot.is_stored and differ and unnamed is not None:
+        listed = ", ".join(f"{size} rows in {name}" for name, size in sizes.items())
+        raise ExpertError(
+            f"the rows of {slot.name} are those of different tokens ({listed}), but {unnamed} has no "
+            "tokenizer.json that says which",
+            f"Pass `base_model`, whose tokens are known by their place. {_SAVE}",
+            parameter="base_model",
+        )
+    if rows.new_ids and not slot.terms:
+        owners = _owners(rows.new)
+        raise CompositionError(
+            f"the rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
+            f"{owners} ({_tokens(rows.new)})",
+            "Average it (`outside=average`), or give it to that expert in its own rule: "
+            f"{{modules: [{slot.module}], expert: {owners}}}",
+        )
+
+
+def _check_sum(rows: _Rows, composition: Composition) -> None:
+    """Raise unless the rows can be computed one by one: as a sum with coefficients that no tensor decides."""
+    slot, changes = rows.slot, rows.changes
+    opaque = next((name for name, change in changes.items() if change.replaces and not change.by_rows), None)
+    fixed = slot.rule is not None and not slot.rule.weights and composition.row_threshold is None
+    if fixed and slot.method == "linear" and opaque is None:
+        return
+    owner = max(sorted(rows.entering), key=lambda name: (len(rows.new[name]), rows.sizes[name]))
+    excess = f"new tokens ({_tokens(rows.new)})" if rows.new_ids else f"{rows.sizes[owner]} rows"
+    odd = opaque or owner
+    raise UnsupportedError(
+        f"{owner} has {excess} and {changes[owner].method} on {slot.name}, whose rows the rule "
+        f"`{slot.rule}` does not combine with fixed weights"
+        if odd == owner
+        else f"{owner} has {excess}, but {odd} has {changes[odd].method} on {slot.name}, whose rows cannot "
+        "be computed one by one",
+        f"Give it to {owner} in its own rule: {{modules: [{slot.module}], expert: {owner}}}",
+    )
+
+
+def _check_texts(rows: _Rows) -> None:
+    """Raise if two experts hold a row of one id, and one of them has no tokenizer that says for which token."""
+    unknown = next((name for name, tokens in rows.new.items() if None in tokens.values()), None)
+    if unknown is None:
+        return
+    others = [tokens for name, tokens in rows.new.items() if name != unknown]
+    if shared := {i for i in rows.new[unknown] if any(i in tokens for tokens in others)}:
+        raise ExpertError(
+            f"{' and '.join(rows.new)} hold rows for new tokens ({_ids(shared)}) in {rows.slot.name}, but {unknown} "
+            "has no tokenizer.json that says which tokens they are",
+            _SAVE,
+        )
+
+
+def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:
+    return " and ".join(name for name, tokens in new.items() if tokens)
+
+
+def _tokens(new: Mapping[str, Mapping[int, str | None]]) -> str:
+    texts = {i: token for tokens in new.values() for i, token in tokens.items()}
+    return and_more([f"{i}" if texts[i] is None else f"{i} {texts[i]!r}" for i in sorted(texts)])
+
+
+def _ids(numbers: set[int]) -> str:
+    return and_more([str(number) for number in sorted(numbers)])
+
+
+def _notes(
+    table: _TokenTable, new: Mapping[int, tuple[str, str | None]], sizes: Mapping[str, int], *, is_model: bool
+) -> tuple[str, ...]:
+    size = max(sizes.values(), default=0)
+    grows = table.size is not None and size > table.size
+    if not grows and not (is_model and new):
+        return ()
+    owners = dict.fromkeys(owner for owner, _ in new.values())
+    additions = [
+        f"{and_more([repr(token) if token else str(i) for i, (o, token) in new.items() if o == owner])} of {owner}"
+        for owner in owners
+    ]
+    listed = f" ({'; '.join(additions)})" if additions else ""
+    if is_model and not grows:
+        return (f"the vocabulary has new tokens{listed}",)
+    growth = f"the vocabulary grows from {table.size} to {size} rows{listed}"
+    if is_model:
+        return (growth,)
+    return (f"{growth}: call model.resize_token_embeddings({size}) before PEFT loads the adapter",)
+
+
+def with_lent_rows(
+    slots: Mapping[str, Slot],
+    stored: Mapping[str, StoredTensor],
+    tied: TiedHead | None,
+    problems: Problems,
+) -> dict[str, Slot]:
+    """The slots of a merge, with copies in the rows of embeddings and heads that have LoRA and that the base lacks.
+
+    Args:
+        slots: the stored tensors with their terms, and with the rows that the plan gives them.
+        stored: the base's tensors.
+        tied: the embedding and its head, if they are tied in the base but not in the result: if one of them has LoRA,
+            the other has the copy's rows without ΔW.
+        problems: collects experts that hold no copy, and methods that are not weighted sums.
+    """
+    extended = dict(slots)
+    for name, slot in slots.items():
+        if not slot.has_tokens:
+            continue
+        size = stored[name].tensor.shape[0]
+        if any(_factor_rows(term) > size for part in (slot, *slot.spans) for term in part.low_rank):
+            extended[name] = _with_copies(slot, size, problems)
+        elif any(_factor_rows(term) > size for term in slot.opaque):
+            extended[name] = _on_copy(slot, size, problems)
+    if tied is not None:
+        for untied, other in ((tied.head, tied.embedding), (tied.embedding, tied.head)):
+            extended[untied] = _without_factors(extended[untied], extended[other])
+    return extended
+
+
+def _factor_rows(term: Term[Change]) -> int:
+    """The rows of the stored weight that the factors are for; 0 if the change has none."""
+    lora = term.change.lora
+    return 0 if lora is None else lora.in_features if term.change.transposed else lora.out_features
+
+
+def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
+    """An embedding or head that PEFT computes from the whole of its owner's copy (DoRA)."""
+    term = max(slot.opaque, key=_factor_rows)
+    total, copy = _factor_rows(term), term.change.copy
+    if slot.owner is None:
+        problems.add(
+            f"{slot.name} is {term.change.method} of a resized vocabulary in {term.expert}, which is computed from its "
+            f"own {total} rows, so it cannot be blended",
+            f"Give it to {term.expert} in its own rule: {{modules: [{slot.module}], expert: {term.expert}}}",
+            kind=UnsupportedError,
+        )
+        return slot
+    if copy is None or copy.shape[0] < total:
+        _report_no_copy(term, slot.module, size, problems)
+        return slot
+    lent = Term(term.expert, term.side, 0.0, Whole(term.change.path, {"weight": copy}))
+    return slot.with_spans([Span(0, total, slot.terms, (lent,), is_new=True)])
+
+
+def _report_no_copy(term: Term[Change], module: str, size: int, problems: Problems) -> None:
+    problems.add(
+        f"{term.expert} has {term.change.method} on {_factor_rows(term)} rows of {module}, but the base has {size}, "
+        "and the adapter holds no copy of the others",
+        "Save the adapter again with `save_embedding_layers=True`, or pass the resized base on which it "
+        "was trained as `base_model`",
+        parameter="base_model",
+        kind=BaseModelError,
+    )
+
+
+def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
+    """An embedding or head with LoRA; the base has only the first `size` of its rows."""
+    if not slot.is_linear or slot.opaque:
+        problems.add(
+            f"{slot.name} has LoRA of a resized vocabulary, whose rows can only be added up, but its method is "
+            f"{slot.method}",
+            "Compose the experts into an adapter with `compose` first, and merge that",
+            parameter="method",
+            kind=UnsupportedError,
+        )
+        return slot
+    spans = slot.spans
+    if not spans:
+        total = max(_factor_rows(term) for term in slot.low_rank)
+        spans = replace(slot.ordinary, stop=size), replace(slot.ordinary, start=size, stop=total, is_new=True)
+    complete = []
+    for span in spans:
+        if span.stop <= size or span.rest == 0:
+            complete.append(span)
+            continue
+        if span.start < size:
+            problems.add(
+                f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
+                "Pass `base_model` when you compose them",
+                parameter="base_model",
+                kind=BaseModelError,
+            )
+            return slot
+        lent = []
+        for term in shared_out(span.low_rank):
+            copy = term.change.copy
+            if copy is None or copy.shape[0] < span.stop:
+                _report_no_copy(term, term.lora.name, size, problems)
+                return slot
+            whole = Whole(term.change.path, {"weight": copy})
+            lent.append(Term(term.expert, term.side, span.rest * term.coefficient, whole))
+        complete.append(replace(span, base=tuple(lent)))
+    return slot.with_spans(complete)
+
+
+def _without_factors(slot: Slot, other: Slot) -> Slot:
+    """An embedding or head without LoRA, with the new rows of `other`, to which it is tied in the base."""
+    added = [span for span in other.spans if span.stop > slot.shape[0]]
+    if slot.spans or not added or not all(_is_lent(span) and len(span.base) == len(span.terms) for span in added):
+        return slot
+    spans = [replace(slot.ordinary, stop=slot.shape[0])]
+    for span in added:
+        terms = span.base if span.rest else shared_out(span.base)  # PEFT computes DoRA from the copy
+        spans.append(Span(max(span.start, slot.shape[0]), span.stop, terms, is_new=True))
+    return slot.with_spans(spans)
+
+
+def _is_lent(span: Span) -> bool:
+    """Whether experts lend copies of rows that the base lacks."""
+    return any(term.expert != BASE for term in span.base)

@@ -1,0 +1,647 @@
+"""What each target can hold: one table of limits, which refuses compositions and is shown on docs/engines.md.
+
+A target is what a composition can become: a file, full weights, a running model, an engine. Limits read plans and
+headers, but no tensors; what only a target's own room knows it passes as `Facts`. Limits that need tensors, the layers
+of a running model or a trial in PEFT stay in their rooms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Flag
+from functools import cache, cached_property, partial
+from typing import Any
+
+from adapterswap.core.experts.adapter import Adapter, OpaqueModule, and_more
+from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, is_bias, is_fused
+from adapterswap.core.planning.composition import fits_peft
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.slots import Slot
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, Problems, UnsupportedError
+from adapterswap.kit.files.tensorfile import FLOATS
+
+Target = Flag("Target", "ADAPTER PORTABLE WEIGHTS LIVE VLLM LLAMA GGUF DIFF ANALYZE PLAN")
+"""What a composition can become. Limits of `PLAN` hold for all of them, and are checked when a plan is made."""
+
+_MERGE = "Merge the composition into full weights with `merge`"
+WORDS = {
+    Target.ADAPTER: ("an adapter", _MERGE),
+    Target.PORTABLE: ("a portable adapter", _MERGE),
+    Target.WEIGHTS: ("full weights", ""),
+    Target.LIVE: (
+        "the live composer",
+        "Write the composition with `compose` and load the result, or write full weights with `merge`",
+    ),
+    Target.VLLM: ("vLLM", "Merge it into full weights with `merge`, and serve those"),
+    Target.LLAMA: ("llama.cpp", "Write it with `adapterswap export` and serve that file, or merge it first"),
+    Target.GGUF: (
+        "a LoRA in GGUF",
+        "Merge the composition with `adapterswap merge` and convert the result with llama.cpp's convert_hf_to_gguf.py",
+    ),
+    Target.DIFF: ("`diff`", "Merge it into its base with `merge`"),
+    Target.ANALYZE: ("`analyze`", "Merge it into its base with `merge`"),
+}
+"""What messages and docs/engines.md call a target, and what to do instead."""
+
+_FILES = Target.ADAPTER | Target.PORTABLE
+_SERVERS = Target.VLLM | Target.LLAMA
+_LOW_RANK = ~(Target.WEIGHTS | Target.PLAN)
+_EVERY = Target.PLAN | Target.WEIGHTS | Target.GGUF  # for which every slot is reported, not only the first
+
+
+@dataclass
+class Facts:
+    """What decides besides a slot or an expert.
+
+    Attributes:
+        target: what the composition is to become.
+        plan: the plan; None while experts are opened one by one.
+        parameter: the parameter at fault, where a limit has none of its own.
+        max_rank, max_error: the bounds on the written rank.
+        base_at_hand: whether the base's weights are available.
+        expert: what messages call the expert that is looked at.
+        name, rank, most: what a server's client called the composition, its rank, and the largest that is served.
+        exports, tied: whether llama.cpp has a place for a module, and whether it ties the head to the embedding.
+        reported: the limits that were found.
+    """
+
+    target: Target
+    plan: Plan | None = None
+    parameter: str | None = None
+    max_rank: int | None = None
+    max_error: float | None = None
+    base_at_hand: bool = False
+    expert: str = ""
+    name: str = ""
+    rank: int = 0
+    most: int | None = None
+    exports: Callable[[Slot], bool] = lambda slot: True
+    tied: bool = False
+    reported: set[Limit] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.holder, self.otherwise = WORDS.get(self.target, ("", ""))
+
+    def enters(self, module: str) -> bool:
+        """Whether the expert takes part in a module of a file. A running model or a server holds all of its modules."""
+        slots = {} if self.plan is None or self.target is not Target.GGUF else self.plan.slots
+        return module not in slots or any(term.expert == self.expert for term in slots[module].terms)
+
+    @cached_property
+    def opaque(self) -> list[tuple[str, OpaqueModule]]:
+        """The opaque changes that enter, with their experts."""
+        return [(term.expert, term.change.part) for slot in self.plan or () for term in slot.opaque]
+
+    @cached_property
+    def kinds(self) -> Mapping[str, str]:
+        """The kind of each expert that is not LoRA."""
+        adapters = {} if self.plan is None else self.plan.adapters
+        return {name: next(iter(a.opaque.values())).method for name, a in adapters.items() if a.opaque}
+
+    @cached_property
+    def tokens(self) -> list[Slot]:
+        """The modules with trained tokens."""
+        return [slot for slot in self.plan or () if slot.of_tokens]
+
+    @cached_property
+    def changed(self) -> list[Slot]:
+        """The changed modules that are not held in full."""
+        return [] if self.plan is None else [slot for slot in self.plan.modules.values() if slot.terms]
+
+
+Found = Iterator[tuple[str, ...]]
+"""The message and the remedy for each culprit, and the parameter at fault if it is not the caller's."""
+
+
+@dataclass(eq=False)
+class Limit:
+    """Something that some targets cannot hold: decorates a function that finds culprits, and puts it into the table.
+
+    Attributes:
+        of: what is looked at: an expert, a slot or a whole plan.
+        what: what it is, a row of docs/engines.md; several limits may share one.
+        targets: the targets.
+        cells: what the page says, if not "no".
+        kind: the class of the error.
+    """
+
+    of: str
+    what: str
+    targets: Target
+    cells: Mapping[Target, str] = field(default_factory=dict)
+    kind: type[AdapterswapError] = UnsupportedError
+
+    def __call__(self, find: Callable[[Any, Facts], Found]) -> Limit:
+        self.find = find
+        LIMITS.append(self)
+        return self
+
+
+LIMITS: list[Limit] = []
+
+
+@cache
+def _limits(of: str, target: Target) -> list[Limit]:
+    return [limit for limit in LIMITS if limit.of == of and target in limit.targets]
+
+
+def check(plan: Plan, target: Target, **facts: Any) -> None:
+    """Raise if a plan has something that the target cannot hold; `facts` are fields of `Facts`."""
+    problems = Problems()
+    report(plan, target, problems, **facts)
+    problems.raise_if_any()
+
+
+def report(plan: Plan, target: Target, problems: Problems, **facts: Any) -> None:
+    """Add what the target cannot hold. Faults of experts and slots hide those of the whole plan."""
+    f = Facts(target, plan, **facts)
+    for f.expert, adapter in plan.adapters.items():
+        _look("expert", adapter, f, problems)
+    for slot in plan:
+        _look("slot", slot, f, problems)
+    if not f.reported:
+        _look("plan", plan, f, problems)
+
+
+def check_expert(adapter: Adapter, name: str, target: Target, parameter: str | None = None) -> None:
+    """Raise if the target cannot hold an expert, which messages call `name`."""
+    problems = Problems()
+    _look("expert", adapter, Facts(target, parameter=parameter, expert=name), problems)
+    problems.raise_if_any()
+
+
+def _look(of: str, subject: Adapter | Slot | Plan, f: Facts, problems: Problems) -> None:
+    """Add the first culprit that each limit finds in an expert or a plan, or only the first limit's in a slot."""
+    for limit in _limits(of, f.target):
+        for message, remedy, *own in limit.find(subject, f):
+            if of != "slot" or limit not in f.reported or f.target & _EVERY:
+                message = f"{f.name}: {message}" if f.name else message
+                problems.add(message, remedy, parameter=own[0] if own else f.parameter, kind=limit.kind)
+            f.reported.add(limit)
+            if of == "slot":
+                return
+            break
+
+
+_of_expert, _of_slot, _of_plan = (partial(Limit, of) for of in ("expert", "slot", "plan"))
+
+_OPAQUE = "DoRA, OFT, (IA)³ and other changes that are not s·B·A"
+_AVERAGED = "averages of DoRA, OFT, (IA)³ …, and methods on them"
+_TOKENS = "trained tokens (`trainable_token_indices`)"
+_SAVED = "modules trained in full (`modules_to_save`)"
+_TIED = "embeddings tied to the head (`ensure_weight_tying`, or by the base)"
+_NONLINEAR = "methods that are not a weighted sum"
+_NEW_ROWS = "tokens that the base or an expert lacks"
+_THRESHOLD = "`row_threshold`"
+
+
+@_of_expert(_OPAQUE, _SERVERS | Target.GGUF | Target.DIFF | Target.ANALYZE)
+def _not_lora(adapter: Adapter, f: Facts) -> Found:
+    for part in (part for part in adapter.opaque.values() if f.enters(part.name)):
+        converted = "" if part.is_linear else "Convert it to rsLoRA with `convert`. Or: "
+        yield (
+            f"{f.expert} is {part.method} ({part.name}), but {f.holder} needs changes of the form s·B·A",
+            f"{converted}{f.otherwise}",
+        )
+
+
+@_of_expert(_OPAQUE, Target.LIVE, {Target.LIVE: "only DoRA and `lora_bias`"})
+def no_variant_of_lora(adapter: Adapter, f: Facts) -> Found:
+    if adapter.config.peft_type not in (LORA, TRAINABLE_TOKENS):
+        yield (
+            f"{f.expert} is {adapter.config.title}, and the live composer switches only LoRA and its variants",
+            f"Convert it to rsLoRA with `convert`. Or: {f.otherwise}",
+        )
+
+
+@_of_expert(_TOKENS, _SERVERS | Target.LIVE | Target.GGUF)
+def _with_tokens(adapter: Adapter, f: Facts) -> Found:
+    if any(map(f.enters, adapter.tokens)) or (adapter.config.trained_tokens and not adapter.tokens):
+        yield f"{f.expert} has trained tokens (trainable_token_indices), which {f.holder} cannot use", f.otherwise
+
+
+@_of_expert(_TOKENS, Target.WEIGHTS, {Target.WEIGHTS: "not beside full checkpoints"})
+def _tokens_beside_a_checkpoint(adapter: Adapter, f: Facts) -> Found:
+    for module in adapter.tokens if f.plan is not None and f.plan.checkpoints else ():
+        yield (
+            f"{f.expert} trained single tokens of {module} (trainable_token_indices), but another expert is a full "
+            "checkpoint",
+            f"Merge {f.expert} into its base first with `merge`, and compose the two checkpoints",
+        )
+
+
+@_of_expert(_SAVED, _SERVERS | Target.GGUF)
+def _with_saved(adapter: Adapter, f: Facts) -> Found:
+    if saved := [module for module in adapter.saved if module not in adapter.tokens and f.enters(module)]:
+        yield (
+            f"{f.expert} holds {', '.join(saved)} trained in full (modules_to_save), which {f.holder} cannot use",
+            "Convert them to LoRA with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
+        )
+
+
+@_of_expert(_TIED, _SERVERS | Target.LIVE, {Target.LIVE: "as LoRA"})
+def _tied_experts(adapter: Adapter, f: Facts) -> Found:
+    lora = [module.name for module in adapter.modules.values() if module.embedding]
+    for module in (adapter.saved if f.target is Target.LIVE else lora) if adapter.config.tied else ():
+        yield (
+            f"{f.expert} trained {module} together with what is tied to it (ensure_weight_tying), which {f.holder} "
+            "does not support",
+            f"Train it without ensure_weight_tying. Or: {f.otherwise}",
+        )
+
+
+@_of_expert("LoRA on the experts of a mixture (`target_parameters`)", _SERVERS)
+def _of_a_mixture(adapter: Adapter, f: Facts) -> Found:
+    if fused := [module.name for module in adapter.modules.values() if module.parameter]:
+        yield (
+            f"{f.expert} has LoRA on the experts of a mixture ({and_more(fused, 3)}, target_parameters), which "
+            f"{f.holder} cannot serve by name",
+            "Merge the composition into full weights with `merge`, or, for llama.cpp, write it with `export`",
+        )
+
+
+@_of_expert("trained biases, and whole weights outside `modules_to_save`", Target.LIVE)
+def over_the_base(adapter: Adapter, f: Facts) -> Found:
+    ends = tuple(adapter.config.modules_to_save)
+    over = [module for module in adapter.saved if not is_bias(module) and not (ends and module.endswith(ends))]
+    over += [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
+    named = "".join(f", such as {module}" for module in [*adapter.saved][:1])
+    what = f"trained biases of the base (bias: {adapter.config.bias}{named})" if adapter.config.bias != "none" else ""
+    if what or over:
+        yield (
+            f"{f.expert} carries {what or f'whole weights ({over[0]})'}, with which PEFT would overwrite the base's "
+            "own for every expert",
+            f.otherwise,
+        )
+
+
+# Slots: of several limits, the first is reported
+
+
+@_of_slot(_NEW_ROWS, _FILES | Target.GGUF | Target.LIVE, dict.fromkeys(_FILES | Target.GGUF, "only LoRA of one expert"))
+def _different_rows(slot: Slot, f: Facts) -> Found:
+    expert = slot.factors_by_rows or (f.target is Target.LIVE and "NAME") if slot.spans else None
+    if expert:
+        yield (
+            f"{slot.name} has other rows than the base, with different weights, but {f.holder} has one ΔW for all rows",
+            f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {expert}}}. Or: {f.otherwise}",
+        )
+
+
+@_of_slot(_AVERAGED, _FILES | Target.LIVE)
+def averaged(slot: Slot, f: Facts) -> Found:
+    for term in slot.opaque:
+        if slot.owner is None and not term.change.part.is_linear:
+            yield (
+                f"{slot.name} is a blend, but {term.expert} is {term.change.method} there, which cannot be averaged "
+                "without the base's weight",
+                f"Give it to one expert, or convert {term.expert} to rsLoRA first with `convert`. Or: {f.otherwise}",
+            )
+        elif slot.method != "linear":
+            yield (
+                f"{slot.method} works on s·B·A, but {term.expert} is {term.change.method} at {slot.name}",
+                f"Use a linear method such as `soup` or `task_arithmetic`. Or: {f.otherwise}",
+                "method",
+            )
+
+
+@_of_slot("blends of LoRA on a module with the module in full", _FILES | Target.LIVE)
+def _beside_a_copy(slot: Slot, f: Facts) -> Found:
+    others = [*(term.expert for term in slot.low_rank), *(term.expert for term in slot.opaque)]
+    for term in slot.whole if others else ():
+        yield (
+            f"{slot.name} is a blend of {term.expert}, which holds it in full (modules_to_save), and "
+            f"{others[0]}, which has LoRA on it",
+            f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {term.expert}}}. "
+            f"Or: {f.otherwise}",
+        )
+
+
+@_of_slot("modules other than [these](gguf.md#which-bases)", Target.GGUF)
+def _not_exported(slot: Slot, f: Facts) -> Found:
+    if slot.terms and not slot.in_full and not f.exports(slot):
+        yield f"{slot.name} cannot be exported for this architecture", f.otherwise
+
+
+@_of_slot(_TIED, Target.GGUF)
+def _tied_to_another(slot: Slot, f: Facts) -> Found:
+    if slot.terms and slot.layer is None and f.tied:
+        yield (
+            f"{slot.name} is tied to another module in the base. llama.cpp keeps both as one weight, but PEFT changes "
+            "only one of them",
+            f.otherwise,
+        )
+
+
+@_of_slot("modules in full or tokens, by magnitude weights or methods on ΔW", Target.PLAN)
+def in_full_by_a_method(slot: Slot, f: Facts) -> Found:
+    if slot.in_full and slot.rule is not None and slot.rule.combines_sides:
+        how = (
+            "has trained tokens (trainable_token_indices)" if slot.of_tokens else "is trained in full (modules_to_save)"
+        )
+        yield (
+            f"{slot.name} {how}, so it cannot be blended by magnitude or by a method on ΔW",
+            f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
+        )
+
+
+@_of_slot(
+    "modules in full, averaged with an unchanged one", Target.PLAN, {Target.PLAN: "with `base_model`"}, BaseModelError
+)
+def _needs_the_base(slot: Slot, f: Facts) -> Found:
+    if slot.in_full and slot.rule is not None and slot.terms and not f.base_at_hand and slot.needs_base:
+        yield (
+            f"Averaging {slot.name} with {' and '.join(slot.absent) or 'the base'} needs the base's own weights of "
+            "this module",
+            "Pass the base's folder as `base_model`",
+            "base_model",
+        )
+
+
+@_of_slot("methods on LoRA's factors, magnitude weights and `row_threshold`, with other changes than LoRA", Target.PLAN)
+def _without_factors(slot: Slot, f: Facts) -> Found:
+    rule, threshold = slot.rule, f.plan is not None and f.plan.composition.row_threshold is not None
+    if rule is None or not (rule.needs_factors or rule.weights or threshold):
+        return
+    for name in (name for name in (slot.requested if f.kinds else ()) if name in f.kinds):
+        if threshold:
+            message = f"row_threshold compares rows of s·B·A, but {name} is {f.kinds[name]}"
+            yield message, "Remove `row_threshold`", "row_threshold"
+        if rule.needs_factors:
+            message = f"{rule.method} works on LoRA's factors, but {name} is {f.kinds[name]}"
+            yield message, f"Use another method, such as ties, or convert {name} to LoRA with `convert`", "method"
+        yield f"{name} is {f.kinds[name]}, whose magnitude depends on the base's weights", "Use explicit weights"
+    for term in slot.whole if rule.needs_factors else ():
+        yield (
+            f"{rule.method} works on LoRA's factors, but {term.expert} holds whole weights",
+            "Extract an adapter from the full checkpoint with `adapterswap extract`, or use another method",
+            "method",
+        )
+
+
+@_of_slot("methods that need one matrix, on experts of a mixture in one tensor", Target.WEIGHTS)
+def _of_many_matrices(slot: Slot, f: Facts) -> Found:
+    if slot.matrices > 1 and not slot.is_linear:
+        yield (
+            f"{slot.name} holds the matrices of {slot.matrices} experts, but {slot.method} needs a single matrix",
+            "Use a weighted sum: layer_swap, soup or task_arithmetic",
+            "method",
+        )
+
+
+@_of_slot("blends of integers, and of numbers without arithmetic", Target.WEIGHTS)
+def _not_numbers(slot: Slot, f: Facts) -> Found:
+    if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
+        return
+    entering = [term.change.tensor.dtype for term in slot.all_whole]
+    for dtype in [*entering, slot.dtype, *([slot.base.tensor.dtype] if slot.base else [])]:
+        if dtype not in FLOATS:
+            yield (
+                f"{slot.name} is {dtype}, but only {', '.join(FLOATS)} can be blended or changed",
+                "Give it to one expert of the same dtype in its own rule, or save the checkpoint in another dtype",
+            )
+
+
+@_of_plan("full checkpoints", _LOW_RANK)
+def full_checkpoint(plan: Plan, f: Facts) -> Found:
+    if plan.is_model:
+        yield (
+            f"{next(iter(plan.checkpoints))} is a full checkpoint, but only compositions of adapters can be written as "
+            "an adapter, loaded or served",
+            "Write full weights with `merge`, or extract an adapter from it first with `extract`",
+        )
+
+
+@_of_plan("compositions that change nothing", _FILES | Target.GGUF, kind=CompositionError)
+def _nothing(plan: Plan, f: Facts) -> Found:
+    if not f.changed and not f.tokens:
+        yield "every module stays as in the base, so there is nothing to write", "Give some layers to an expert"
+
+
+@_of_plan("compositions without the head of a `task_type`", _FILES)
+def _lost_head(plan: Plan, f: Facts) -> Found:
+    for name, slot in plan.saved.items():
+        if not slot.terms and name.rpartition(".")[2] in TASK_HEADS.get(plan.task_type or "", ()):
+            yield (
+                f"The rule `{slot.rule}` gives {name} to the base, but PEFT cannot load an adapter for "
+                f"{plan.task_type} without it",
+                f"Give it to an expert in its own rule: {{modules: [{name}], expert: NAME}}",
+            )
+
+
+@_of_plan("tokens beside other kinds than LoRA or, without LoRA, of two modules or with modules in full", _FILES)
+def _unloadable_tokens(plan: Plan, f: Facts) -> Found:
+    beside = [f"{expert} is {part.method}" for expert, part in f.opaque if part.lora is None]
+    if not f.changed:
+        others = [slot for slot in plan.saved.values() if slot.terms]
+        beside += [f"{slot.name} in full" for slot in others if not slot.of_tokens]
+        beside += [f"other ones of {slot.name}" for slot in f.tokens if slot.tokens != f.tokens[0].tokens]
+    if f.tokens and beside:
+        yield (
+            f"the result has trained tokens of {f.tokens[0].name} and {beside[0]}, but PEFT loads the two together "
+            "only beside LoRA",
+            f"Give {f.tokens[0].name} to the base, or some modules with LoRA to an expert. Or: {f.otherwise}",
+        )
+
+
+@_of_plan("experts of several kinds, or with different settings", _FILES)
+def _mixed(plan: Plan, f: Facts) -> Found:
+    expert, first = f.opaque[0] if f.opaque else ("", None)
+    if first is None:
+        return
+    remedy = f"Give all modules to experts of one kind. Or: {f.otherwise}"
+    lora = [(slot.name, term) for slot in f.changed for term in slot.low_rank]
+    if lora and (first.lora is None or first.settings.get("use_dora")):
+        norms = ". Writing LoRA as DoRA would need the norms of the base's weights" * (first.lora is not None)
+        name, term = lora[0]
+        what = f"{expert} is {first.method} and {term.expert} is LoRA ({name})"
+        yield f"{what}, but an adapter holds only one kind{norms}", remedy
+    for name, term in lora if first.settings.get("lora_bias") else ():
+        if term.lora.embedding or term.lora.parameter:
+            yield (
+                f"{expert} has biases (lora_bias) and {term.expert} has LoRA on {name}, an embedding or a parameter, "
+                "for which PEFT supports no such biases",
+                f"Give {name} to an expert without LoRA on it. Or: {f.otherwise}",
+            )
+    for other, part in f.opaque:
+        if part.method != first.method:
+            what = f"{expert} is {first.method} and {other} is {part.method}"
+            yield f"{what}, but an adapter holds only one kind", remedy
+        elif part.settings != first.settings and (listed := _differing(first, part)):
+            what = f"{expert} and {other} are {part.method}"
+            yield f"{what} with settings that one adapter cannot hold: {listed}", remedy
+
+
+def _differing(first: OpaqueModule, second: OpaqueModule) -> str:
+    """The settings in which two modules differ, as PEFT reads them: absent keys have PEFT's defaults."""
+    from peft import PeftConfig
+
+    ours, theirs = (
+        PeftConfig.from_peft_type(peft_type=part.peft_type, **part.settings).to_dict() for part in (first, second)
+    )
+    keys = sorted({*first.settings, *second.settings} & ours.keys())
+    return "; ".join(f"{key} is {ours[key]!r} and {theirs[key]!r}" for key in keys if ours[key] != theirs[key])
+
+
+@_of_plan(_OPAQUE, Target.PORTABLE)
+def not_plain(plan: Plan, f: Facts) -> Found:
+    what = [f"{expert} is {part.method} at {part.name}" for expert, part in f.opaque]
+    what += ["the result has only trained tokens"] * (bool(f.tokens) and not f.changed)
+    for found in what:
+        yield f"the portable layout is plain LoRA, but {found}", "Pass `layout=exact`", "layout"
+
+
+@_of_plan("DoRA above `max_rank`", _FILES)
+def _too_high(plan: Plan, f: Facts) -> Found:
+    for expert, part in f.opaque:
+        if part.lora is not None and not part.is_linear and (f.max_rank or part.lora.rank) < part.lora.rank:
+            yield (
+                f"{part.name} has rank {part.lora.rank}, but {expert} is {part.method}, which cannot be truncated",
+                f"Pass `max_rank={part.lora.rank}` or more, or leave it out",
+                "max_rank",
+            )
+
+
+@_of_plan("VeRA without the widest module that shares its projections", _FILES)
+def _lost_width(plan: Plan, f: Facts) -> Found:
+    sharing = {expert: part for expert, part in f.opaque if part.peft_type in KINDS and KINDS[part.peft_type].shared}
+    result = {_leaf(slot) for slot in plan if slot.opaque} if sharing else set()
+    for expert, part in sharing.items():
+        for lost in sorted({_leaf(module) for module in plan.adapters[expert].opaque.values()} - result):
+            yield (
+                f"the result has no module like {lost} of {expert}, but the widest module decides the width of the "
+                f"projections that {part.method} shares",
+                f"Keep one such module. Or: {f.otherwise}",
+            )
+
+
+def _leaf(module: Slot | OpaqueModule) -> str:
+    """A module's name without its layer's number; modules that share it have the same shape in nearly all models."""
+    return module.name if module.layer is None else module.name.replace(f".{module.layer}.", ".", 1)
+
+
+@_of_plan("(IA)³ on inputs and outputs of modules whose names end alike", _FILES)
+def _indistinct(plan: Plan, f: Facts) -> Found:
+    opaque = [slot for slot in plan if slot.opaque] if f.opaque and f.opaque[0][1].peft_type == "IA3" else []
+    inputs = {slot.name: any(not term.change.part.on_bias for term in slot.opaque) for slot in opaque}
+    ends = tuple(name for name, scales in inputs.items() if scales)
+    for name, scales in inputs.items():
+        if ends and not scales and name.endswith(ends):
+            yield (
+                f"(IA)³ scales the outputs of {name} but the inputs of a module whose name ends in the same way, and "
+                "PEFT cannot distinguish them",
+                f.otherwise,
+            )
+
+
+# Names that PEFT takes for parts of fused experts, wherever they are in the model.
+_FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+_PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
+
+
+@_of_plan("LoRA on single experts of a mixture (transformers 4) that PEFT cannot fuse", _FILES)
+def _unfused(plan: Plan, f: Facts) -> Found:
+    if not any(is_fused(slot.name) for slot in f.changed):
+        return
+    reasons, names_within = [], dict[str, set[str]]()  # list of experts → names within it
+    fused = [name for name in plan.modules if is_fused(name)]
+    for slot in f.changed:
+        if slot.low_rank and slot.low_rank[0].lora.parameter:
+            reasons.append(f"{fused[0]} has LoRA on one expert, but {slot.name} on all experts as one parameter")
+        elif slot.opaque and is_fused(slot.name):
+            reasons.append(f"{slot.name} is not plain LoRA")
+        elif slot.name.rpartition(".")[2] in _FUSED and not is_fused(slot.name):
+            reasons.append(f"{slot.name} and experts ({fused[0]}) both have LoRA, and PEFT would take it for one")
+    for name in fused:
+        start, _, within = name.rpartition(".experts.")
+        names_within.setdefault(start, set()).add(within)
+    required = set().union(*names_within.values())
+    for pairs in (_PAIRS, [(second, first) for first, second in _PAIRS]):
+        required |= {f"{name.removesuffix(a)}{b}" for name in required for a, b in pairs if name.endswith(a)}
+    for start, names in names_within.items():
+        reasons += [f"No expert has LoRA on {start}.experts.{missing}" for missing in sorted(required - names)]
+    for reason in reasons:
+        yield f"{reason}: PEFT on transformers 5 fuses plain LoRA on all experts of a layer, or none", f.otherwise
+
+
+@_of_plan("methods on whole weights", _LOW_RANK)
+def _on_weights(plan: Plan, f: Facts) -> Found:
+    for slot in (slot for slot in f.changed if slot.rule is not None and slot.rule.acts_on_weights):
+        yield (
+            f"{slot.method} combines whole weights, including the base's, but {f.holder} holds only ΔW",
+            "Write full weights with `adapterswap merge`, or use a method on ΔW (`adapterswap methods` lists them)",
+            f.parameter or "method",
+        )
+
+
+@_of_plan(_NONLINEAR, _FILES | Target.GGUF, dict.fromkeys(_FILES | Target.GGUF, "with `max_rank`"))
+def _of_full_rank(plan: Plan, f: Facts) -> Found:
+    for slot in (slot for slot in f.changed if not slot.has_low_rank and (f.max_rank, f.max_error) == (None, None)):
+        message = f"{slot.method} gives {slot.name} a ΔW of full rank, and {f.holder} has a low one"
+        yield message, "Pass `max_rank` or `max_error`", "max_rank"
+
+
+@_of_plan(_NONLINEAR, _SERVERS | Target.LIVE)
+def _not_a_sum(plan: Plan, f: Facts) -> Found:
+    for slot in f.changed:
+        if not slot.is_linear:
+            yield (
+                f"{slot.method} is not a weighted sum of the experts' ΔW, so {f.holder} cannot compute it as it runs",
+                "Write it first with `adapterswap compose` and a `max_rank`, and load or serve the result",
+            )
+
+
+@_of_plan(_THRESHOLD, Target.LIVE | Target.LLAMA)
+def _threshold(plan: Plan, f: Facts) -> Found:
+    if plan.composition.row_threshold is not None:
+        yield f"row_threshold sets rows of ΔW to zero, but {f.holder} can only scale whole modules", f.otherwise
+
+
+@_of_plan(_THRESHOLD, Target.WEIGHTS, {Target.WEIGHTS: "not beside full checkpoints"}, CompositionError)
+def _threshold_of_a_checkpoint(plan: Plan, f: Facts) -> Found:
+    if plan.composition.row_threshold and plan.checkpoints:
+        message = "row_threshold applies to rows of adapters' ΔW, but an expert is a full checkpoint"
+        yield message, "Remove it", "row_threshold"
+
+
+@_of_plan("a module that one expert holds in full and another adapts", Target.LIVE)
+def _clashing(plan: Plan, f: Facts) -> Found:
+    if (odd := clash({name: (adapter.saved, adapter.parts) for name, adapter in plan.adapters.items()})) is not None:
+        yield odd, f.otherwise
+
+
+def clash(experts: Mapping[str, tuple[Collection[str], Collection[str]]]) -> str | None:
+    """Why PEFT cannot hold experts side by side: one holds a module in full that another adapts.
+
+    Args:
+        experts: the modules that each holds in full, and all that it changes.
+    """
+    for expert, (in_full, _) in experts.items():
+        for name in in_full:
+            for second, (in_full_there, changed) in experts.items():
+                candidates = (part for part in changed if part.startswith(f"{name}.") or part == name)
+                adapted = next((part for part in candidates if part != name or name not in in_full_there), None)
+                if adapted is not None:
+                    return (
+                        f"{expert} holds {name} in full and {second} adapts {adapted}, which PEFT cannot hold side "
+                        "by side"
+                    )
+    return None
+
+
+@_of_plan("names with dots, or inside `lora_`", Target.LIVE)
+def _unfit_names(plan: Plan, f: Facts) -> Found:
+    for name in plan.experts:
+        if not fits_peft(name):
+            yield f"PEFT cannot hold an adapter under the name {name!r}", f.otherwise
+
+
+@_of_plan("ranks above the server's `max_lora_rank`", Target.VLLM)
+def _above_the_server(plan: Plan, f: Facts) -> Found:
+    if f.most is not None and f.rank > f.most:
+        yield (
+            f"it has rank {f.rank}, and this server takes up to {f.most}",
+            "Request one without transition zones, or start the server with a higher `max_lora_rank`",
+            "max_lora_rank",
+        )

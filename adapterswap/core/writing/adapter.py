@@ -1,0 +1,184 @@
+"""Write a plan as an adapter folder that PEFT loads: weights, config, record, card, tokenizer.
+
+The folder appears complete or not at all, and the same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from adapterswap.core.changes.copies import check_one_base, check_tied_rows
+from adapterswap.core.experts.config import check_written
+from adapterswap.core.experts.keys import LORA
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.core.model.tokenizers import BASE_FOLDER, United, unite, write_united
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.writing.cards import adapter_card
+from adapterswap.core.writing.layout import lay_out
+from adapterswap.core.writing.loadable import check_form, check_renaming, loadable_form, with_written_names
+from adapterswap.core.writing.outputs import Form, Layout, Names, Reduced
+from adapterswap.core.writing.records import CompositionRecord, adapter_source, base_source, composition_record
+from adapterswap.core.writing.reduction import measurements, reduce
+from adapterswap.core.writing.resolving import Resolved, resolve
+from adapterswap.core.writing.tensors import write_tensors
+from adapterswap.kit.errors import check_type
+from adapterswap.kit.files.folders import CARD, OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.text import expand, write_json
+
+ADAPTER_FILES = (CONFIG, WEIGHTS)
+
+
+COMPOSED = OutputKind(PROVENANCE, lambda record: record.keys() >= {"format", "adapterswap_version"})
+"""The folders that `compose`, `slice`, `convert`, `merge` and `extract` write."""
+
+
+def tokenizer_folders(plan: Plan) -> dict[str, Path]:
+    """The folders that may hold the result's tokenizer, by the experts' names; also the base's for full weights."""
+    folders = {name: expert.source.folder for name, expert in plan.experts.items()}
+    return {**folders, **({} if plan.base is None else {BASE_FOLDER: plan.base.source.folder})}
+
+
+def united_tokenizer(plan: Plan) -> United | None:
+    """The tokenizer of a composition; None if neither the experts nor the base have one."""
+    folders = tokenizer_folders(plan)
+    experts = {name: folder for name, folder in folders.items() if name != BASE_FOLDER}
+    sizes = [slot.shape[0] for slot in plan if slot.has_tokens]
+    return unite(experts, folders.get(BASE_FOLDER), rows=min(sizes, default=None))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An adapter that is ready to be written: the plan with its coefficients, the form and the tensors."""
+
+    resolved: Resolved
+    form: Form
+    layout: Layout
+    reduced: Mapping[str, Reduced]
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+    @property
+    def output(self) -> dict[str, Any]:
+        """The form, for the record."""
+        return asdict(self.form)
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """See `measurements`."""
+        return measurements(self.resolved, self.reduced)
+
+
+def write_adapter(
+    plan: Plan,
+    out_path: str | Path,
+    *,
+    layout: Literal["exact", "portable"] = "exact",
+    max_rank: int | None = None,
+    max_error: float | None = None,
+    names: Names | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the composed adapter to the folder `out_path`.
+
+    The folder holds `adapter_model.safetensors`, `adapter_config.json`, `adapterswap.json` (where everything came
+    from), a model card, and the tokenizer and chat template if an expert's folder has them. Modules with one owner are
+    copied byte for byte. Blends are rank concatenations, computed in float32 and rounded once to the experts' dtype.
+
+    Args:
+        plan: the plan to write.
+        out_path: the folder; it appears complete or not at all.
+        layout: `exact`, or `portable` (one rank, plain LoRA, scale 1, which every engine reads).
+        max_rank: truncate modules of a higher rank; nonlinear methods need this or `max_error`.
+        max_error: truncate blends to the smallest rank with at most this relative error of ΔW (Frobenius norm).
+        names: the modules' names: those in the file of the `task` or `language` expert, or those of `transformers4` or
+            `transformers5`. By default the first expert's names, or transformers 5's if those are of transformers 4.
+        overwrite: replace the folder if adapterswap wrote it.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        ArgumentError: an argument has the wrong type or value.
+        OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+            written.
+        ExpertError: an expert holds NaN or infinity, or changed since it was opened; two experts carry different copies
+            of a weight of their base.
+        CompositionError: every module stays as in the base, so there is nothing to write.
+        UnsupportedError: an expert is a full checkpoint; a nonlinear method has neither `max_rank` nor `max_error`; a
+            result overflows; PEFT could not load the result.
+        BaseModelError: the base is needed to name the modules, but is unknown.
+    """
+    check_type(plan, Plan, "plan", "Pass a plan, as `compose` and `layer_swap` return it")
+    check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
+    form = Form(layout=layout, max_rank=max_rank, max_error=max_error, names=names)
+    plan.check_adapter()
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before anything is computed
+    return write_prepared(prepare(plan, form), out_path, overwrite=overwrite)
+
+
+def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> Prepared:
+    """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing.
+
+    Args:
+        plan: the plan to write.
+        form: its layout, bounds on the rank, and names.
+        progress: called with the name of each module after it was truncated.
+
+    Raises:
+        AdapterswapError: see `write_adapter`.
+    """
+    check_form(plan, form)
+    check_one_base(plan.adapters)
+    check_tied_rows(plan.adapters)
+    form = loadable_form(plan, form)
+    resolved = resolve(with_written_names(plan, form.names))
+    reduced = reduce(resolved, form, progress)
+    layout = lay_out(resolved, form, reduced)
+    if layout.config["peft_type"] == LORA:
+        check_written(layout.config)
+    check_renaming(plan, layout)
+    return Prepared(resolved, form, layout, reduced)
+
+
+def write_prepared(
+    written: Prepared,
+    out_path: str | Path,
+    *,
+    overwrite: bool = False,
+    hashes: Mapping[str, str] | None = None,
+    amend: Callable[[CompositionRecord, Path], CompositionRecord] = lambda record, folder: record,
+    tokenizer: bool = True,
+) -> Path:
+    """Write the result of `prepare`; see `write_adapter`.
+
+    Args:
+        written: the prepared adapter.
+        out_path, overwrite: see `write_adapter`.
+        hashes: the SHA-256 of the experts' files by name, if they were computed after the experts were opened. They are
+            trusted: hashing takes most of a swap's time.
+        amend: adds to the record; it is called with the record and the folder of the written files.
+        tokenizer: also write the experts' tokenizer, if they have one.
+    """
+    out_path, plan = expand(out_path), written.plan
+    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
+        sha256 = write_tensors(plan, written.layout, folder / WEIGHTS, hashes)
+        united = united_tokenizer(plan) if tokenizer else None
+        if united is not None:
+            write_united(united, tokenizer_folders(plan), folder)
+        record = composition_record(
+            plan,
+            {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
+            base_source(plan.base_source) if plan.base_source else None,
+            output=written.output,
+            measured=written.measured,
+        )
+        write_json(folder / CONFIG, written.layout.config)
+        record = amend(record, folder)
+        write_json(folder / PROVENANCE, record.content())
+        (folder / CARD).write_text(adapter_card(plan, record, written.layout), encoding="utf-8")
+    return out_path

@@ -1,0 +1,501 @@
+"""The numbers of full weights: read a tensor's sources block by block, add up in float32, round once.
+
+A block is a range of rows. Memory is bounded by blocks rather than tensors wherever the method allows it. In every span
+
+    W' = b·W + Σ c_i·W_i + [c_1·s_1·B_1, …]·[A_1; …]
+
+torch computes products of factors, and everything on a GPU. numpy computes averages of stored weights on the CPU, which
+saves the import of torch, and nonlinear methods (`methods`), which need whole tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.core.changes.joint import concatenate
+from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Term, Whole
+from adapterswap.core.changes.opaque import merged_delta, merged_weight
+from adapterswap.core.changes.reading import Factors
+from adapterswap.core.experts.adapter import LoraModule
+from adapterswap.core.model.base import ExpertRows
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.planning.slots import Slot, Span
+from adapterswap.kit.errors import UnsupportedError
+from adapterswap.kit.files.numbers import (
+    Bytes,
+    check_finite,
+    decode,
+    encode,
+    not_finite,
+    read_bytes,
+    row_ranges,
+    too_large,
+)
+from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor
+
+_REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
+_COPIED = 2**20  # bytes of a block to copy, and
+_COMPUTED = 2**18  # elements of a block to compute, 1 MB in float32: both fit in a core's cache
+
+
+@dataclass(frozen=True)
+class ResultTensor:
+    """A tensor of the result: its slot, and its place in a file that is open for writing."""
+
+    slot: Slot
+    place: Tensor
+    output: int
+
+    @property
+    def copied(self) -> Whole | None:
+        """The tensor to copy byte for byte; None if the result must be computed."""
+        source = self.slot.copied
+        return source if source is not None and source.tensor.dtype == self.place.dtype else None
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape as (rows, columns): all axes but the last are rows, and a vector is one column."""
+        shape = self.place.shape
+        return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+
+
+@dataclass(frozen=True)
+class SourcePart:
+    """The bytes of rows of one source tensor; `expert` is `base` for the base."""
+
+    expert: str
+    tensor: Tensor
+    raw: Bytes
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows `start` to `stop` of a tensor of the result, with their sources.
+
+    For a tensor that is copied, `start` and `stop` count bytes, and `whole` is what they are copied from. Otherwise
+    `whole`, `base`, `factors` and `opaque` belong to the terms of `span` with such changes and of its base. `factors`
+    are the whole A and B; only the first block of a span has them, and they begin at row `origin`. `opaque` are all
+    tensors of a module, by name.
+    """
+
+    result: ResultTensor
+    span: Span
+    start: int
+    stop: int
+    whole: tuple[SourcePart, ...]
+    base: tuple[SourcePart, ...] = ()
+    factors: tuple[tuple[SourcePart, SourcePart], ...] = ()
+    opaque: tuple[Mapping[str, SourcePart], ...] = ()
+    origin: int = 0
+
+    @property
+    def parts(self) -> Iterator[SourcePart]:
+        """All parts that were read."""
+        yield from self.whole
+        yield from self.base
+        for pair in self.factors:
+            yield from pair
+        for tensors in self.opaque:
+            yield from tensors.values()
+
+
+@dataclass
+class Entered:
+    """The source tensors of the result, by expert and name: copied ones, and inputs of computed ones.
+
+    Only the inputs of computed tensors are hashed. A copied tensor can be compared with the result byte for byte, and
+    hashing it would take longer than copying.
+    """
+
+    copied: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    computed: dict[tuple[str, str], tuple[Tensor, str]] = field(default_factory=dict)
+    _sorted: OrderedDict[tuple[int, str], npt.NDArray[np.unsignedinteger]] = field(default_factory=OrderedDict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def columns_by_expert(self, file: int, lora: LoraModule) -> npt.NDArray[np.unsignedinteger]:
+        """B of a mixture's experts as experts×out×rank, with the bits as integers. The last few are cached."""
+        key = (file, lora.b.name)
+        with self._lock:
+            if key not in self._sorted:
+                raw = read_bytes(file, lora.b, 0, lora.b.nbytes).view(f"u{DTYPE_BYTES[lora.b.dtype]}")
+                stored = raw.reshape(lora.out_features, lora.rank, lora.experts)
+                self._sorted[key] = np.ascontiguousarray(stored.transpose(2, 0, 1))
+                while len(self._sorted) > _REMEMBERED:
+                    self._sorted.popitem(last=False)
+            return self._sorted[key]
+
+    def of(self, expert: str) -> dict[str, dict[str, int | str]]:
+        """How many tensors and bytes of an expert were copied, how many were inputs of computations, and their hash.
+
+        The hash is the SHA-256 of a text with one line per tensor, sorted by name: its name, dtype, shape and own
+        SHA-256. You can compute it again from the checkpoint. It does not cover other tensors.
+        """
+        copied = [tensor for (owner, _), tensor in self.copied.items() if owner == expert]
+        inputs = sorted((name, *entry) for (owner, name), entry in self.computed.items() if owner == expert)
+        lines = [f"{name} {tensor.dtype} {list(tensor.shape)} {digest}\n" for name, tensor, digest in inputs]
+        return {
+            "copied": {"tensors": len(copied), "bytes": sum(tensor.nbytes for tensor in copied)},
+            "computed": {
+                "tensors": len(inputs),
+                "bytes": sum(tensor.nbytes for _, tensor, _ in inputs),
+                "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
+            },
+        }
+
+
+def read_blocks(result: ResultTensor, files: Mapping[Path, int], entered: Entered) -> Iterator[Block]:
+    """The blocks of a tensor of the result, in order."""
+    if result.copied is None:
+        yield from _computed_blocks(result, _Reader(files, entered))
+        return
+    owner, tensor = result.slot.owner or BASE, result.copied.tensor
+    for start, stop in row_ranges(tensor.nbytes, _COPIED):
+        raw = read_bytes(files[result.copied.path], tensor, start, stop)
+        yield Block(result, result.slot.ordinary, start, stop, (SourcePart(owner, tensor, raw),))
+    entered.copied[owner, tensor.name] = tensor
+
+
+def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
+    """The blocks of a tensor that is computed, span by span.
+
+    If any row of a tensor is used, all are read, so that its hash covers the whole tensor.
+    """
+    slot, columns = result.slot, result.matrix[1]
+    step = max(1, _COMPUTED // columns)
+    used = {key: change for span in slot.ranges for key, change in _stored(span).items()}
+    for span in slot.ranges:
+        entering = _stored(span)
+        factors = tuple(reader.factors(term, span.matrix) for term in span.low_rank)
+        height = span.stop - span.start
+        for first, last in row_ranges(height, height if slot.is_held_whole else step):
+            start, stop = span.start + first, span.start + last
+            parts = {}  # an expert on two sides is read and hashed once
+            for (expert, name), change in used.items():
+                if (expert, name) in entering:
+                    shift = change.place_of(span.start) - span.start
+                    cut = (start + shift) * columns, (stop + shift) * columns
+                    parts[expert, name] = reader.elements(expert, change, *cut)
+                else:
+                    reader.skip(expert, change, start * columns, stop * columns)
+            whole, base = (
+                tuple(parts[term.expert, term.change.tensor.name] for term in terms)
+                for terms in (span.whole, span.base)
+            )
+            opaque = tuple(map(reader.opaque, span.opaque))
+            origin = span.start if slot.matrices > 1 else 0
+            yield Block(result, span, start, stop, whole, base, () if first else factors, opaque, origin)
+    for (expert, _), change in used.items() if slot.spans else ():
+        for first, last in row_ranges(max(0, change.tensor.shape[0] - slot.shape[0]), step):
+            reader.skip(expert, change, (slot.shape[0] + first) * columns, (slot.shape[0] + last) * columns)
+
+
+def _stored(span: Span) -> dict[tuple[str, str], Whole]:
+    """The stored weights of a span, by expert and name; the base comes last."""
+    return {(term.expert, term.change.tensor.name): term.change for term in (*span.whole, *span.base)}
+
+
+class _Reader:
+    """Reads the sources of a computed tensor from their first byte to their last, and hashes them on the way."""
+
+    def __init__(self, files: Mapping[Path, int], entered: Entered) -> None:
+        self._files = files
+        self._entered = entered
+        self._digests: defaultdict[tuple[str, str], hashlib._Hash] = defaultdict(hashlib.sha256)
+
+    def elements(self, expert: str, whole: Whole, start: int, stop: int) -> SourcePart:
+        """Elements `start` to `stop` of a tensor of an expert."""
+        tensor = whole.tensor
+        size = DTYPE_BYTES[tensor.dtype]
+        raw = read_bytes(self._files[whole.path], tensor, start * size, stop * size)
+        digest = self._digests[expert, tensor.name]
+        digest.update(raw.data)
+        if stop * size == tensor.nbytes:
+            self._entered.computed[expert, tensor.name] = (tensor, digest.hexdigest())
+        return SourcePart(expert, tensor, raw)
+
+    def skip(self, expert: str, whole: Whole, start: int, stop: int) -> None:
+        """Hash elements of a tensor that the result does not use; those after its end are left out."""
+        stop = min(stop, whole.tensor.nbytes // DTYPE_BYTES[whole.tensor.dtype])
+        if start < stop and not whole.rows:
+            self.elements(expert, whole, start, stop)
+
+    def factors(self, term: Term[LowRank], matrix: int) -> tuple[SourcePart, SourcePart]:
+        """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""
+        file = self._files[term.change.path]
+        if term.lora.experts > 1 or term.change.within is not None:
+            within = term.change.within or ExpertRows(matrix, 0, term.lora.out_features)
+            return self._of_expert(term.expert, term.lora, within, file)
+        a, b = (
+            SourcePart(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            for tensor in (term.lora.a, term.lora.b)
+        )
+        return a, b
+
+    def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[SourcePart, SourcePart]:
+        """One expert's rows of A, and its columns of B, which are `lora.experts` apart in the file."""
+        size, rank = DTYPE_BYTES[lora.a.dtype] * lora.in_features, lora.rank
+        place = within.expert * rank
+        a = read_bytes(file, lora.a, place * size, (place + rank) * size)
+        b = self._entered.columns_by_expert(file, lora)[within.expert, within.start : within.stop]
+        return (
+            SourcePart(expert, replace(lora.a, shape=(rank, lora.in_features)), a),
+            SourcePart(expert, replace(lora.b, shape=b.shape), b.reshape(-1).view(np.uint8)),
+        )
+
+    def opaque(self, term: Term[Opaque]) -> dict[str, SourcePart]:
+        """All tensors of a module, including those that it shares."""
+        file = self._files[term.change.path]
+        tensors = {**term.change.part.tensors, **term.change.part.shared}
+        return {
+            name: SourcePart(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            for name, tensor in tensors.items()
+        }
+
+
+Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW are kept
+
+_CHECKED = 2**20  # bytes to check at a time, so that they stay in the processor's cache
+
+Delta = npt.NDArray[np.float32]
+
+
+class Chunk(NamedTuple):
+    """Bytes of the result, and their offset in its file."""
+
+    offset: int
+    data: Bytes
+
+
+class _Product(NamedTuple):
+    """left·right is the sum of a tensor's low-rank terms, in the orientation in which it is stored."""
+
+    left: Any
+    right: Any
+
+
+def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) -> Iterator[Chunk]:
+    """Compute the results of blocks, in order.
+
+    Args:
+        blocks: the blocks of one tensor after another.
+        device: torch's name of the device.
+        kept_rows: which rows of an adapter's ΔW are kept; all rows of modules that it does not list.
+        seed: the seed of random methods.
+    """
+    product: _Product | None = None
+    for block in blocks:
+        result = block.result
+        for part in block.parts:
+            _check(part)
+        if result.copied is not None:
+            yield Chunk(result.place.start + block.start, block.whole[0].raw)
+            continue
+        columns = result.matrix[1]
+        if not result.slot.is_linear:
+            try:
+                data = _nonlinear(block, kept_rows, seed)
+            except np.linalg.LinAlgError:  # an SVD of infinite numbers
+                raise _overflow(block) from None
+        elif block.span.opaque or not needs_torch(result.slot, block.span, device):
+            data = _summed(block, kept_rows)
+        else:
+            if block.start == block.span.start:
+                product = _product(block, device, kept_rows)
+            data = _linear(block, product, device)
+        size = DTYPE_BYTES[result.place.dtype] * columns
+        yield Chunk(result.place.start + block.start * size, data)
+
+
+def _check(part: SourcePart) -> None:
+    if part.tensor.dtype not in FLOATS:
+        return
+    for start in range(0, part.raw.size, _CHECKED):
+        if not check_finite(part.raw[start : start + _CHECKED], part.tensor.dtype):
+            raise not_finite(part.expert, part.tensor.name)
+
+
+def _torch_dtype(dtype: str) -> Any:
+    """torch's dtype for one that a file names."""
+    import torch
+
+    return next(getattr(torch, name) for name, stored in FLOAT_NAMES.items() if stored == dtype)
+
+
+def _tensor(part: SourcePart, device: str) -> Any:
+    """A part's numbers as a float32 vector on the device."""
+    import torch
+
+    return torch.from_numpy(part.raw).view(_torch_dtype(part.tensor.dtype)).to(device).float()
+
+
+def _product(block: Block, device: str, kept_rows: Rows) -> _Product | None:
+    """The concatenated factors of Σ c_i·s_i·B_i·A_i, in the orientation in which the weight is stored."""
+    import torch
+
+    lefts, rights = [], []
+    for term, (a_part, b_part) in zip(block.span.low_rank, block.factors, strict=True):
+        a = _tensor(a_part, device).view(a_part.tensor.shape)
+        b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.lora.scale)
+        rows = kept_rows.get((term.side, term.lora.name))
+        if rows is not None:
+            b *= torch.from_numpy(rows).to(device)[:, None]
+        if not bool(torch.isfinite(b).all()):
+            raise too_large(term.lora.name)
+        lefts.append(a.T if term.change.transposed else b)
+        rights.append(b.T if term.change.transposed else a)
+    height = min(map(len, lefts), default=0)  # one expert's vocabulary may be larger
+    lefts = [left[:height] for left in lefts]
+    return _Product(torch.cat(lefts, dim=1), torch.cat(rights, dim=0)) if lefts else None
+
+
+def needs_torch(slot: Slot, span: Span, device: str) -> bool:
+    """Whether torch computes a span of a slot."""
+    return bool(span.opaque) or (slot.is_linear and (bool(span.low_rank) or device != "cpu"))
+
+
+def _weighted(block: Block) -> Iterator[tuple[float, SourcePart]]:
+    """The stored weights of the sum, each with its coefficient; the base comes last."""
+    terms = (*block.span.whole, *block.span.base)
+    return zip((term.coefficient for term in terms), (*block.whole, *block.base), strict=True)
+
+
+def _summed(block: Block, kept_rows: Rows) -> Bytes:
+    """b·W + Σ c_i·X_i, added up by numpy: what PEFT computes from the base, stored weights, products of factors."""
+    total: Delta | None = None
+    with np.errstate(all="ignore"):  # what overflows is found by `_finite`
+        for coefficient, numbers in _addends(block, kept_rows):
+            if coefficient != 1:
+                numbers *= np.float32(coefficient)  # in place: nothing else uses them
+            total = numbers if total is None else np.add(total, numbers, out=total)
+    assert total is not None
+    return _finite(encode(total, block.result.place.dtype), block)
+
+
+def _addends(block: Block, kept_rows: Rows) -> Iterator[tuple[float, Delta]]:
+    """The terms of a sum as the model stores them, each with its coefficient; the base comes last."""
+    slot, span, place = block.result.slot, block.span, block.result.place
+    if not span.opaque:
+        yield from ((coefficient, decode(part.raw, part.tensor.dtype, (-1,))) for coefficient, part in _weighted(block))
+        return
+    (own,) = block.base
+    base = decode(own.raw, own.tensor.dtype, place.shape)
+    for term, tensors in zip(span.opaque, block.opaque, strict=True):
+        yield term.coefficient, _merged(term, tensors, base, slot)
+    for full, part in zip(span.whole, block.whole, strict=True):
+        yield full.coefficient, decode(part.raw, part.tensor.dtype, place.shape)
+    for low_rank, parts in zip(span.low_rank, block.factors, strict=True):
+        delta = _factors(low_rank, parts, kept_rows).rows()
+        yield low_rank.coefficient, delta.T if low_rank.change.transposed else delta
+    if span.rest:
+        yield span.rest, base
+
+
+def _finite(raw: Bytes, block: Block) -> Bytes:
+    if check_finite(raw, block.result.place.dtype):
+        return raw
+    raise _overflow(block)
+
+
+def _overflow(block: Block) -> UnsupportedError:
+    name, dtype = block.result.slot.name, block.result.place.dtype
+    if dtype != "F16":  # bfloat16 and float32 have one range
+        return too_large(name, dtype)
+    return UnsupportedError(
+        f"{name} overflows F16 when it is computed", "Pass `dtype=bfloat16` or `dtype=float32`", parameter="dtype"
+    )
+
+
+def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
+    import torch
+
+    total: Any = None
+    for coefficient, part in _weighted(block):
+        numbers = _tensor(part, device)
+        if total is not None:
+            total.add_(numbers, alpha=coefficient)
+        else:
+            total = numbers if coefficient == 1 else numbers.mul_(coefficient)  # in place: the block is not used again
+    columns = block.result.matrix[1]
+    if product is not None:
+        left = product.left[block.start - block.origin : block.stop - block.origin]
+        total = left @ product.right if total is None else total.view(-1, columns).addmm_(left, product.right)
+    raw = total.reshape(-1).to(_torch_dtype(block.result.place.dtype)).view(torch.uint8).cpu().numpy()
+    return _finite(np.asarray(raw), block)
+
+
+def _factors(term: Term[LowRank], parts: tuple[SourcePart, SourcePart], kept_rows: Rows) -> Factors:
+    """A low-rank term's factors of ΔW (out×in), with zeros in rows that are not kept."""
+    a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in parts)
+    factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
+    rows = kept_rows.get((term.side, term.lora.name))
+    return factors if rows is None else factors.masked(rows)
+
+
+def _merged(
+    term: Term[Opaque], tensors: Mapping[str, SourcePart], base: Delta, slot: Slot, *, as_delta: bool = False
+) -> Delta:
+    """An opaque term's W_i, or its ΔW_i, as the model stores it."""
+    decoded = {name: decode(part.raw, part.tensor.dtype, part.tensor.shape) for name, part in tensors.items()}
+    compute = merged_delta if as_delta else merged_weight
+    return compute(term.change, slot.name.rpartition(".")[2], base, decoded)
+
+
+def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
+    """The whole tensor: W_base plus the method's combination of dense ΔW, or its combination of whole weights."""
+    slot, place = block.result.slot, block.result.place
+    rule = slot.rule
+    assert rule is not None
+    own = block.base[0] if block.base else None  # all are parts of the base's weight
+    base = np.zeros(place.shape, np.float32) if own is None else decode(own.raw, own.tensor.dtype, place.shape)
+    on_weights = rule.acts_on_weights
+    # If any term is stored in×out, all ΔW are transposed to out×in.
+    across = any(term.change.transposed for term in slot.terms)
+    by_side: dict[str, Delta] = {}
+    factors_of: dict[str, list[tuple[float, Factors]]] = {}
+    by_factors = rule.on_cores and not slot.whole and not slot.opaque
+    name = slot.module if slot.name.endswith(".weight") else slot.name
+    if on_weights:  # the share of a side that is not whole weights is the base's
+        turned = base.T if across else base
+        for share in (term for term in block.span.base if term.coefficient):
+            by_side[share.side] = turned if share.coefficient == 1 else np.float32(share.coefficient) * turned
+
+    def enter(term: Term[Change], delta: Delta) -> None:
+        share = rule.sides[term.side][term.expert]
+        delta = delta if share == 1 else np.float32(share) * delta
+        by_side[term.side] = by_side[term.side] + delta if term.side in by_side else delta
+
+    with np.errstate(all="ignore"):  # what overflows is found by `_finite`
+        for whole, part in zip(slot.whole, block.whole, strict=True):
+            delta = decode(part.raw, part.tensor.dtype, place.shape)
+            delta = delta if on_weights else delta - base
+            enter(whole, delta.T if across else delta)
+        for opaque, tensors in zip(slot.opaque, block.opaque, strict=True):
+            delta = _merged(opaque, tensors, base, slot, as_delta=not on_weights)
+            enter(opaque, delta.T if across else delta)
+        for term, parts in zip(slot.low_rank, block.factors, strict=True):
+            factors = _factors(term, parts, kept_rows)
+            if by_factors:
+                factors_of.setdefault(term.side, []).append((rule.sides[term.side][term.expert], factors))
+            else:
+                enter(term, factors.rows())
+        if by_factors:
+            joined = {side: concatenate(parts) for side, parts in factors_of.items()}
+            pairs = {side: (factors.b, factors.a) for side, factors in joined.items()}
+            left, right = rule.combine_factors(pairs, seed=seed, module=name)
+            product = np.asarray(left @ right, np.float32)
+            return _finite(encode(base + (product.T if across else product), place.dtype), block)
+        # In the rule's order, on which some methods depend.
+        deltas = {side: by_side[side] for side in slot.weights if side in by_side}
+        merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
+        merged = merged.T if across else merged
+        return _finite(encode(merged if on_weights else base + merged, place.dtype), block)

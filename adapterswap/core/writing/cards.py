@@ -1,0 +1,434 @@
+"""Model cards (README.md) of composed adapters and merged models: where they come from, and their licences.
+
+Reads the front matter of an expert's README.md. The file is untrusted: a licence that cannot be read counts as not
+stated. This compares what is written and gives no legal advice.
+
+A card states what was composed, written and truncated. It makes no claims about quality and holds no scores.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap import __version__
+from adapterswap.core.experts.keys import LORA
+from adapterswap.core.methods.registry import find_method
+from adapterswap.core.model.layers import Stack, format_depth, format_layers
+from adapterswap.core.model.sources import Source, public_name
+from adapterswap.core.planning.composing import sliced_layers
+from adapterswap.core.planning.composition import ZONES
+from adapterswap.core.planning.describe import Mark, error_text, marks, strip, unusual
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.writing.outputs import Layout
+from adapterswap.core.writing.records import CompositionRecord
+from adapterswap.kit.errors import AdapterswapError, printable
+from adapterswap.kit.files.folders import CARD
+from adapterswap.kit.files.text import exists, read_small
+from adapterswap.kit.files.yaml import dump_yaml, parse_yaml
+
+_MAX_BYTES = 2**20
+_MAX_NAME = 200  # characters of a name or a link
+
+
+@dataclass(frozen=True)
+class Licence:
+    """A licence as the Hub's cards state it: `license`, and for `other` also `license_name` and `license_link`."""
+
+    license: str
+    name: str = ""
+    link: str = ""
+
+    def __str__(self) -> str:
+        return self.name or self.license
+
+    def front(self) -> dict[str, str]:
+        """The keys of a card's front matter."""
+        fields = {"license": self.license, "license_name": self.name, "license_link": self.link}
+        return {key: value for key, value in fields.items() if value}
+
+
+def licence_of(folder: Path) -> Licence | None:
+    """The licence that the card in an expert's folder states; None if there is no card or it states no licence."""
+    path = folder / CARD
+    if not exists(path):
+        return None
+    try:
+        text = read_small(path, "", limit=_MAX_BYTES).decode("utf-8")
+    except (AdapterswapError, UnicodeDecodeError):
+        return None
+    parts = text.replace("\r\n", "\n").split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip("\ufeff \n") or "license" not in parts[1]:  # reading YAML takes milliseconds
+        return None
+    try:
+        front = parse_yaml(parts[1])
+    except ValueError:
+        return None
+    return _read(front) if isinstance(front, dict) else None
+
+
+def _read(front: Mapping[str, Any]) -> Licence | None:
+    stated = front.get("license")
+    stated = ", ".join(stated) if isinstance(stated, list) and all(isinstance(s, str) for s in stated) else stated
+    fields = [stated, front.get("license_name"), front.get("license_link")]
+    values = [printable(value.strip())[:_MAX_NAME] if isinstance(value, str) else "" for value in fields]
+    return Licence(values[0].lower(), values[1], values[2]) if values[0] else None
+
+
+def licences(plan: Plan) -> dict[str, Licence | None]:
+    """The licence that each expert's card states, by the expert's name."""
+    return {name: licence_of(expert.source.folder) for name, expert in plan.experts.items()}
+
+
+def common_licence(stated: Mapping[str, Licence | None]) -> Licence | None:
+    """The licence that all experts state; None if one states no licence or they differ."""
+    distinct = set(stated.values())
+    return next(iter(distinct)) if len(distinct) == 1 else None
+
+
+def licence_warning(stated: Mapping[str, Licence | None]) -> str | None:
+    """A warning if experts state different licences; else None."""
+    named = {name: licence for name, licence in stated.items() if licence is not None}
+    if len(set(named.values())) < 2:
+        return None
+    listed = ", ".join(f"{name}: {licence}" for name, licence in named.items())
+    return f"the experts' licences differ ({listed}): check whether you may share the result, and under which terms"
+
+
+_MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is not markup
+_ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+_HUB = "https://huggingface.co"
+_STUDY = "Bandarkar & Peng, 2025, arXiv:2505.18356"
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def escaped(text: str) -> str:
+    """Markdown that shows any text, such as a folder's name, literally and on one line."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+
+
+def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
+    """The card as Markdown with the Hub's YAML front matter.
+
+    Args:
+        plan: the composition.
+        record: the content of its adapterswap.json.
+        layout: the tensors and config that were written.
+    """
+    base = public_name(plan.base_model)
+    stated = licences(plan)
+    is_lora = layout.config["peft_type"] == LORA
+    kind = "A LoRA adapter" if is_lora else f"An adapter of PEFT's type {layout.config['peft_type']}"
+    front = {
+        **({"base_model": base} if base and "/" in base else {}),
+        "library_name": "peft",
+        **_licence_front(stated),
+        "tags": ["adapterswap", *(["lora"] if is_lora else []), "merge"],
+    }
+    layers, count = sliced_layers(plan), len(plan.experts)
+    how_made = (
+        f"composed from {count} expert{'s' * (count > 1)} by\n{_how_composed(plan)}"
+        if layers is None
+        else f"extracted from one expert:\nits {layers} and its modules outside the layers,"
+    )
+    remarks = [*map(escaped, [*record.origins, *unusual(plan)]), *_conversion(record), *_truncation(record)]
+    return f"""---
+{dump_yaml(front).strip()}
+---
+
+# {" + ".join(map(escaped, plan.experts))}
+
+{kind}{f" for {escaped(base)}" if base else ""}, {how_made} with adapterswap {__version__}.
+
+{_experts_table(plan, record, stated)}
+
+{_layers(plan)}
+
+{_size(layout)}
+{_list(remarks)}{_licence_text(stated)}
+## Use
+
+{loading(layout.config, base, task_type=plan.task_type)}
+`adapterswap.json` records which expert every module came from, and the SHA-256 of the experts' files.
+`adapterswap verify path/to/this/folder` composes the adapter again from its experts and compares the two.
+{_citation(plan)}"""
+
+
+def merged_card(plan: Plan, record: CompositionRecord) -> str:
+    """The model card as Markdown with the Hub's YAML front matter."""
+    base = plan.base.source.name if plan.base else None
+    ids = [
+        name
+        for name in ([base] if base else [expert.source.name for expert in plan.checkpoints.values()])
+        if "/" in name
+    ]
+    stated = licences(plan)
+    front = {
+        **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
+        "library_name": "transformers",
+        **_licence_front(stated),
+        "tags": ["adapterswap", "merge"],
+    }
+    count = len(plan.experts)
+    return f"""---
+{dump_yaml(front).strip()}
+---
+
+# {" + ".join(map(escaped, plan.experts))}
+
+Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expert{"s" * (count > 1)} by
+{_how_composed(plan)} with adapterswap {__version__}.
+
+{_experts_table(plan, record, stated)}
+
+{_layers(plan)}
+{_list(map(escaped, [*record.origins, *unusual(plan)]))}{_licence_text(stated)}
+`adapterswap.json` records where every tensor came from, with SHA-256 hashes of the experts.
+`adapterswap verify path/to/this/folder` makes the weights again from their sources and compares the two.
+{_citation(plan)}"""
+
+
+def loading(
+    config: Mapping[str, object],
+    base: str | None,
+    *,
+    task_type: str | None,
+    model_class: str = "AutoModelForCausalLM",
+) -> str:
+    """How to load an adapter in PEFT, vLLM and llama.cpp, or why the last two cannot read it.
+
+    Args:
+        config: the content of its adapter_config.json.
+        base: the base's public name, if it is known.
+        task_type: PEFT's name of the task.
+        model_class: the class of transformers that loads the base, if the task is CAUSAL_LM.
+    """
+    revision = config.get("revision")
+    is_id, causal = base is not None and "/" in base, task_type == "CAUSAL_LM"
+    at = f', revision="{revision}"' if revision else ""
+    opened = f'{model_class}.from_pretrained("{base}"{at})' if is_id and causal else "..."
+    imports = f"from transformers import {model_class}\n" if is_id and causal else ""
+    parts = [
+        f"""With PEFT:
+
+```python
+from peft import PeftModel
+{imports}
+base_model = {opened}{"" if is_id and causal else "  # the base, loaded as usual"}
+model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
+```
+"""
+    ]
+    other = config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("lora_bias")
+    if other or config.get("modules_to_save") or config.get("bias", "none") != "none":
+        parts.append(
+            "vLLM and llama.cpp read only plain LoRA, without DoRA, biases or modules trained in full "
+            "(`modules_to_save`).\nTo serve this adapter with them, merge it into its base with `adapterswap merge`.\n"
+        )
+    elif causal:
+        parts.append(_servers(config, base if is_id else None, str(revision) if revision else None))
+    return "\n".join(parts)
+
+
+def _servers(config: Mapping[str, object], base: str | None, revision: str | None) -> str:
+    pattern = config.get("rank_pattern")
+    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, Mapping) else ())]
+    rank = max(rank for rank in ranks if isinstance(rank, int))
+    fitting = next((allowed for allowed in _VLLM_RANKS if allowed >= rank), None)
+    at = f" --revision {revision}" if revision else ""
+    vllm = (
+        f"""With vLLM:
+
+```bash
+vllm serve {base or "BASE"}{at} --enable-lora --max-lora-rank {fitting} --lora-modules composed=path/to/this/folder
+```
+"""
+        if fitting
+        else f"vLLM reads ranks up to {_VLLM_RANKS[-1]}, but this adapter has rank {rank}: compose it again with "
+        f"`--max-rank {_VLLM_RANKS[-1]}`.\n"
+    )
+    return f"""{vllm}
+With llama.cpp, after converting the base to `base.gguf` with its `convert_hf_to_gguf.py`:
+
+```bash
+adapterswap export path/to/this/folder -o composed.gguf
+llama-server -m base.gguf --lora composed.gguf
+```
+"""
+
+
+def _how_composed(plan: Plan) -> str:
+    """The method, with its paper."""
+    composition = plan.composition
+    if composition.allocation is not None:
+        return "rules for layers and modules"
+    if composition.partition is not None:
+        return f"layer swapping by partition {composition.partition} (Bandarkar & Peng 2025)"
+    return find_method(composition.method).title
+
+
+def _experts_table(plan: Plan, record: CompositionRecord, stated: Mapping[str, Licence | None]) -> str:
+    """A row for each expert: where it is from, its kind, role, rank and licence."""
+    rows = [("expert", "from", "kind", "role", "rank", "licence"), ("---",) * 6]
+    roles = {
+        name: role
+        for role, names in (("task", plan.composition.task), ("language", plan.composition.language))
+        for name in names
+    }
+    for name, expert in plan.experts.items():
+        adapter = plan.adapters.get(name)
+        ranks = sorted({module.rank for module in adapter.modules.values()}) if adapter else []
+        licence = stated[name]
+        rows.append(
+            (
+                escaped(name),
+                _link(expert.source),
+                "LoRA adapter" if adapter else "full checkpoint",
+                roles.get(name, "–"),
+                (f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])) if ranks else "–",
+                escaped(str(licence)) if licence else "not stated",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _link(source: Source) -> str:
+    """A source's name, with a link to its commit if it is from the Hub."""
+    if source.revision is None:
+        return escaped(source.name)
+    return f"[{escaped(source.name)}]({_HUB}/{source.name}/tree/{source.revision}) at `{source.revision[:12]}`"
+
+
+def _layers(plan: Plan) -> str:
+    """The strip of layers, the settings, and where each layer comes from."""
+    rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(plan))
+    return f"""Layers from bottom (left) to top (right):
+
+```
+{strip(plan)}
+```
+{_settings(plan)}
+
+| layers of {format_depth(plan.num_layers)} | from |
+|---|---|
+{rows}"""
+
+
+def _settings(plan: Plan) -> str:
+    """A line with the composition's settings, defaults filled in: zones, weights, the method's parameters."""
+    settled = plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints))
+    names = [*ZONES, "task_weight", "language_weight", "weights", "density", "scale", "seed", "row_threshold", "norms"]
+    shown = [f"{name} {_short(settled[name])}" for name in names if name in settled]
+    return f"\nSettings: {escaped(', '.join(shown))}.\n" if shown else ""
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _zones(plan: Plan) -> list[tuple[str, str]]:
+    """Consecutive layers with the same origin, and that origin, in the order of the layers."""
+    drawn = marks(plan)
+    stacks = dict.fromkeys(mark.stack for mark in drawn)
+    zones = [(stack, zone) for stack in sorted(stacks, key=str, reverse=True) for zone in _zones_of(drawn, stack)]
+    return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in zones]
+
+
+def _zones_of(drawn: Sequence[Mark], stack: Stack | None) -> list[tuple[str, str]]:
+    origins: dict[int, dict[str, str]] = {}
+    for mark in drawn:
+        if mark.stack != stack:
+            continue
+        origin = mark.owner or mark.blend
+        kinds = origins.setdefault(mark.layer, {})
+        kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
+    zones: list[tuple[list[int], str]] = []
+    for layer in sorted(origins):
+        kinds = origins[layer]
+        alike = len(set(kinds.values())) == 1
+        text = next(iter(kinds.values())) if alike else "; ".join(f"{kind}: {kinds[kind]}" for kind in sorted(kinds))
+        if zones and zones[-1][1] == text and zones[-1][0][-1] == layer - 1:
+            zones[-1][0].append(layer)
+        else:
+            zones.append(([layer], text))
+    return [(format_layers(layers), text) for layers, text in zones]
+
+
+def _size(layout: Layout) -> str:
+    """The ranks, the scale, the number of parameters and the size of an adapter."""
+    config = layout.config
+    ranks = sorted({config["r"], *config["rank_pattern"].values()}) if config.get("peft_type") == "LORA" else []
+    rank = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {ranks[0]} to {ranks[-1]}" if ranks else ""
+    scale = "rank-stabilized scale α/√r" if config.get("use_rslora") else "scale α/r"
+    form = f"{rank}; {scale}" if ranks else f"PEFT's {config.get('peft_type')}"
+    parameters = sum(math.prod(tensor.shape) for tensor in layout.tensors)
+    dtypes = ", ".join(sorted({tensor.dtype for tensor in layout.tensors}))
+    return f"{form}; {parameters:,} parameters in {dtypes}, {layout.nbytes / 1e6:.1f} MB."
+
+
+def _conversion(record: CompositionRecord) -> list[str]:
+    """A line on the conversion, if the adapter was converted from another kind or from a pickled file."""
+    conversion = record.conversion
+    if conversion is None or not (conversion.modules or conversion.pickled):
+        return []
+    if not conversion.modules:
+        return ["converted from a pickled file (adapter_model.bin)"]
+    ranks = sorted({module["rank"] for module in conversion.modules.values()})
+    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
+    error = escaped(error_text(conversion.relative_error or 0.0))
+    if conversion.peft_type == "LORA":
+        return [f"modules trained in full were converted to LoRA of {rank}: the relative error of their ΔW is {error}"]
+    return [f"converted from {escaped(conversion.peft_type)} to rsLoRA of {rank}: the relative error of ΔW is {error}"]
+
+
+def _truncation(record: CompositionRecord) -> list[str]:
+    """A line on modules whose ΔW was truncated, if any."""
+    if not record.reduced:
+        return []
+    worst = escaped(error_text(max(module["relative_error"] for module in record.reduced.values())))
+    ranks = sorted({module["rank"] for module in record.reduced.values()})
+    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
+    count = "1 module was" if len(record.reduced) == 1 else f"{len(record.reduced)} modules were"
+    verb = "reduced to" if record.output.keys() & {"max_rank", "max_error"} else "computed at"
+    return [f"{count} {verb} {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst}"]
+
+
+def _list(lines: Iterable[str]) -> str:
+    text = "".join(f"- {line}\n" for line in lines)
+    return f"\n{text}" if text else ""
+
+
+def _licence_front(stated: Mapping[str, Licence | None]) -> dict[str, str]:
+    common = common_licence(stated)
+    return common.front() if common else {}
+
+
+def _licence_text(stated: Mapping[str, Licence | None]) -> str:
+    """A warning if licences differ, or a note if only some experts state one."""
+    if (warning := licence_warning(stated)) is not None:
+        return f"\n**Warning**: {escaped(warning)}.\n"
+    if any(stated.values()) and not all(stated.values()):
+        silent = " and ".join(escaped(name) for name, licence in stated.items() if licence is None)
+        return f"\nThis card declares no licence, because the card of {silent} does not state one.\n"
+    return ""
+
+
+def _citation(plan: Plan) -> str:
+    """The papers to cite for the methods used, with links."""
+    composition = plan.composition
+    if sliced_layers(plan) is not None:
+        return ""
+    if composition.allocation is not None:
+        methods = [find_method("layer_swap"), *(find_method(slot.method) for slot in plan if slot.method != "linear")]
+        references = [method.reference for method in methods]
+    elif composition.partition is not None:
+        references = [_STUDY]
+    else:
+        references = [find_method(composition.method).reference]
+        references += [_STUDY] if composition.method == "layer_swap" and plan.adapters else []
+    lines = [_ARXIV.sub(r"[\g<0>](https://arxiv.org/abs/\1)", text) for text in dict.fromkeys(references)]
+    return "\n## Citation\n" + _list(lines)

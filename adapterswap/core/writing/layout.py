@@ -1,0 +1,593 @@
+"""The layout of a plan's adapter: its tensors, ranks and scales, and the config that PEFT reads.
+
+* `exact`: a copied module keeps its tensors, rank and alpha; a blend Σ c_i s_i B_i A_i is the rank concatenation
+  A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'. The scale s' of blends is the adapter's most frequent one, so
+  if the experts' scales agree, even a reader that ignores the patterns computes the right sum.
+* `portable`: every module has the same rank, padded with zeros, and is plain LoRA with alpha = r (s' = 1), so there are
+  no patterns. In float16 small numbers lose digits, so that s' is the power of two nearest to the most frequent scale:
+  every engine reads the global alpha, and B stays as large as it was.
+
+The config is the experts' own. `experts.config.check_written` has checked that settings for all modules agree; values
+that differ go into the patterns. No tensor is read; the base is looked up if it takes part in an average.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adapterswap.core.changes.locating import base_tensor
+from adapterswap.core.experts.adapter import LoraModule, OpaqueModule
+from adapterswap.core.experts.config import scale
+from adapterswap.core.experts.keys import (
+    KINDS,
+    TOKENS,
+    TRAINABLE_TOKENS,
+    TRAINED_ROWS,
+    base_copy_key,
+    is_bias,
+    is_fused,
+    parameter_key,
+    parameter_name,
+    part_key,
+    shared_key,
+)
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.planning.slots import Slot
+from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
+from adapterswap.core.writing.resolving import Resolved
+from adapterswap.kit.errors import BaseModelError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An output module's rank, alpha and scale."""
+
+    rank: int
+    alpha: float
+    scale: float
+
+
+def written_scale(rank: int, rslora: bool, wanted: float) -> tuple[float, float]:
+    """The alpha that gives a module of this rank the scale `wanted`, and the exact scale that PEFT computes from it."""
+    alpha = wanted * (math.sqrt(rank) if rslora else rank)
+    # PEFT's own configs hold whole numbers, so round alpha if it differs from one only by rounding.
+    alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
+    return alpha, scale(rank, alpha, rslora)
+
+
+def check_base_name(base_model: str | None) -> None:
+    """Refuse a base whose path cannot be written to an adapter's config, such as one with bytes that are not UTF-8."""
+    if base_model is not None and not base_model.isprintable():
+        raise BaseModelError(
+            f"the path of the base, {base_model}, has characters that adapter_config.json cannot hold",
+            "Rename the folder, or pass another path to it (`base_model`), such as a symlink",
+            parameter="base_model",
+        )
+
+
+def adapter_config(
+    shapes: Mapping[str, Shape],
+    rank: int,
+    alpha: float,
+    *,
+    rslora: bool,
+    base_model: str | None,
+    revision: str | None,
+    task_type: str | None,
+    fan_in_fan_out: bool,
+    tied: bool,
+    saved: Iterable[str] = (),
+    auto_mapping: Mapping[str, Any] | None = None,
+    variant: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """PEFT's adapter_config.json for LoRA modules of these shapes, by full name.
+
+    Args:
+        shapes: each module's rank and alpha.
+        rank, alpha: the global values; modules with other values go into the patterns.
+        saved: modules trained in full. For the other arguments see `AdapterConfig`.
+        variant: settings for a variant of LoRA in all modules, such as `use_dora`.
+    """
+    check_base_name(base_model)
+    # PEFT matches a pattern after any dot, and the first match wins, so longer names go first.
+    names = sorted(shapes, key=lambda name: (-name.count("."), name))
+    return {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        **({"auto_mapping": dict(auto_mapping)} if auto_mapping and task_type is None else {}),
+        "base_model_name_or_path": base_model,
+        "revision": revision,
+        "r": rank,
+        "lora_alpha": _as_whole_number(alpha),
+        "use_rslora": rslora,
+        "rank_pattern": {name: shapes[name].rank for name in names if shapes[name].rank != rank},
+        "alpha_pattern": {name: _as_whole_number(shapes[name].alpha) for name in names if shapes[name].alpha != alpha},
+        "target_modules": sorted(shapes),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        **(variant or {}),
+        "fan_in_fan_out": fan_in_fan_out,
+        "ensure_weight_tying": tied,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "layers_to_transform": None,
+        "modules_to_save": sorted(saved) or None,
+    }
+
+
+def _as_whole_number(alpha: float) -> float:
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def most_common(values: Iterable[Any], *, default: Any) -> Any:
+    """The most frequent value, or the smallest of them in a tie; `default` if there are no values."""
+    counted = Counter(values)
+    return min(counted, key=lambda value: (-counted[value], value)) if counted else default
+
+
+def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterator[OutputTensor]:
+    """A module trained in full, a trained bias of the base, or trained tokens: in each range of rows, b·W + Σ c_i·W_i.
+
+    `adapted` are the modules that PEFT wraps in a layer.
+    """
+    if not module.terms:
+        return
+    if module.of_tokens:
+        yield _tokens_trained(module)
+        return
+    wrapped = is_bias(module.name) and module.name.removesuffix(".bias") in adapted
+    differ = any(not span.is_like(module.ordinary) for span in module.spans)
+    for parameter, tensor in module.whole[0].change.tensors.items():
+        pieces = []
+        for span in module.spans if differ else (module.ordinary,):
+            cut = (span.start, span.stop) if differ else None
+            sources = [(t.expert, t.change.path, t.change.tensors[parameter], t.coefficient) for t in span.whole]
+            for term in span.base:
+                rows = span.stop if differ else None
+                adapter, name = plan.adapters[module.terms[0].expert], parameter_name(module.name, parameter)
+                own = base_tensor(str(plan.composition.base_model), adapter, name, tensor, rows=rows)
+                sources.append((BASE, *own, term.coefficient))
+            pieces += [Piece(*source, span.start, cut=cut) for source in sources]
+        shape = (module.spans[-1].stop, *tensor.shape[1:]) if differ else tensor.shape
+        axis, key = (0 if differ else None), parameter_key(module.name, parameter, wrapped=wrapped)
+        yield OutputTensor(key, _common_dtype(pieces), shape, axis, tuple(pieces))
+
+
+def _common_dtype(pieces: Sequence[Piece]) -> str:
+    """The dtype of all pieces, or float32 if they differ."""
+    dtypes = {piece.tensor.dtype for piece in pieces}
+    return dtypes.pop() if len(dtypes) == 1 else "F32"
+
+
+def only_tokens(plan: Plan) -> bool:
+    """Whether a plan of adapters changes nothing but trained tokens, which PEFT loads without LoRA."""
+    changed = [slot for slot in plan if slot.terms]
+    return bool(changed) and all(slot.of_tokens for slot in changed)
+
+
+def tied_names(module: Slot, plan: Plan) -> list[str]:
+    """The modules tied to an embedding with trained tokens, as far as experts with its name list them."""
+    names = set[str]()
+    for term in module.terms:
+        adapter = plan.adapters[term.expert]
+        if adapter.original.get(module.module, module.module) == module.name:
+            names |= adapter.tokens[module.module].tied.keys()
+    return sorted(names)
+
+
+def _tokens_trained(module: Slot) -> OutputTensor:
+    """The rows of trained tokens: their owner's tensor as it is, or the experts' rows sorted by token."""
+    owner = module.whole[0]
+    pieces: list[Piece] = []
+    if module.owner is not None:
+        pieces.append(Piece(owner.expert, owner.change.path, owner.change.tensor))
+    else:
+        offset = 0
+        for span in module.spans:
+            count = span.stop - span.start
+            for term in span.whole:
+                change, place = term.change, term.change.place_of(span.start)
+                cut = (place, place + count)
+                pieces.append(Piece(term.expert, change.path, change.tensor, term.coefficient, offset, cut=cut))
+            offset += count
+    shape = (len(module.tokens), *owner.change.tensor.shape[1:])
+    return OutputTensor(parameter_key(module.name, TOKENS), _common_dtype(pieces), shape, 0, tuple(pieces))
+
+
+def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> Layout:
+    """The layout of a plan whose changed modules are all of one such kind, each with one owner.
+
+    Args:
+        plan: the plan.
+        modules: its slots with a change, without modules stored in full.
+        fan_in_fan_out: PEFT's flag for the result.
+    """
+    tensors = [tensor for module in modules for tensor in _copied(module)]
+    tensors += _shared(modules)
+    tensors += [tensor for slot in plan.saved.values() for tensor in saved_tensors(slot, plan, ())]
+    return Layout(_config_of_kind(plan, modules, fan_in_fan_out), tuple(tensors))
+
+
+def lay_out_tokens(plan: Plan) -> Layout:
+    """The layout of a plan that changes nothing but trained tokens, the same in each embedding or head.
+
+    If the base's head is tied to its embedding, PEFT expects the rows under both names.
+    """
+    slots = [slot for slot in plan.saved.values() if slot.terms]
+    tensors = [
+        replace(rows, key=part_key(name, TRAINED_ROWS))
+        for slot in slots
+        for rows in saved_tensors(slot, plan, ())
+        for name in (slot.name, *tied_names(slot, plan))
+    ]
+    targets = sorted(slot.name for slot in slots)
+    config = {
+        **_named(plan, TRAINABLE_TOKENS),
+        "token_indices": list(slots[0].tokens),
+        "target_modules": targets[0] if len(targets) == 1 else targets,  # PEFT writes a single name as a regex, too
+        "init_weights": True,
+        "inference_mode": True,
+    }
+    return Layout(config, tuple(tensors))
+
+
+def _named(plan: Plan, peft_type: str) -> dict[str, Any]:
+    """The keys that say what an adapter is for."""
+    check_base_name(plan.base_model)
+    return {
+        "peft_type": peft_type,
+        "task_type": plan.task_type,
+        **({"auto_mapping": dict(plan.auto_mapping)} if plan.auto_mapping and plan.task_type is None else {}),
+        "base_model_name_or_path": plan.base_model,
+        "revision": plan.base_revision,
+    }
+
+
+def _version(plan: Plan) -> dict[str, str]:
+    """The earliest PEFT version among the experts, so that PEFT can warn about later changes."""
+    versions = [adapter.config.peft_version for adapter in plan.adapters.values() if adapter.opaque]
+    known_versions = [version for version in versions if version is not None]
+    if not known_versions or len(known_versions) < len(versions):
+        return {}
+    return {"peft_version": min(known_versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]])}
+
+
+def part_of(module: Slot) -> OpaqueModule:
+    """The module's only change."""
+    (term,) = module.opaque
+    return term.change.part
+
+
+def _copied(module: Slot) -> Iterator[OutputTensor]:
+    (term,) = module.terms
+    for name, tensor in part_of(module).tensors.items():
+        pieces = (Piece(term.expert, term.change.path, tensor),)
+        yield OutputTensor(part_key(module.name, name), tensor.dtype, tensor.shape, None, pieces)
+
+
+def _shared(modules: Sequence[Slot]) -> Iterator[OutputTensor]:
+    """Tensors that all modules and all experts share, from the first module."""
+    (term,) = modules[0].terms
+    for name, tensor in part_of(modules[0]).shared.items():
+        pieces = (Piece(term.expert, term.change.path, tensor),)
+        yield OutputTensor(shared_key(name), tensor.dtype, tensor.shape, None, pieces)
+
+
+def _config_of_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> dict[str, Any]:
+    parts = {module.name: part_of(module) for module in modules}
+    first = next(iter(parts.values()))
+    kind = KINDS[first.peft_type]
+    config: dict[str, Any] = {
+        **_named(plan, first.peft_type),
+        **_version(plan),
+        **first.settings,
+        "target_modules": sorted(parts),
+        "modules_to_save": sorted(name for name, slot in plan.saved.items() if slot.terms) or None,
+        "inference_mode": True,
+    }
+    # PEFT matches a pattern after any dot, and the first match wins, so longer names go first.
+    names = sorted(parts, key=lambda name: (-name.count("."), name))
+    for key, pattern in kind.patterns.items():
+        values = {name: parts[name].values[key] for name in names if key in parts[name].values}
+        if values:
+            config[key] = most_common(values.values(), default=None)
+            config[pattern] = {name: value for name, value in values.items() if value != config[key]}
+    if first.peft_type == "IA3":
+        config["feedforward_modules"] = sorted(name for name in names if parts[name].tensors["ia3_l"].shape[0] == 1)
+    if any(adapter.config.fan_in_fan_out for adapter in plan.adapters.values()):
+        config["fan_in_fan_out"] = fan_in_fan_out
+    return config
+
+
+# Of the scale in the portable layout: any rank times it is an alpha that `check_written` accepts.
+_LEAST_EXPONENT, _LARGEST_EXPONENT = -29, 13
+# Numbers with a smaller factor are written in float32 rather than in float16, where they would lose digits.
+_LEAST_FACTOR = 2.0**-4
+
+
+def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> Layout:
+    """The layout of a plan's adapter.
+
+    Args:
+        resolved: the plan.
+        form: how to write it.
+        reduced: truncated modules, by name.
+    """
+    plan = resolved.plan
+    modules = [module for module in plan.modules.values() if module.terms]
+    other_kind = any(term.change.lora is None for module in modules for term in module.opaque)
+    if other_kind or only_tokens(plan):
+        layout = lay_out_kind(plan, modules, _fan_in_fan_out(plan)) if other_kind else lay_out_tokens(plan)
+        dtype = form.dtype
+        return (
+            layout if dtype is None else replace(layout, tensors=tuple(replace(t, dtype=dtype) for t in layout.tensors))
+        )
+    if form.layout == "portable" and any(is_fused(module.name) for module in modules):
+        modules = [
+            module for module in plan.modules.values() if module.terms or is_fused(module.name)
+        ]  # zeros for unchanged modules
+    common = blend_scale(plan, form)
+    ranks = {
+        module.name: reduced[module.name].rank if module.name in reduced else total_rank(module) for module in modules
+    }
+    if form.layout == "portable":
+        rank = max(ranks.values(), default=1)
+        rslora, alpha = False, rank * common
+        shapes = {name: Shape(rank, alpha, common) for name in ranks}
+    else:
+        rslora = uses_rslora(plan)
+        shapes = {m.name: _shape(m, ranks[m.name], m.name in reduced, rslora, common) for m in modules}
+        agreeing = [(s.rank, s.alpha) for s in shapes.values() if math.isclose(s.scale, common)]
+        rank, alpha = most_common(agreeing or [(s.rank, s.alpha) for s in shapes.values()], default=(1, 1.0))
+    tensors = [
+        tensor
+        for module in modules
+        for tensor in (
+            _padded(reduced[module.name].tensors, rank if form.layout == "portable" else None)
+            if module.name in reduced
+            else _tensors(module, shapes[module.name], resolved)
+        )
+    ]
+    variant = variant_of(modules)
+    if variant:
+        tensors += [tensor for module in modules for tensor in _beside(module, shapes[module.name], variant, plan)]
+    tensors += _base_copies(modules)
+    tensors += [tensor for module in plan.saved.values() for tensor in saved_tensors(module, plan, ranks)]
+    if form.dtype is not None:
+        tensors = [replace(tensor, dtype=form.dtype) for tensor in tensors]  # truncated tensors already have it
+    return Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors))
+
+
+def blend_scale(plan: Plan, form: Form) -> float:
+    """s' of blends: the most frequent scale of copied modules, or of all terms. In the portable layout 1, or in float16
+    the power of two nearest to it."""
+    modules = plan.modules.values()
+    if form.layout == "portable" and form.dtype != "F16":
+        dtypes = {
+            dtype for module in modules for term in module.terms for dtype in (term.lora.a.dtype, term.lora.b.dtype)
+        }
+        if form.dtype is not None or "F16" not in dtypes:
+            return 1.0
+    copied = [module.terms[0].lora.scale for module in modules if module.owner and module.terms]
+    scales = copied or [term.lora.scale for module in modules for term in module.terms]
+    common = float(most_common(scales, default=1.0))
+    if form.layout == "exact":
+        return common
+    return 2.0 ** min(max(round(math.log2(abs(common))), _LEAST_EXPONENT), _LARGEST_EXPONENT)
+
+
+def total_rank(module: Slot) -> int:
+    """The rank of a module's exact form: the sum of its terms' ranks."""
+    return sum(term.lora.rank for term in module.terms)
+
+
+def uses_rslora(plan: Plan) -> bool:
+    """Whether the output is rank-stabilized: if any expert is. Plain experts alone keep their config values."""
+    return any(adapter.config.rslora for adapter in plan.adapters.values())
+
+
+def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
+    return adapter_config(
+        shapes,
+        rank,
+        alpha,
+        rslora=rslora,
+        base_model=plan.base_model,
+        revision=plan.base_revision,
+        task_type=plan.task_type,
+        auto_mapping=plan.auto_mapping,
+        fan_in_fan_out=_fan_in_fan_out(plan),
+        tied=_tied(plan),
+        saved=[name for name, module in plan.saved.items() if module.terms and not (is_bias(name) or module.of_tokens)],
+        variant={
+            **variant_of(plan.modules.values()),
+            **trained_biases(plan),
+            **_parameters(plan),
+            **_tokens(plan),
+        },
+    )
+
+
+def _parameters(plan: Plan) -> dict[str, Any]:
+    """The settings for LoRA on parameters, by full name. PEFT distinguishes its layouts only by its version."""
+    entering = [slot.terms[0].lora for slot in plan.modules.values() if slot.terms and not slot.opaque]
+    names = sorted(lora.name for lora in entering if lora.parameter)
+    if not names:
+        return {}
+    adapted = [adapter for adapter in plan.adapters.values() if any(m.parameter for m in adapter.modules.values())]
+    versions = [adapter.config.peft_version or "" for adapter in adapted]
+    modules = sorted(slot.name for slot in plan.modules.values() if slot.terms and slot.name not in names)
+    return {"target_modules": modules, "target_parameters": names, "peft_version": min(filter(None, versions))}
+
+
+def _tokens(plan: Plan) -> dict[str, Any]:
+    """The setting for trained tokens, by the full names of their modules."""
+    tokens = {name: list(module.tokens) for name, module in plan.saved.items() if module.of_tokens}
+    return {"trainable_token_indices": tokens} if tokens else {}
+
+
+def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
+    """The settings for a variant of LoRA (DoRA, biases of B), if a changed module uses one."""
+    parts = [term.change.part for module in modules for term in module.opaque]
+    return {key: True for key in ("use_dora", "lora_bias") if any(part.settings.get(key) for part in parts)}
+
+
+def trained_biases(plan: Plan) -> dict[str, str]:
+    """The setting `bias`, if the result has trained biases of the base."""
+    if not any(is_bias(name) and module.terms for name, module in plan.saved.items()):
+        return {}
+    settings = {adapter.config.bias for adapter in plan.adapters.values()} - {"none"}
+    return {"bias": settings.pop() if len(settings) == 1 else "all"}
+
+
+def _tied(plan: Plan) -> bool:
+    """PEFT's `ensure_weight_tying`. If embeddings and heads are both stored in full, they are no longer tied."""
+    adapters = plan.adapters.values()
+    as_before = all(adapter.config.tied and not adapter.vocabulary for adapter in adapters)
+    return as_before or any(adapter.ties_factors for adapter in adapters)
+
+
+def _fan_in_fan_out(plan: Plan) -> bool:
+    """PEFT's one flag for all modules. If it is wrong for a module, PEFT corrects it and warns.
+
+    A saved adapter has the value of the last module that PEFT adapted. If the experts' values differ, their base has
+    Conv1D modules in its layers and a Linear, such as the head, outside them.
+    """
+    flags = {adapter.config.fan_in_fan_out for adapter in plan.adapters.values() if adapter.factors or adapter.opaque}
+    if len(flags) == 1:
+        return flags.pop()
+    return any(module.layer is not None and module.terms for module in plan.modules.values())
+
+
+def _shape(module: Slot, rank: int, is_reduced: bool, rslora: bool, common: float) -> Shape:
+    part = module.terms[0].lora
+    copied = bool(module.owner) and not is_reduced
+    if copied and part.rslora == rslora:
+        return Shape(rank, part.alpha, part.scale)
+    return Shape(rank, *written_scale(rank, rslora, part.scale if copied else common))
+
+
+def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputTensor]:
+    """A and B of a module that is copied or concatenated."""
+    first = _like(module, resolved.plan)
+    dtypes = {term.lora.dtype for term in module.terms} or {first.dtype}
+    common_dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+    a_pieces, b_pieces = [], []
+    offset = 0
+    for term in module.terms:
+        part, path = term.lora, term.change.path
+        factor = term.coefficient * part.scale / shape.scale
+        if module.owner and math.isclose(factor, 1, rel_tol=1e-12):
+            factor = 1.0  # the same scale, from the other formula (rsLoRA or plain)
+        rows = resolved.kept_rows.get((term.side, module.name))
+        a_pieces.append(Piece(term.expert, path, part.a, 1.0, offset))
+        b_pieces.append(Piece(term.expert, path, part.b, factor, offset, rows))
+        offset += part.rank
+    if first.parameter:
+        yield from _fused(first, shape, a_pieces, b_pieces, common_dtype, resolved.plan)
+        return
+    for axis, key, pieces in ((0, first.a_key, a_pieces), (1, first.b_key, b_pieces)):
+        dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
+        dtype = pieces[0].tensor.dtype if module.owner and pieces else common_dtype
+        yield OutputTensor(key, _wide_enough(dtype, pieces), dims, axis, tuple(pieces))
+
+
+def _fused(
+    first: LoraModule, shape: Shape, a_pieces: Sequence[Piece], b_pieces: Sequence[Piece], dtype: str, plan: Plan
+) -> Iterator[OutputTensor]:
+    """A and B of a parameter, with ranks concatenated per expert of the mixture.
+
+    A is viewed as experts×rank×in and B as out×rank×experts.
+    """
+    count, out, into = first.experts, first.out_features, first.in_features
+    keys = dict(zip("AB", written_keys(first, plan), strict=True))
+
+    def viewed(piece: Piece, dims: tuple[int, ...]) -> Piece:
+        return replace(piece, tensor=replace(piece.tensor, shape=dims))
+
+    a = tuple(viewed(piece, (count, piece.tensor.shape[0] // count, into)) for piece in a_pieces)
+    b = tuple(viewed(piece, (out, piece.tensor.shape[1] // count, count)) for piece in b_pieces)
+    for factor, pieces, view in (("A", a, (count, shape.rank, into)), ("B", b, (out, shape.rank, count))):
+        stored = (count * shape.rank, into) if factor == "A" else (out, shape.rank * count)
+        kind = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
+        yield OutputTensor(keys[factor], _wide_enough(kind, pieces), stored, 1, pieces, view=view)
+
+
+def _wide_enough(dtype: str, pieces: Sequence[Piece]) -> str:
+    """The dtype of a factor: float32 in place of float16 if all its numbers become much smaller."""
+    shrinks = pieces and all(abs(piece.factor) < _LEAST_FACTOR for piece in pieces)
+    return "F32" if dtype == "F16" and shrinks else dtype
+
+
+def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
+    """The keys of a module's A and B in the file.
+
+    PEFT nests the layer for a module's first parameter inside the layer for its second.
+    """
+    if not module.parameter:
+        return module.a_key, module.b_key
+    holder, _, name = module.name.rpartition(".")
+    outer = [other for other, slot in plan.modules.items() if slot.terms and other.rpartition(".")[0] == holder]
+    inner = name == "gate_up_proj" and f"{holder}.down_proj" in outer
+    layer = f"{holder}.base_layer" if inner else holder
+    return part_key(layer, "lora_A.weight"), part_key(layer, "lora_B.weight")
+
+
+def _like(module: Slot, plan: Plan) -> LoraModule:
+    """An expert's module of the same name and shape, if possible one that takes part."""
+    if module.terms:
+        return module.terms[0].lora
+    candidates = (
+        adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules
+    )
+    return replace(next(candidates), name=module.name)
+
+
+def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:
+    """Truncated factors, padded with zeros to `rank` if it is given."""
+    for tensor in tensors:
+        out, width = tensor.shape
+        yield replace(tensor, shape=(rank or out, width) if tensor.axis == 0 else (out, rank or width))
+
+
+def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
+    """The tensors of a variant of LoRA other than A and B.
+
+    DoRA's magnitudes are copied: `check_form` has checked that every module has them. PEFT multiplies a bias of B by
+    the module's scale, as it does B, so a blend's bias is Σ c_i s_i bias_i / s'. Plain LoRA's missing bias counts as 0.
+    """
+    first = _like(module, plan)
+    for part, key in (("lora_magnitude_vector", "use_dora"), ("lora_B.bias", "lora_bias")):
+        if not variant.get(key):
+            continue
+        pieces = []
+        for term in module.opaque:
+            tensors = term.change.part.tensors
+            if part in tensors:
+                factor = 1.0 if key == "use_dora" else term.coefficient * term.lora.scale / shape.scale
+                factor = 1.0 if math.isclose(factor, 1, rel_tol=1e-12) else factor
+                pieces.append(Piece(term.expert, term.change.path, tensors[part], factor))
+        size = pieces[0].tensor.shape if pieces else (first.out_features,)
+        dtypes = {piece.tensor.dtype for piece in pieces} or {first.dtype}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+        yield OutputTensor(part_key(module.name, part), dtype, size, None, tuple(pieces))
+
+
+def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
+    """The base's own weight next to the LoRA of an embedding, if an expert carries it; LoRA never changes it.
+
+    All experts carry the same copy; see `copies.check_one_base`.
+    """
+    for module in modules:
+        for term in module.terms:
+            base = term.lora.base
+            if base is not None:
+                piece = Piece(term.expert, term.change.path, base)
+                yield OutputTensor(base_copy_key(module.name), base.dtype, base.shape, 0, (piece,))
+                break

@@ -1,0 +1,303 @@
+"""The output as data: its form, its tensors, the pieces of each; and computed tensors kept until they are written.
+
+`layout` decides on the pieces, and the executors compute and write them, in threads: numpy and torch would each start
+one thread per core, and threads that wait for a core spin, so both are limited here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from numbers import Integral, Real
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+import numpy as np
+
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import ArgumentError, OutputError, Problems, check_type
+from adapterswap.kit.files.numbers import Bytes, write_at
+from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_THREADS = 4  # each keeps a few copies of the largest weight's factors in memory
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def cores() -> int:
+    """The number of processor cores."""
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """In the block, and in threads started there, torch uses `count` threads, or fewer if it was limited before."""
+    require("models")
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, count)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """In the block numpy's matrix products use one thread, so that their last digits do not vary with the cores."""
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield
+
+
+def map_in_threads(compute: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """`compute` of every item, in order, on one thread per core, up to four. Matrix products use one thread each.
+
+    At most two items per thread are in progress or waiting, so memory does not grow with the number of items.
+    """
+    threads = min(_THREADS, cores())
+    waiting: deque[Future[_Result]] = deque()
+    with one_blas_thread(), ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(compute, item))
+                if len(waiting) >= 2 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+_IN_MEMORY = 64 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The bytes of a tensor with two axes, in memory or in a spool's file.
+
+    Attributes:
+        shape: the tensor's shape.
+    """
+
+    shape: tuple[int, int]
+    size: int
+    _data: Bytes | None
+    _file: _Unnamed | None
+    _offset: int
+
+    def read(self, shape: tuple[int, ...]) -> Bytes:
+        """The bytes, padded with zeros to `shape`, which must be at least as large on each axis."""
+        data = self._data
+        if data is None:
+            assert self._file is not None
+            data = np.frombuffer(_read(self._file.number, self.size, self._offset), np.uint8)
+        if shape == self.shape:
+            return data
+        grown = np.zeros((*shape, self.size // math.prod(self.shape)), np.uint8)
+        grown[: self.shape[0], : self.shape[1]] = data.reshape(*self.shape, -1)
+        return grown.reshape(-1)
+
+
+class _Unnamed:
+    """An unnamed file, closed when nothing refers to it."""
+
+    def __init__(self, folder: Path | None) -> None:
+        with tempfile.TemporaryFile(prefix="adapterswap-", dir=folder) as file:
+            self.number = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.number)
+
+
+class Spool:
+    """Keeps tensors, from any thread. Its file is deleted with it.
+
+    Args:
+        folder: the folder of the file; by default the one for temporary files.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._lock = Lock()
+        self._file: _Unnamed | None = None
+        self._bytes_in_memory = self._bytes_in_file = 0
+
+    def add(self, data: Bytes, shape: tuple[int, int]) -> Stored:
+        """Keep the bytes of a tensor."""
+        with self._lock:
+            if self._bytes_in_memory + data.size <= _IN_MEMORY:
+                self._bytes_in_memory += data.size
+                return Stored(shape, data.size, data, None, 0)
+            offset = self._bytes_in_file
+            self._bytes_in_file += data.size
+            try:
+                if self._file is None:
+                    self._file = _Unnamed(self._folder)
+                write_at(self._file.number, data, offset)
+            except OSError as error:
+                place, remedy = self._folder or tempfile.gettempdir(), "Set TMPDIR to a folder with free space"
+                raise OutputError(
+                    f"Cannot write temporary files to {place}: {error.strerror}",
+                    "Free some space there" if self._folder else remedy,
+                ) from None
+        return Stored(shape, data.size, None, self._file, offset)
+
+
+def _read(file: int, size: int, offset: int) -> bytearray:
+    raw = bytearray(size)
+    bytes_read = 0
+    while bytes_read < size:
+        count = os.preadv(file, [memoryview(raw)[bytes_read:]], offset + bytes_read)
+        if count == 0:
+            raise OutputError("A temporary file was truncated", "Run the command again")
+        bytes_read += count
+    return raw
+
+
+Names = Literal["task", "language", "transformers4", "transformers5"]
+"""The naming of an adapter's modules; see `writing.loadable.with_written_names`."""
+
+NAMES: tuple[Names, ...] = get_args(Names)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an adapter is written.
+
+    Attributes:
+        layout: `exact` or `portable`, see `layout`.
+        max_rank: modules with a higher rank are truncated to this one.
+        max_error: blends are truncated to the smallest rank with at most this relative error of ΔW.
+        names: the naming of the modules; by default the first expert's.
+        dtype: the dtype of every tensor, as files name it; by default the experts'.
+    """
+
+    layout: Literal["exact", "portable"] = "exact"
+    max_rank: int | None = None
+    max_error: float | None = None
+    names: Names | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        check_type(self.max_rank, (Integral, type(None)), "max_rank", "Pass a whole number such as 64")
+        check_type(self.max_error, (Real, type(None)), "max_error", "Pass a number such as 0.1")
+        problems = Problems(ArgumentError)
+        if self.layout not in ("exact", "portable"):
+            problems.add(f"`layout` is {self.layout!r}", "Choose exact or portable", parameter="layout")
+        if self.names not in (None, *NAMES):
+            problems.add(f"`names` is {self.names!r}", f"Choose {', '.join(NAMES)}", parameter="names")
+        if self.dtype not in (None, *FLOATS):
+            problems.add(f"`dtype` is {self.dtype!r}", f"Choose from {', '.join(FLOATS)}", parameter="dtype")
+        if self.max_rank is not None and self.max_rank < 1:
+            problems.add(f"`max_rank` is {self.max_rank}, but must be 1 or more", "", parameter="max_rank")
+        if self.max_error is not None and not 0 < self.max_error < 1:
+            problems.add(
+                f"`max_error` is {self.max_error:g}, but must be between 0 and 1",
+                "Pass a number such as 0.1",
+                parameter="max_error",
+            )
+        problems.raise_if_any()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A source tensor, multiplied by `factor`, at `offset` along the output's rank axis.
+
+    `rows` marks the rows of B (and so of ΔW) to keep; the others become zero. `cut` is the range of source rows to use,
+    if not all; pieces with the same offset are then added up.
+    """
+
+    expert: str
+    path: Path
+    tensor: Tensor
+    factor: float = 1.0
+    offset: int = 0
+    rows: npt.NDArray[np.bool_] | None = None
+    cut: tuple[int, int] | None = None
+
+    @property
+    def source(self) -> Tensor:
+        """The tensor, or only its rows in `cut`."""
+        if self.cut is None:
+            return self.tensor
+        first, last = self.cut
+        count, *rest = self.tensor.shape
+        row = self.tensor.nbytes // count
+        start = self.tensor.start + first * row
+        return replace(self.tensor, shape=(last - first, *rest), start=start, stop=start + (last - first) * row)
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to write.
+
+    Attributes:
+        key, dtype, shape: as in the safetensors file.
+        axis: the axis along which pieces are concatenated: 0 for A (rank×in), 1 for B (out×rank); None adds them up.
+        pieces: its sources; elements that they do not fill are zero.
+        data: its bytes, if already computed (a truncated module); they may have a lower rank than `shape`.
+        view: the shape in which pieces are concatenated along `axis`, if it differs from the stored one.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    axis: int | None
+    pieces: tuple[Piece, ...] = ()
+    data: Stored | None = None
+    view: tuple[int, ...] | None = None
+
+    @cached_property
+    def is_copied(self) -> bool:
+        """Whether the bytes of all pieces can be copied unchanged."""
+        if self.data is not None:
+            return False
+        alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == (self.view or self.shape)
+        return (alone or self.axis == 0) and all(
+            p.factor == 1 and p.rows is None and p.cut is None and p.tensor.dtype == self.dtype for p in self.pieces
+        )
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A module that was truncated.
+
+    Attributes:
+        rank: the rank of its factors.
+        tensors: its factors, with data.
+        error: ‖ΔW - ΔW'‖ / ‖ΔW‖ (Frobenius norm), before the factors are rounded to their dtype.
+        written_error: the same error after rounding.
+    """
+
+    rank: int
+    tensors: tuple[OutputTensor, ...]
+    error: float
+    written_error: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The content of an adapter folder: adapter_config.json as a mapping, and the tensors."""
+
+    config: dict[str, Any]
+    tensors: tuple[OutputTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors' data."""
+        return sum(DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in self.tensors)

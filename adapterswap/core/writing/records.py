@@ -1,0 +1,405 @@
+"""adapterswap.json: how a folder was made. Records are written, read and checked here.
+
+A record holds no time and no local path, so the same inputs give the same bytes. A record that is read is untrusted: it
+is validated first, and paths in it are never followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from adapterswap import __version__
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.model.checkpoints import MODEL_CONFIG, Checkpoint
+from adapterswap.core.model.layers import MAX_LAYERS, KeptLayers, Stack, format_layers
+from adapterswap.core.model.sources import (
+    CONFIG,
+    FORMAT,
+    WEIGHTS,
+    Source,
+    base_fingerprints,
+    identity_of,
+    parse_hub_id,
+    public_name,
+    read_provenance,
+    read_training,
+)
+from adapterswap.core.planning.composing import kept_layers
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.text import exists
+
+_DEPTH = 8  # generations of origins to keep; JSON that nests deeper is refused when it is read
+
+
+_Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+
+
+class _Written(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)  # most commands need few of them
+
+    def content(self) -> dict[str, Any]:
+        """The record as plain data, ready to be written."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class SourceRecord(_Written):
+    """The identity of an expert or a base: a Hub id with its commit, or a folder's name, and hashes of its files."""
+
+    source: str
+    revision: str | None = None
+    sha256: dict[str, str] = Field(default={}, description="Hashes of its small files, and of an adapter's weights.")
+    fingerprints: dict[str, str] = Field(default={}, description="A local base's weights; see `fingerprint`.")
+    base_model: str | None = Field(default=None, description="The base that an adapter's own config names.")
+    base_revision: str | None = None
+    base_fingerprints: dict[str, str] = Field(
+        default={}, description="The weights of an expert's local base, by the expert's own record."
+    )
+    entered: dict[str, dict[str, int | str]] = Field(
+        default={}, description="A full checkpoint's bytes that were copied or computed with; see `writing.blocks`."
+    )
+    mode: Literal["chain"] | None = Field(
+        default=None, description="Of a start: chain, if the adapter that was trained lies on top of it."
+    )
+    origin: Origin | None = Field(default=None, description="How it was made, from the adapterswap.json in its folder.")
+
+    def __str__(self) -> str:
+        return f"{self.source}@{self.revision}" if self.revision else self.source
+
+    @property
+    def reference(self) -> str | None:
+        """The Hub id with its commit; None for anything else, since paths in a record are never followed."""
+        return str(self) if self.revision and parse_hub_id(str(self)) else None
+
+
+class Origin(BaseModel):
+    """How an expert was made: the relevant keys of its own record. Only the fields that are shown are validated."""
+
+    model_config = ConfigDict(extra="allow", defer_build=True)
+
+    experts: dict[str, SourceRecord] = {}
+    slice: SliceRecord | None = None
+    extraction: ExtractionOrigin | None = None
+    start: SourceRecord | None = Field(default=None, description="Where its training started, by training.json.")
+
+    def __str__(self) -> str:
+        if self.extraction is not None:
+            return f"was extracted from {self.extraction.full}"
+        if self.start is not None:
+            start = f"was trained {'on top of' if self.start.mode else 'from'} {self.start}"
+            return start + (f", which {self.start.origin}" if self.start.origin else "")
+        sources = ", ".join(f"{name} ({source})" for name, source in self.experts.items())
+        return f"was composed from {sources}" if self.slice is None else f"keeps the {self.slice} of {sources}"
+
+
+class SliceRecord(_Written):
+    """The layers of a slice, such as `0-4,30-31`, or of each of its stacks; with `stack`, only those of that stack.
+
+    The others were cut away, by this command or from an expert.
+    """
+
+    layers: str | dict[Stack, str]
+    stack: Stack | None = None
+
+    @classmethod
+    def of(cls, kept: KeptLayers | None) -> dict[str, SliceRecord]:
+        """The field of a record, if the result is a slice."""
+        if kept is None:
+            return {}
+        texts = {stack: format_layers(layers) for stack, layers in kept.by_stack.items()}
+        if len(texts) > 1:
+            return {"slice": cls(layers={stack: text for stack, text in texts.items() if stack is not None})}
+        [(stack, text)] = texts.items()
+        return {"slice": cls(layers=text, stack=stack) if stack else cls(layers=text)}
+
+    def __str__(self) -> str:
+        try:
+            return str(KeptLayers.of(self.layers, self.stack))
+        except ValueError:  # a record that was edited; `verify` reports it
+            return f"layers {self.layers!r}"
+
+
+class ExtractionOrigin(BaseModel):
+    """The full checkpoint that an adapter was extracted from."""
+
+    model_config = ConfigDict(extra="allow", defer_build=True)
+
+    full: SourceRecord
+
+
+class ConversionRecord(_Written):
+    """A conversion from another kind of adapter, from modules trained in full, or from a pickled file.
+
+    The last digits of a singular value decomposition differ between machines, so the result is identified by its hash.
+    """
+
+    peft_type: str
+    pickled: bool = False
+    rank: int | None = None
+    max_error: float | None = None
+    saved_rank: int | None = Field(default=None, description="The rank of modules that had been trained in full.")
+    relative_error: float | None = Field(default=None, ge=0, description="Over all converted modules together.")
+    modules: dict[str, dict[str, int | float]] = Field(default={}, description="Rank, relative error and norm of ΔW.")
+    sha256: dict[str, str] = Field(description="Hashes of the adapter's own files.")
+
+
+class RuleRecord(BaseModel):
+    """A rule as it was applied, with the fields of `Rule`. Only the fields that are read again are validated."""
+
+    model_config = ConfigDict(extra="allow", defer_build=True)
+
+    layers: Any = None
+    stack: Any = None
+    modules: Any = None
+    expert: str | None = None
+    blend: Any = None
+    averages: dict[str, list[str]] = {}
+
+
+class CompositionRecord(_Written):
+    """How an adapter was composed, or a model merged. Unknown keys are ignored."""
+
+    format: Literal[1] = FORMAT
+    kind: Literal["adapter", "model"] = "adapter"
+    adapterswap_version: str = ""
+    base_model: str | None = None
+    base_revision: str | None = None
+    base: SourceRecord | None = Field(
+        default=None, description="The base's identity, if it was declared as a folder or its weights were needed."
+    )
+    num_layers: _Depth | dict[Stack, _Depth]
+    composition: dict[str, Any] = Field(default={}, description="The request, with defaults filled in.")
+    experts: dict[str, SourceRecord]
+    rules: list[RuleRecord] = []
+    output: dict[str, Any] = Field(default={}, description="How it was written: layout, rank, dtype, size of shards.")
+    modules: dict[str, str | dict[str, float]] = Field(
+        validation_alias=AliasChoices("modules", "tensors"),  # an adapter's, a merged model's
+        description="The owner, or each expert's coefficient.",
+    )
+    rows: dict[str, dict[str, str | dict[str, float]]] = Field(
+        default={}, description="For embeddings and heads with new tokens: the same by ranges of rows, such as `96-97`."
+    )
+    slice: SliceRecord | None = None
+    conversion: ConversionRecord | None = None
+    magnitudes: dict[str, float] = Field(default={}, description="The mean |ΔW| by which weights were divided.")
+    kept_rows: dict[str, float] = Field(default={}, description="The share of rows above the row threshold.")
+    reduced: dict[str, dict[str, int | float]] = Field(
+        default={}, description="Rank and relative error of truncated modules."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> CompositionRecord:
+        known_names = {*self.experts, BASE}
+        named = {name for owner in self.modules.values() for name in ([owner] if isinstance(owner, str) else owner)}
+        if not named <= known_names:
+            raise ValueError("a module names an expert that is not among the experts")
+        return self
+
+    def content(self) -> dict[str, Any]:
+        content = super().content()
+        modules = content.pop("modules")
+        return {**content, "tensors" if self.kind == "model" else "modules": modules}
+
+    @property
+    def origins(self) -> list[str]:
+        """A line for each expert that adapterswap made, saying how."""
+        return [f"{name} {expert.origin}" for name, expert in self.experts.items() if expert.origin is not None]
+
+    def owner_of(self, module: str) -> str | dict[str, float] | None:
+        """The expert or the average that owns a module, or else its coefficients; None if the record lacks it."""
+        recorded = self.modules.get(module)
+        if not isinstance(recorded, dict):
+            return recorded
+        for rule in self.rules:
+            members = rule.averages.get(rule.expert or "")
+            if members and recorded == {name: 1 / len(members) for name in members if name != BASE}:
+                return rule.expert
+        return recorded
+
+
+class ExtractedModule(BaseModel):
+    """A module of an extracted adapter: its rank, its relative error and ‖ΔW‖ (Frobenius)."""
+
+    model_config = ConfigDict(strict=True, defer_build=True)
+
+    rank: int
+    relative_error: float = Field(ge=0)
+    norm: float = Field(gt=0)
+
+
+class LeftOut(BaseModel):
+    """A change of the fine-tune that is not in the adapter: the reason and ‖ΔW‖."""
+
+    model_config = ConfigDict(strict=True, defer_build=True)
+
+    reason: str = ""
+    norm: float = Field(gt=0)
+
+
+class ExtractionRequest(BaseModel):
+    """The arguments of `extract`, and the two models that it compared."""
+
+    model_config = ConfigDict(strict=True, defer_build=True)
+
+    full: SourceRecord
+    base: SourceRecord
+    rank: int | None = None
+    max_error: float | None = None
+    layers: str | None
+    modules: list[str]
+    embeddings: bool
+
+
+class ExtractionRecord(_Written):
+    """How an adapter was extracted from a full checkpoint. Unknown keys are ignored."""
+
+    format: Literal[1] = FORMAT
+    kind: Literal["extraction"] = "extraction"
+    adapterswap_version: str = ""
+    base_model: str | None = None
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    sha256: dict[str, str] = Field(description="Hashes of the adapter's own files.")
+    extraction: ExtractionRequest
+    extracted: dict[str, ExtractedModule]
+    unchanged: list[str] = []
+    left_out: dict[str, LeftOut] = {}
+    slice: SliceRecord | None = None
+
+
+Record = CompositionRecord | ExtractionRecord
+
+
+def parse_record(content: Mapping[str, Any]) -> Record:
+    """Parse the content of an adapterswap.json."""
+    kind = ExtractionRecord if "extraction" in content else CompositionRecord
+    return kind.model_validate(content)
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record in a folder; None if there is none or it cannot be understood."""
+    content = read_provenance(folder)
+    try:
+        return parse_record(content) if content else None
+    except ValidationError:
+        return None
+
+
+def composition_record(
+    plan: Plan,
+    experts: Mapping[str, SourceRecord],
+    base: SourceRecord | None,
+    *,
+    output: Mapping[str, Any],
+    measured: Mapping[str, Any],
+) -> CompositionRecord:
+    """The record of a plan that was carried out.
+
+    Args:
+        plan: the plan.
+        experts: the experts' identities, by name.
+        base: the base's identity, if it was declared or needed.
+        output: how the result was written; values that are None are left out.
+        measured: values that depend on tensors, if there are any: `magnitudes`, `kept_rows` and `reduced`.
+    """
+    fields: dict[str, Any] = {
+        "format": FORMAT, "kind": "adapter", "adapterswap_version": __version__, "num_layers": plan.num_layers,
+    }  # fmt: skip
+    if plan.is_model:
+        named = plan.base.source if plan.base else None
+        fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
+    else:
+        fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
+    fields |= SliceRecord.of(kept_layers(plan))
+    fields["base"] = base
+    rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}
+    if rows:
+        fields["rows"] = rows
+    return CompositionRecord(
+        composition=plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints)),
+        experts=dict(experts),
+        rules=[RuleRecord.model_validate(rule.as_data()) for rule in plan.rules],
+        output={key: value for key, value in output.items() if value is not None},
+        modules={slot.name: slot.coefficients for slot in plan},
+        **fields,
+        **measured,
+    )
+
+
+def adapter_source(adapter: Adapter, sha256: str) -> SourceRecord:
+    """The identity of an adapter; `sha256` is the hash of its weights."""
+    return _source(
+        adapter,
+        sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
+        base_model=public_name(adapter.trained_on or adapter.config.base_model),
+        base_revision=adapter.config.revision,
+    )
+
+
+def checkpoint_source(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str, int | str]]) -> SourceRecord:
+    """The identity of a full checkpoint, as an expert or a base, and how many of its bytes entered."""
+    config = checkpoint.source.folder / MODEL_CONFIG
+    return _source(
+        checkpoint,
+        sha256={MODEL_CONFIG: sha256_of(config)},
+        entered={use: dict(numbers) for use, numbers in entered.items()},
+    )
+
+
+def shards_source(checkpoint: Checkpoint, sha256: Mapping[str, str]) -> SourceRecord:
+    """The identity of a full checkpoint that an adapter is extracted from; `sha256` holds the hashes of its shards."""
+    return _source(checkpoint, sha256=dict(sha256))
+
+
+def with_fingerprints(record: SourceRecord, base: Source) -> SourceRecord:
+    """The record of a base with the fingerprints of its weights, by which later steps know a local base."""
+    prints = identity_of(base)
+    return record.model_copy(update={"fingerprints": prints}) if prints else record
+
+
+def base_source(source: Source) -> SourceRecord:
+    """The identity of a base whose weights were not needed: its config and, for a local folder, fingerprints."""
+    config = source.folder / MODEL_CONFIG
+    fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if exists(config) else {}}
+    if source.revision is None:
+        fields["fingerprints"] = base_fingerprints(source.folder)
+    return SourceRecord(source=source.name, revision=source.revision, **fields)
+
+
+def _source(expert: Adapter | Checkpoint, **fields: Any) -> SourceRecord:
+    source = expert.source
+    if expert.base_fingerprints:
+        fields["base_fingerprints"] = dict(expert.base_fingerprints)
+    if (origin := origin_of(source.folder)) is not None:
+        fields["origin"] = origin
+    return SourceRecord(source=source.name, revision=source.revision, **fields)
+
+
+def origin_of(folder: Path) -> Origin | None:
+    """How the expert in a folder was made, by its own record; None if adapterswap made it from nothing but its base."""
+    record = read_record(folder)
+    if record is None:
+        if "start" not in (trained := read_training(folder)):
+            return None
+        content: dict[str, Any] = _shortened({"start": trained["start"]}, _DEPTH - 1)
+    elif isinstance(record, ExtractionRecord):
+        content = {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
+    else:
+        recorded = record.content()
+        keys = ("num_layers", "composition", "experts", "rules", "slice")
+        content = _shortened({key: recorded[key] for key in keys if key in recorded}, _DEPTH - 1)
+    return Origin.model_validate(content)
+
+
+def _shortened(origin: dict[str, Any], generations: int) -> dict[str, Any]:
+    """An origin, cut off after this many generations."""
+    for expert in (*origin.get("experts", {}).values(), *([origin["start"]] if "start" in origin else [])):
+        if not generations:
+            expert.pop("origin", None)
+        elif isinstance(expert.get("origin"), dict):
+            _shortened(expert["origin"], generations - 1)
+    return origin

@@ -1,0 +1,283 @@
+"""Reduce modules to a rank: linear blends above `max_rank`, and every nonlinear blend.
+
+Linear blends have low rank, and `joint.truncate` truncates them without forming ΔW: exact and cheaper. Nonlinear ones
+(TIES, DARE, pruning) have full rank: their ΔW is formed, one module at a time, and approximated by torch's randomized
+SVD, after Halko, Martinsson & Tropp 2011 (arXiv:0909.4061).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.core.changes.joint import Joint, Truncated, blocks_of, concatenate, cut, mixed
+from adapterswap.core.changes.reading import FactorReader, Factors, factor_reader
+from adapterswap.core.experts.adapter import LoraModule
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.slots import Slot
+from adapterswap.core.writing.layout import blend_scale, total_rank, uses_rslora, written_scale
+from adapterswap.core.writing.outputs import Form, OutputTensor, Reduced, Spool, map_in_threads
+from adapterswap.core.writing.resolving import Resolved, side_factors
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.files.numbers import decode, finite_bytes, too_large
+from adapterswap.kit.files.tensorfile import DTYPE_BYTES
+
+_SMALL = 256  # matrices with a side up to this are decomposed exactly,
+_SHARE = 4  # and so are those that must keep more than a quarter of their singular values, where sampling saves nothing
+_FIRST = 32  # singular values to sample first if an error is requested
+_OVERSAMPLING = 32  # columns beyond the requested rank, and
+_POWER_ITERATIONS = 6  # passes over the matrix: both make the randomized SVD more accurate
+
+
+def approximate(
+    delta: npt.NDArray[np.float32], *, rank: int | None, error: float | None, device: Any = "cpu"
+) -> Truncated:
+    """A low-rank approximation of a dense ΔW, with its relative error.
+
+    The error is exact, not an estimate: it is computed from the residual of the sample and from the sampled singular
+    values that are cut off. With `error`, the sample is doubled until the error is reached (or `rank`, or full rank),
+    then cut to the smallest rank that reaches it.
+
+    Args:
+        delta: ΔW (out×in).
+        rank: the maximum rank.
+        error: the maximum relative error, reached with the smallest possible rank. If both are given, `rank` wins.
+        device: the torch device to compute on.
+    """
+    require("models")
+    import torch
+
+    matrix = torch.from_numpy(delta).to(device)
+    norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float64))
+    limit = min(*delta.shape, rank or min(delta.shape))
+    size = limit if error is None else min(limit, _FIRST)
+    while True:
+        u, sigma, vt = _decompose(matrix, size)
+        errors = _errors(matrix, u, sigma, vt, norm)
+        size = min(limit, len(sigma))  # an exact decomposition returns all of them
+        if error is None or errors[size - 1] <= error or size == limit:
+            break
+        size = min(2 * size, limit)
+    keep = size if error is None else int(next((i + 1 for i, e in enumerate(errors[:size]) if e <= error), size))
+    root = sigma[:keep].sqrt()
+    factors = Factors((root[:, None] * vt[:keep]).cpu().numpy(), (u[:, :keep] * root).cpu().numpy())
+    return Truncated(factors, sigma[:keep].cpu().numpy(), float(errors[keep - 1]))
+
+
+def _decompose(matrix: Any, size: int) -> tuple[Any, Any, Any]:
+    """U (out×k), σ (k) in descending order and Vᵀ (k×in), with k ≥ size."""
+    import torch
+
+    smaller = min(matrix.shape)
+    if smaller <= _SMALL or size * _SHARE > smaller:
+        u, sigma, vt = torch.linalg.svd(matrix, full_matrices=False)
+        return u, sigma, vt
+    with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):
+        torch.manual_seed(0)  # the same bytes every time
+        u, sigma, v = torch.svd_lowrank(matrix, q=size + _OVERSAMPLING, niter=_POWER_ITERATIONS)
+    return u, sigma, v.T
+
+
+def _errors(matrix: Any, u: Any, sigma: Any, vt: Any, norm: float) -> npt.NDArray[np.float64]:
+    """The relative error of keeping 1, 2, … of the singular values.
+
+    The sample is an orthogonal projection of ΔW, so ‖ΔW - U_k Σ_k V_kᵀ‖² = ‖ΔW - U Σ Vᵀ‖² + Σ_{i>k} σ_i².
+    """
+    import torch
+
+    values = sigma.cpu().numpy().astype(np.float64)
+    if norm == 0:
+        return np.zeros(len(values))
+    rest = 0.0
+    if len(values) < min(matrix.shape):
+        rest = float(torch.linalg.vector_norm(torch.addmm(matrix, u * sigma, vt, alpha=-1), dtype=torch.float64))
+    cut_off = np.append(np.cumsum(np.square(values[:0:-1]))[::-1], 0.0)
+    return np.asarray(np.sqrt(rest**2 + cut_off) / norm)
+
+
+def must_reduce(module: Slot, form: Form) -> bool:
+    """Whether a module must be reduced: it is nonlinear, its rank is too high, or the form allows an error."""
+    if not module.terms:
+        return False
+    too_high = form.max_rank is not None and total_rank(module) > form.max_rank
+    return not module.is_linear or too_high or (form.max_error is not None and not module.owner)
+
+
+def measurements(resolved: Resolved, reduced: Mapping[str, Reduced]) -> dict[str, Any]:
+    """Values measured on the tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
+    cut = {name: {"rank": result.rank, "relative_error": result.written_error} for name, result in reduced.items()}
+    measured = {"magnitudes": dict(resolved.magnitudes), "kept_rows": resolved.kept_share(), "reduced": cut}
+    return {key: values for key, values in measured.items() if values}
+
+
+def reduce(
+    resolved: Resolved, form: Form, progress: Callable[[str], None] = lambda name: None
+) -> Mapping[str, Reduced]:
+    """Reduce every module that needs it, and call `progress` with its name afterwards."""
+    plan = resolved.plan
+    to_reduce = [module for module in plan.modules.values() if must_reduce(module, form)]
+    if not to_reduce:
+        return {}
+    reduced, spool = {}, Spool()
+    with factor_reader(plan.adapters) as read:
+
+        def reduce_one(module: Slot) -> Reduced:
+            try:
+                with np.errstate(all="ignore"):  # overflow is detected below, and by `finite_bytes`
+                    if _on_cores(module) or module.is_linear:
+                        return _truncated(module, resolved, form, read, spool)
+                    result = approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
+                    return _as_tensors(module, result, plan, form, spool)
+            except (np.linalg.LinAlgError, RuntimeError):  # from numpy's and torch's SVD of infinite numbers
+                raise too_large(module.name) from None
+
+        low_rank = [module for module in to_reduce if module.has_low_rank]
+        dense = [module for module in to_reduce if not module.has_low_rank]  # torch has its own threads
+        for modules, results in ((low_rank, map_in_threads(reduce_one, low_rank)), (dense, map(reduce_one, dense))):
+            for module, result in zip(modules, results, strict=True):
+                reduced[module.name] = result
+                progress(module.name)
+    return {module.name: reduced[module.name] for module in to_reduce}
+
+
+def _on_cores(module: Slot) -> bool:
+    return module.rule is not None and module.rule.on_cores
+
+
+def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader, spool: Spool) -> Reduced:
+    """Truncate a linear blend, or a method's result in factors, in its joint core."""
+    parts = _parts(module, resolved, read)
+    joint, weights = Joint([factors for _, factors in parts]), [coefficient for coefficient, _ in parts]
+    error = None if module.owner else form.max_error
+    spectrum, rank, lost = cut(joint, weights, rank=form.max_rank, error=error)
+    scale, dtype, first = _written_form(module, rank, resolved.plan, form)
+    # The scale is split between the factors, so that both stay in the range of a half-precision dtype.
+    mixture, root = joint.mixture(weights, spectrum, rank), math.sqrt(abs(scale))
+    a = _rounded([factors.a for _, factors in parts], mixture.right.T / root, 0, dtype, first.a_key, spool)
+    left = math.copysign(1 / root, scale) * mixture.left
+    b = _rounded([factors.b for _, factors in parts], left, 1, dtype, first.b_key, spool)
+    norm = float(np.linalg.norm(spectrum.sigma))
+    rounding = abs(scale) * _distance(spectrum.sigma[:rank] / abs(scale), b, a)
+    written_error = math.hypot(lost, rounding / norm) if norm else lost
+    return Reduced(rank, (a.tensor, b.tensor), lost, written_error)
+
+
+def _parts(module: Slot, resolved: Resolved, read: FactorReader) -> list[tuple[float, Factors]]:
+    """A linear blend's coefficients, and its terms' factors without the rows that a threshold drops.
+
+    The result of a method on factors is a single term.
+    """
+    rule = module.rule
+    if rule is not None and rule.on_cores:
+        sides = side_factors(module, read, resolved.kept_rows)
+        b, a = rule.combine_factors(
+            {side: (factors.b, factors.a) for side, factors in sides.items()},
+            seed=resolved.plan.composition.seed, module=module.name,
+        )  # fmt: skip
+        return [(1.0, Factors(a, b))]
+    parts = []
+    for term in module.terms:
+        factors = read(term.expert, term.lora)
+        rows = resolved.kept_rows.get((term.side, module.name))
+        parts.append((term.coefficient, factors if rows is None else factors.masked(rows)))
+    return parts
+
+
+class _Rounded(NamedTuple):
+    """A factor x that was rounded to x̂: Eᵀ·x̂ and Eᵀ·E for E = x - x̂ (n×k; of A the transposes), in float64."""
+
+    tensor: OutputTensor
+    across: npt.NDArray[np.float64]
+    within: npt.NDArray[np.float64]
+
+
+def _rounded(
+    parts: Sequence[npt.NDArray[np.floating]],
+    mix: npt.NDArray[np.float64],
+    axis: int,
+    dtype: str,
+    key: str,
+    spool: Spool,
+) -> _Rounded:
+    """The factor from `mixed`, rounded to the dtype."""
+    rank, long = mix.shape[1], parts[0].shape[1 - axis]
+    shape = (rank, long) if axis == 0 else (long, rank)
+    data = np.empty((*shape, DTYPE_BYTES[dtype]), np.uint8)
+    across, within = np.zeros((rank, rank)), np.zeros((rank, rank))
+    for block in blocks_of(parts, axis):
+        exact = mixed([part[:, block] if axis == 0 else part[block] for part in parts], mix, axis)
+        raw = finite_bytes(exact.astype(np.float32), dtype, key)
+        rounded = decode(raw, dtype, exact.shape).astype(np.float64)
+        exact -= rounded
+        if axis == 0:
+            data[:, block] = raw.reshape(*exact.shape, -1)
+            across += exact @ rounded.T
+            within += exact @ exact.T
+        else:
+            data[block] = raw.reshape(*exact.shape, -1)
+            across += exact.T @ rounded
+            within += exact.T @ exact
+    stored = spool.add(data.reshape(-1), shape)
+    return _Rounded(OutputTensor(key, dtype, shape, axis, data=stored), across, within)
+
+
+def _distance(sigma: npt.NDArray[np.float64], b: _Rounded, a: _Rounded) -> float:
+    """‖b·a - b̂·â‖ for factors with bᵀb = a·aᵀ = Σ: that of E_b·a + b̂·E_a, from k×k products."""
+    square = float(np.sum(np.diagonal(b.within) * sigma)) + 2 * float(np.sum(b.across * (a.across + a.within).T))
+    rounded_gram = np.diag(sigma) - b.across - b.across.T - b.within  # b̂ᵀb̂
+    return math.sqrt(max(0.0, square + float(np.sum(rounded_gram * a.within))))
+
+
+def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:
+    """The module's ΔW' (out×in) by its rule's nonlinear method."""
+    rule = module.rule
+    assert rule is not None
+    deltas = {
+        side: np.asarray(factors.rows(), np.float32)
+        for side, factors in side_factors(module, read, resolved.kept_rows).items()
+    }
+    return rule.combine(deltas, module.weights, seed=resolved.plan.composition.seed, module=module.name)
+
+
+def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form, spool: Spool) -> Reduced:
+    """The factors in the output's scale and dtype, under the module's keys."""
+    rank = len(result.singular_values)
+    scale, dtype, first = _written_form(module, rank, plan, form)
+    root = np.float32(np.sqrt(abs(scale)))  # split between the factors, as in `_truncated`
+    values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
+    tensors, rounded = [], []
+    for axis, key, part in values:
+        raw = finite_bytes(np.asarray(part, np.float32), dtype, key)
+        tensors.append(OutputTensor(key, dtype, part.shape, axis, data=spool.add(raw, part.shape)))
+        rounded.append(decode(raw, dtype, part.shape))
+    a, b = rounded
+    return Reduced(
+        rank, tuple(tensors), result.error, _written_error(result, Factors(a * root, b * root * np.sign(scale)))
+    )
+
+
+def _written_form(module: Slot, rank: int, plan: Plan, form: Form) -> tuple[float, str, LoraModule]:
+    """The output's scale and dtype, and the expert's module whose keys it uses."""
+    scale = blend_scale(plan, form)
+    if form.layout == "exact":
+        scale = written_scale(rank, uses_rslora(plan), scale)[1]
+    dtypes = {form.dtype} if form.dtype else {term.lora.dtype for term in module.terms}
+    return scale, dtypes.pop() if len(dtypes) == 1 else "F32", module.terms[0].lora
+
+
+def _written_error(result: Truncated, written: Factors) -> float:
+    """The relative error of factors that differ from the truncated ones by rounding.
+
+    The truncated part is orthogonal to the change by rounding, up to products of two roundings.
+    """
+    energy = float(np.sum(np.square(result.singular_values, dtype=np.float64)))
+    if energy == 0:
+        return result.error
+    exact = result.factors
+    rounded = concatenate([(1, Factors(exact.a, exact.b - written.b)), (1, Factors(exact.a - written.a, written.b))])
+    norm = math.sqrt(energy / (1 - result.error**2)) if result.error < 1 else math.sqrt(energy)
+    return math.hypot(result.error, Joint([rounded]).norm([1]) / norm)

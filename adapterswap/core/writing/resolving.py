@@ -1,0 +1,225 @@
+"""Resolve the parts of a plan that depend on tensors: magnitude weights, angles, rows under a threshold.
+
+Plans are made from headers alone and leave these open, so executors call `resolve` first. It reads the experts' files a
+few rows at a time.
+
+A magnitude is the mean |ΔW| over all rows of all ΔW. A full checkpoint's ΔW are those of its matrices; norms and biases
+have no rows. A matrix has one row per output, as in adapters, and an embedding one per token. An average of adapters
+and checkpoints is treated like a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.core.changes.joint import Joint, concatenate
+from adapterswap.core.changes.kinds import Change, Whole
+from adapterswap.core.changes.locating import locate_all
+from adapterswap.core.changes.reading import FactorReader, Factors, factor_reader, read_rows, row_magnitudes, row_reader
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.planning.slots import Slot, reweighted
+from adapterswap.kit.errors import BaseModelError, ExpertError, Problems
+from adapterswap.kit.files.numbers import open_files, row_ranges
+from adapterswap.kit.files.tensorfile import FLOATS
+
+Matrix = npt.NDArray[np.floating]
+
+
+_ELEMENTS = 2**20  # elements to read at a time
+
+
+def sides_magnitudes(plan: Plan) -> dict[str, float]:
+    """The mean absolute ΔW of each side whose weight depends on it."""
+    shares_of: dict[str, Mapping[str, float]] = {}
+    for slot in plan:
+        if slot.rule is not None and slot.rule.weights:
+            shares_of |= {side: slot.rule.sides[side] for side in slot.weights}
+    magnitudes = {side: _magnitude(shares, plan) for side, shares in shares_of.items()}
+    problems = Problems(ExpertError)
+    for side in (side for side, magnitude in magnitudes.items() if magnitude == 0):
+        problems.add(
+            f"{side} changes nothing (its mean |ΔW| is 0, as in an untrained expert), and `weights: magnitude` divides "
+            "by that",
+            "Use a trained expert, or equal weights",
+            parameter="weights",
+        )
+    problems.raise_if_any()
+    return magnitudes
+
+
+def _magnitude(shares: Mapping[str, float], plan: Plan) -> float:
+    """The mean absolute ΔW of an expert, or of the average of several."""
+    adapters = {name: adapter for name, adapter in plan.adapters.items() if name in shares}
+    if len(adapters) == len(shares):
+        with factor_reader(adapters) as read:
+            return _adapters_magnitude(read, shares, adapters)
+    return _dense_magnitude(shares, plan, adapters)
+
+
+def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapters: Mapping[str, Adapter]) -> float:
+    """The magnitude of adapters, from their factors.
+
+    For several experts it is the magnitude of their average, over the modules that any of them adapts.
+    """
+    total, rows = 0.0, 0
+    modules_of = {expert: adapters[expert].modules for expert in shares}
+    for name in dict.fromkeys(name for modules in modules_of.values() for name in modules):
+        parts = [
+            (share, read(expert, modules_of[expert][name]))
+            for expert, share in shares.items()
+            if name in modules_of[expert]
+        ]
+        means = row_magnitudes(_joined(parts), name)
+        total, rows = total + float(means.sum()), rows + means.size
+    return total / rows
+
+
+def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[str, Adapter]) -> float:
+    """The magnitude of an average that includes a full checkpoint, from dense ΔW."""
+    base, full = plan.base, plan.checkpoints
+    assert base is not None  # a plan whose weights wait for magnitudes has one
+    problems = Problems(BaseModelError)
+    parameters, located, tied = locate_all(adapters, base, problems)
+    problems.raise_if_any()
+    total, rows = 0.0, 0
+    shards = [shard for name in shares if name in full for shard in full[name].shards]
+    with open_files([*shards, *base.shards, *(adapter.file for adapter in adapters.values())]) as files:
+        for key, original in parameters.items():
+            base_weight = Whole.of(original.path, original.tensor)
+            stored = {name: full[name].parameters for name in shares if name in full}
+            tensors = {name: own[tied.source(key, own) if tied else key] for name, own in stored.items()}
+            dtypes = {original.tensor.dtype, *(parameter.tensor.dtype for parameter in tensors.values())}
+            if len(original.tensor.shape) < 2 or not dtypes <= set(FLOATS):
+                continue
+            changes: dict[str, Change] = {
+                name: Whole.of(tensor.path, tensor.tensor) for name, tensor in tensors.items()
+            }
+            changes |= {name: by_key[key].change for name, by_key in located.items() if key in by_key}
+            readers = [(np.float32(shares[name]), row_reader(name, change, files)) for name, change in changes.items()]
+            columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
+            outputs = columns if base.is_transposed(key) else count
+            for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
+                rows_of_base = read_rows(BASE, base_weight, files, start, stop)
+                delta = np.zeros_like(rows_of_base)
+                for share, read in readers:
+                    delta += share * read(rows_of_base, start, stop)
+                total += float(np.abs(delta).sum(dtype=np.float64)) / (columns * count // outputs)
+            rows += outputs
+    return total / rows
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plan whose linear coefficients are numbers.
+
+    Attributes:
+        plan: the plan; linear rules' coefficients are final, SLERP's included.
+        magnitudes: by side (an expert, or an average of several): its mean absolute ΔW, if weights depend on it.
+        kept_rows: by (side, module): which rows of the side's ΔW are kept, if the composition has a row threshold.
+    """
+
+    plan: Plan
+    magnitudes: Mapping[str, float] = field(default_factory=dict)
+    kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] = field(default_factory=dict)
+
+    def kept_share(self) -> dict[str, float]:
+        """The share of each side's rows that the threshold keeps, over the side's modules."""
+        rows_of: dict[str, list[npt.NDArray[np.bool_]]] = {}
+        for (side, _), mask in self.kept_rows.items():
+            rows_of.setdefault(side, []).append(mask)
+        return {
+            side: float(sum(m.sum() for m in masks) / sum(m.size for m in masks)) for side, masks in rows_of.items()
+        }
+
+
+def resolve(plan: Plan) -> Resolved:
+    """Compute what the plan leaves open. If nothing is open, no tensors are read.
+
+    SLERP of stored tensors stays open: it is computed together with the tensors.
+    """
+    by_magnitude = any(slot.rule is not None and slot.rule.weights for slot in plan)
+    by_angle = any(_has_angle(slot) for slot in plan)
+    threshold = plan.composition.row_threshold
+    if not (by_magnitude or by_angle or threshold):
+        return Resolved(plan)
+    magnitudes = sides_magnitudes(plan)
+    with factor_reader(plan.adapters) as read:
+        slots = {slot.name: _settled(slot, magnitudes, read, apart=threshold is not None) for slot in plan}
+        kept_rows = {}
+        if threshold is not None:
+            for slot in plan.modules.values():
+                for side, factors in side_factors(slot, read).items():
+                    kept_rows[side, slot.name] = row_magnitudes(factors, slot.name) >= threshold
+    return Resolved(replace(plan, slots=slots), magnitudes, kept_rows)
+
+
+def _has_angle(slot: Slot) -> bool:
+    """Whether its coefficients come from inner products of factors; other changes are computed from whole tensors."""
+    return slot.has_span and bool(slot.terms) and len(slot.low_rank) == len(slot.terms)
+
+
+def side_factors(
+    slot: Slot,
+    read: FactorReader,
+    kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] | None = None,
+) -> dict[str, Factors]:
+    """The ΔW of each side of a slot, as factors: an expert's, or the average of several experts'."""
+    sides = slot.rule.sides if slot.rule else {}
+    parts_of: dict[str, list[tuple[float, Factors]]] = {}
+    for term in slot.terms:
+        share = sides[term.side][term.expert] if term.side in sides else 1.0
+        parts_of.setdefault(term.side, []).append((share, read(term.expert, term.lora)))
+    combined = {side: _joined(parts) for side, parts in parts_of.items()}
+    for side, factors in combined.items():
+        rows = (kept_rows or {}).get((side, slot.name))
+        if rows is not None:
+            combined[side] = factors.masked(rows)
+    return combined
+
+
+def _joined(parts: list[tuple[float, Factors]]) -> Factors:
+    """Σ share·ΔW as factors."""
+    (share, factors), *more = parts
+    return factors if share == 1 and not more else concatenate(parts)
+
+
+def _magnitude_weights(rule: Rule, weights: Mapping[str, float], magnitudes: Mapping[str, float]) -> dict[str, float]:
+    """The sides' weights divided by their magnitudes, then by their sum if the rule normalizes."""
+    divided = {side: weight / magnitudes[side] for side, weight in weights.items()}
+    total = math.fsum(divided.values()) if rule.normalizes else 1.0
+    return {side: weight / total for side, weight in divided.items()}
+
+
+def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *, apart: bool) -> Slot:
+    """The slot with its final coefficients."""
+    rule = slot.rule
+    if rule is None or slot.in_full or not (rule.weights or _has_angle(slot)):
+        return slot
+    if rule.weights:
+        weights = _magnitude_weights(rule, slot.weights, magnitudes)
+    else:
+        weights = rule.coefficients_of(_gram(slot, rule, read))
+        apart = apart or not any(weights.values())  # a module of zeros is written as one
+    settled = replace(slot, terms=reweighted(slot.terms, rule, weights, apart=apart), weights=weights)
+    # A stored tensor needs the base while its rule waits for magnitudes; from now on its coefficients decide.
+    return replace(settled, rule=rule.model_copy(update={"weights": None})) if slot.is_stored else settled
+
+
+def _gram(slot: Slot, rule: Rule, read: FactorReader) -> npt.NDArray[np.float64]:
+    """⟨ΔW_i, ΔW_j⟩ of the blend's sides; zero if a side lacks the module."""
+    sides = side_factors(slot, read)
+    names = list(rule.blend or {})
+    present = [place for place, name in enumerate(names) if name in sides]
+    gram = np.zeros((len(names), len(names)))
+    joint = Joint([sides[names[place]] for place in present])
+    for i, row in enumerate(present):
+        for j, column in enumerate(present):
+            gram[row, column] = joint.inner(i, j)
+    return gram

@@ -1,0 +1,381 @@
+"""Write full weights from a plan: weights, config, tokenizer, record, card; a quantized base is dequantized first.
+
+config.json is copied from the skeleton, and rewritten if the result has another dtype or vocabulary size, or an untied
+head. The tokenizer is the experts' if they have tokens or a chat template of their own. A dequantized base is an
+ordinary checkpoint in a temporary folder, from which merging can stream.
+
+Memory is bounded by a few blocks of rows, not by the model; only nonlinear methods need whole tensors. The folder
+appears whole or not at all, and the same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from adapterswap.core.changes.copies import Carried, check_base, check_tied_rows
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.model.base import read_config
+from adapterswap.core.model.checkpoints import MODEL_CONFIG, MODEL_INDEX, Checkpoint, copy_small_files, read_checkpoint
+from adapterswap.core.model.loading import OpenedBase, load_weights
+from adapterswap.core.model.sources import PROVENANCE
+from adapterswap.core.model.tokenizers import BASE_FOLDER, read_tokens, tokenizer_bytes, write_united
+from adapterswap.core.planning.base import check_base_weights
+from adapterswap.core.planning.composing import adapter_plan
+from adapterswap.core.planning.making import base_of, make_plan, merge_plan
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.writing.adapter import COMPOSED, tokenizer_folders, united_tokenizer
+from adapterswap.core.writing.blocks import Entered, Rows
+from adapterswap.core.writing.cards import merged_card
+from adapterswap.core.writing.records import (
+    SourceRecord,
+    adapter_source,
+    checkpoint_source,
+    composition_record,
+    with_fingerprints,
+)
+from adapterswap.core.writing.resolving import resolve
+from adapterswap.core.writing.streaming import ModelForm, OutputShard, choose_devices, index_of, lay_out_model, stream
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, UnsupportedError, check_type
+from adapterswap.kit.files.folders import CARD, atomic_folder, check_target, scratch_folder
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.text import expand, write_json
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
+
+
+def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
+    """Write config.json and copy the other small files into `folder`."""
+    source = plan.skeleton.source.folder
+    copy_small_files(plan.skeleton, folder)
+    united = united_tokenizer(plan)
+    if united is not None:
+        write_united(united, tokenizer_folders(plan), folder)
+    changed = _config(plan.skeleton.config, plan, form)
+    if changed == plan.skeleton.config:
+        shutil.copyfile(source / MODEL_CONFIG, folder / MODEL_CONFIG)
+    else:
+        write_json(folder / MODEL_CONFIG, changed, allow_nan=True)  # Mamba's configs hold Infinity
+
+
+def tokenizer_source(plan: Plan) -> str:
+    """The owner of the result's tokenizer: `base`, or an expert's name."""
+    united = united_tokenizer(plan)
+    if united is None:
+        return config_source(plan)
+    return united.owner
+
+
+def config_source(plan: Plan) -> str:
+    """The owner of the result's config: `base`, or the name of the first full expert."""
+    return BASE_FOLDER if plan.base is not None else next(iter(plan.checkpoints))
+
+
+def differing_tokenizers(plan: Plan) -> list[str]:
+    """The experts whose tokenizer differs from the result's: those whose tokens have other ids, and full ones whose
+    tokenizer.json has other bytes, unless its tokens are more or fewer."""
+    united = united_tokenizer(plan)
+    if united is None:
+        return []
+    folders = tokenizer_folders(plan)
+    ours = tokenizer_bytes(folders[united.owner])
+
+    def has_other_tokens(name: str) -> bool:
+        tokens, others = read_tokens(folders[united.owner]), read_tokens(folders[name])
+        return None not in (tokens, others) and tokens != others
+
+    odd = [
+        name
+        for name in plan.checkpoints
+        if name not in united.others and tokenizer_bytes(folders[name]) != ours and not has_other_tokens(name)
+    ]
+    return [*united.others, *odd]
+
+
+def check_tokens(plan: Plan) -> None:
+    """Check that the result's tokenizer has the tokens whose rows it has from their owners."""
+    united = united_tokenizer(plan)
+    if united is None or not any(slot.spans for slot in plan):
+        return
+    folders = tokenizer_folders(plan)
+    tokens = dict(read_tokens(folders[united.owner]) or {})
+    tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
+    for slot in plan:
+        for span in (span for span in slot.spans if span.is_new):
+            expert = span.terms[0].expert
+            theirs = read_tokens(folders[expert]) or {}
+            odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
+            if odd is not None:
+                raise ExpertError(
+                    f"row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
+                    f"{united.owner}, which the result would have, cannot have that token",
+                    "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
+                )
+
+
+def resized_vocabulary(plan: Plan) -> dict[int, int]:
+    """The skeleton's numbers of rows in embeddings and heads that the result resizes → the result's."""
+    stored = plan.skeleton.parameters
+    sizes = {slot.name: slot.shape[0] for slot in plan if slot.has_tokens}
+    return {
+        stored[name].tensor.shape[0]: size
+        for name, size in sizes.items()
+        if name in stored and stored[name].tensor.shape[0] != size
+    }
+
+
+def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str, Any]:
+    """config.json with the result's dtype, vocabulary size and ties, also in nested language models."""
+    changed = dict(config)
+    resized = resized_vocabulary(plan)
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
+            changed[key] = _config(value, plan, form)
+        elif key in _DTYPE_KEYS and form.dtype:
+            changed[key] = form.dtype
+        elif key == "tie_word_embeddings" and plan.untied:
+            changed[key] = False
+        elif key == "vocab_size" and value in resized:
+            changed[key] = resized[value]
+    if config is plan.skeleton.config:
+        if plan.untied:
+            changed["tie_word_embeddings"] = False
+        if form.dtype and not any(key in config for key in _DTYPE_KEYS):
+            changed["torch_dtype"] = form.dtype  # which transformers 5 reads too
+    return changed
+
+
+def dequantized(base: Checkpoint) -> Checkpoint:
+    """The base with dequantized weights, in a temporary folder that is deleted once the checkpoint is no longer used.
+
+    These are the weights that its layers multiply by: the original ones, rounded by the quantization, in the model's
+    dtype. The whole model is in memory in the meantime.
+    """
+    settings = base.config.get("quantization_config")
+    if not isinstance(settings, dict):
+        raise ArgumentError(
+            f"`dequantize` is set, but the base {base.name} is not quantized", "Leave it out", parameter="dequantize"
+        )
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder("dequantized"))
+        _load(base, settings).save_pretrained(folder)
+        copy_small_files(base, folder)
+        checkpoint = read_checkpoint(replace(base.source, folder=folder))
+        if checkpoint.config.get("quantization_config"):
+            raise _cannot(base, settings, "the weights stay quantized")
+        weakref.finalize(checkpoint, stack.pop_all().close)
+    return checkpoint
+
+
+def _load(base: Checkpoint, settings: dict[str, Any]) -> Any:
+    """The model, on the CPU, with ordinary layers."""
+    config = read_config(base.source.folder, f"The base model {base.name}")
+    later = settings.get("quant_method") == "bitsandbytes"  # it dequantizes a model after loading
+    if not later:
+        config.quantization_config = {**settings, "dequantize": True}
+    opened = OpenedBase(str(base.source.folder), base.source, config, None)
+    try:
+        model = load_weights(opened, config=config, device_map="cpu")
+        model = model.dequantize() if later else model
+        # Saving reverses these conversions to restore the original names; quantization cannot be reversed this way.
+        conversions = getattr(model, "_weight_conversions", None)
+        if conversions:
+            model._weight_conversions = [conversion for conversion in conversions if _can_be_reversed(conversion)]
+        return model
+    except AdapterswapError as error:
+        raise _cannot(base, settings, error.problems[0].message) from None
+    except Exception as error:  # each quantization library has its own errors
+        raise _cannot(base, settings, str(error) or type(error).__name__) from None
+
+
+def _can_be_reversed(conversion: Any) -> bool:
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _cannot(base: Checkpoint, settings: dict[str, Any], reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The base {base.name} ({settings.get('quant_method')}) cannot be dequantized here: {reason}",
+        "Install the library that quantized it, or use the base with floating point weights",
+        parameter="base_model",
+    )
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Full weights, ready to be written: the plan with its numbers, the form, the shards.
+
+    Attributes:
+        plan: the plan with its final coefficients.
+        form, shards: how it is written.
+        magnitudes: each expert's mean absolute ΔW, if weights depend on it.
+        kept_rows: by (expert, module): which rows of an adapter's ΔW are kept.
+        kept_share: the share of each adapter's rows that is kept, if the composition has a row threshold.
+        quantized: the base that was dequantized, if any.
+    """
+
+    plan: Plan
+    form: ModelForm
+    shards: tuple[OutputShard, ...]
+    magnitudes: Mapping[str, float] = field(default_factory=dict)
+    kept_rows: Rows = field(default_factory=dict)
+    kept_share: Mapping[str, float] = field(default_factory=dict)
+    quantized: Checkpoint | None = None
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """Values measured on the tensors: magnitudes, and shares of kept rows."""
+        measured = {"magnitudes": dict(self.magnitudes), "kept_rows": dict(self.kept_share)}
+        return {key: values for key, values in measured.items() if values}
+
+
+def merge(
+    plan: Plan | Adapter | str | Path,
+    base_model: str | Path | None = None,
+    *,
+    out_path: str | Path,
+    max_shard_size: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dequantize: bool = False,
+    device: str = "cpu",
+    overwrite: bool = False,
+) -> Path:
+    """Write full weights: a base with an adapter or a composition merged into it, or composed full checkpoints.
+
+    ΔW are summed in float32 and rounded once. Tensors that no expert changes, or that one full checkpoint owns, are
+    copied byte for byte. Config, tokenizer and shard layout are the base's (without a base, the first full expert's).
+
+    Args:
+        plan: a plan, or an adapter: opened, a folder or a Hub id.
+        base_model: the base; by default the one that the experts name. Optional if none of its bytes are needed.
+        out_path: the folder, which appears whole or not at all.
+        max_shard_size: such as `2GB`; by default the base's shards are kept.
+        dtype: the dtype of the result; by default each tensor keeps the base's dtype.
+        dequantize: merge into the weights that a quantized base computes with, in the model's dtype. The result is not
+            quantized. This needs memory for the whole base, and the library that quantized it.
+        device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
+        overwrite: replace the folder if adapterswap wrote it.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ArgumentError: an argument has the wrong type or value.
+        OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+            written.
+        NotFoundError, BaseModelError: the base is unknown or damaged, does not fit the experts, or differs from the
+            copies of its weights that they carry.
+        ExpertError: a source holds NaN or infinity, or changed after it was opened; the experts' tokenizers cannot be
+            united.
+        UnsupportedError: a result overflows its dtype, or cannot be computed from these tensors.
+        AdapterswapError: see `open_expert`, `make_plan` and `bases.choose_device`.
+    """
+    check_type(
+        plan, (Plan, Adapter, str, Path), "plan",
+        "Pass a plan, as `compose` or `layer_swap` returns it, or an adapter: opened, a folder or a Hub id",
+    )  # fmt: skip
+    check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
+    check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
+    form = ModelForm(max_shard_size, dtype, dequantize or None)
+    base_model = None if base_model is None else str(base_model)
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite)  # before the work, and again when it is published
+    if isinstance(plan, Adapter | str | Path):
+        plan = adapter_plan(plan, base_model)
+    return write_model(prepare_model(plan, form, base_model), out_path, device=device, overwrite=overwrite)
+
+
+def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *, recorded: bool = False) -> Merged:
+    """Compute the numbers that the plan leaves open, and lay out the shards. Writes nothing.
+
+    For `recorded` see `make_plan`.
+    """
+    quantized = None
+    if not plan.is_model:
+        base = base_of(plan, base_model)
+        if not recorded:
+            check_base_weights(plan.recorded_bases, base.source)
+        if form.dequantize:
+            quantized, base = base, dequantized(base)
+        resolved = resolve(plan)
+        full = merge_plan(resolved.plan, base)
+    else:
+        if form.dequantize:
+            raise UnsupportedError(
+                f"{next(iter(plan.checkpoints))} is a full checkpoint; only the base of adapters can be dequantized",
+                "Use checkpoints with floating point weights",
+                parameter="dequantize",
+            )
+        if base_model is not None and base_model != plan.composition.base_model:
+            plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
+        resolved = resolve(plan)
+        full = resolved.plan
+    check_tied_rows(full.adapters)
+    if full.base is not None:
+        remedy = "Pass the base that it was trained on as `base_model`"
+        check_base(_copies(full), full.base, effect="which PEFT would put in its place", remedy=remedy)
+    check_tokens(full)
+    if quantized is not None:
+        note = f"the base {quantized.name} is quantized: ΔW is added to the weights that it computes with"
+        full = replace(full, notes=(*full.notes, note))
+    return Merged(
+        full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized
+    )
+
+
+def _copies(plan: Plan) -> Iterator[Carried]:
+    """The experts' copies of base weights whose LoRA takes part."""
+    for slot in plan:
+        terms = (term for part in (slot, *slot.spans) for term in part.terms)
+        adapted = [term for term in terms if term.change.lora is not None]
+        for expert, copy in {term.expert: term.change.copy for term in adapted}.items():
+            if copy is not None and slot.base is not None:
+                yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)
+
+
+def write_model(
+    merged: Merged,
+    out_path: str | Path,
+    *,
+    device: str = "cpu",
+    overwrite: bool = False,
+    progress: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write the result of `prepare_model`; see `merge`. `progress` is called after every tensor."""
+    out_path = expand(out_path)
+    plan, form = merged.plan, merged.form
+    devices = choose_devices(device)
+    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
+        copy_companions(plan, form, folder)
+        entered = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
+        index = index_of(plan, merged.shards, form)
+        if index is not None:
+            write_json(folder / MODEL_INDEX, index)
+        record = composition_record(
+            plan,
+            {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
+            _base(merged.quantized or plan.base, entered) if plan.base else None,
+            output=asdict(form),
+            measured=merged.measured,
+        )
+        write_json(folder / PROVENANCE, record.content())
+        (folder / CARD).write_text(merged_card(plan, record), encoding="utf-8")
+    return out_path
+
+
+def _base(base: Checkpoint, entered: Entered) -> SourceRecord:
+    return with_fingerprints(checkpoint_source(base, entered.of(BASE)), base.source)
+
+
+def _source(name: str, expert: Adapter | Checkpoint, entered: Entered) -> SourceRecord:
+    if isinstance(expert, Adapter):
+        return adapter_source(expert, sha256_of(expert.file.path))
+    return checkpoint_source(expert, entered.of(name))

@@ -1,0 +1,1 @@
+"""Where a composition runs: a live PeftModel, llama.cpp, vLLM."""

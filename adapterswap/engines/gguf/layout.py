@@ -1,0 +1,429 @@
+"""The tensors of a plan's LoRA in GGUF: llama.cpp's names, order of rows, the one alpha, and the pieces.
+
+`writing.layout` decides how each module is written to an adapter's folder; this module translates that for llama.cpp or
+says why it cannot. Reads configs, names, and the tensors that `resolve` and `reduce` need.
+
+A zone is a run of consecutive layers of one expert or one blend, so that a request can change the strength of each part
+of the composition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.core.changes.copies import check_base, check_one_base
+from adapterswap.core.changes.locating import carried_copies
+from adapterswap.core.experts.adapter import LoraModule
+from adapterswap.core.experts.config import scale
+from adapterswap.core.model.checkpoints import open_checkpoint
+from adapterswap.core.model.layers import Kind, language_config
+from adapterswap.core.model.sources import base_config, public_name
+from adapterswap.core.planning.base import named_base
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.slots import Slot
+from adapterswap.core.planning.targets import Target, check
+from adapterswap.core.writing.layout import lay_out, most_common, written_keys
+from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
+from adapterswap.core.writing.reduction import measurements, reduce
+from adapterswap.core.writing.resolving import Resolved, resolve
+from adapterswap.core.writing.tensors import assemble
+from adapterswap.engines.gguf.architectures import (
+    Architecture,
+    ModelSizes,
+    Projection,
+    Rows,
+    find_architecture,
+    load_gguf,
+)
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    BaseModelError,
+    ExpertError,
+    Problems,
+    UnsupportedError,
+)
+from adapterswap.kit.files.numbers import Bytes, check_finite, decode, not_finite, read_bytes, read_numbers
+from adapterswap.kit.files.tensorfile import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor to write.
+
+    Attributes:
+        name: llama.cpp's name, ending in `.lora_a` or `.lora_b`.
+        shape: numpy's shape; GGUF lists the dimensions in reverse.
+        layer: the layer that it changes; None outside the layers.
+        module: the module that it changes, by transformers' name.
+        kind: that module's kind.
+        source: the tensor of the adapter's layout that it is computed from.
+        factor: a factor of its numbers, if the pieces of the source do not have it already.
+        rows: the order of its rows; None for the source's order.
+        transposed: whether it is the source's transpose.
+        expert_rows: for a mixture's parameter, the number of experts, and the rows of each expert's B that it holds, or
+            None for A.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    module: str
+    kind: Kind
+    source: OutputTensor
+    factor: float = 1.0
+    rows: Rows | None = None
+    transposed: bool = False
+    expert_rows: tuple[int, slice | None] | None = None
+
+    def values(self, files: Mapping[Path, int]) -> npt.NDArray[np.float32]:
+        """Its numbers, read from the experts' open files."""
+        source = self.source
+        if self.alone is not None:
+            values = read_numbers(self.alone.expert, files[self.alone.path], self.alone.tensor)
+        else:
+            values = decode(assemble(source, files), source.dtype, source.shape)
+        if self.factor != 1:
+            with np.errstate(over="ignore"):  # overflow is checked when the numbers are encoded
+                values = values * np.float32(self.factor)
+        return self._ordered(values)
+
+    def copied(self, files: Mapping[Path, int], dtype: str) -> Bytes | None:
+        """Its bytes, if they are an expert's own except for the order of rows; else None."""
+        alone = self.alone
+        if alone is None or alone.tensor.dtype != dtype or self.factor != 1:
+            return None
+        raw = read_bytes(files[alone.path], alone.tensor, 0, alone.tensor.nbytes)
+        if not check_finite(raw, dtype):
+            raise not_finite(alone.expert, alone.tensor.name)
+        return self._ordered(raw.view(f"V{DTYPE_BYTES[dtype]}").reshape(self.source.shape)).reshape(-1).view(np.uint8)
+
+    @property
+    def alone(self) -> Piece | None:
+        """The tensor that it copies, except for the order of rows; None if it is computed."""
+        pieces = self.source.pieces
+        if self.source.data is not None or len(pieces) != 1:
+            return None
+        piece = pieces[0]
+        is_copy = piece.tensor.shape == self.source.shape and piece.factor == 1 and piece.rows is None
+        return piece if is_copy else None
+
+    def _ordered(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.expert_rows is not None:
+            count, rows = self.expert_rows
+            if rows is None:  # the rows of A of one expert are contiguous
+                return values.reshape(count, -1, values.shape[1])
+            by_expert = values.reshape(values.shape[0], -1, count)  # the columns of B of one expert are `count` apart
+            return np.ascontiguousarray(by_expert.transpose(2, 0, 1)[:, rows])
+        if self.rows is not None:
+            values = values[self.rows]
+        return np.ascontiguousarray(values.T if self.transposed else values)
+
+
+@dataclass(frozen=True)
+class PreparedGguf:
+    """An export that is ready to be written.
+
+    Attributes:
+        resolved: the plan with its coefficients.
+        form: the bounds on the rank.
+        reduced: the truncated modules, by name.
+        architecture: llama.cpp's name of the base's architecture.
+        alpha: the alpha of all files; llama.cpp's scale of a module is alpha / rank.
+        tensors: A and B of each module in turn; modules outside the layers come first.
+    """
+
+    resolved: Resolved
+    form: Form
+    reduced: Mapping[str, Reduced]
+    architecture: str
+    alpha: float
+    tensors: tuple[GgufTensor, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+    @property
+    def base_name(self) -> str | None:
+        """The base's public name."""
+        return public_name(self.plan.base_model)
+
+    @property
+    def output(self) -> dict[str, Any]:
+        """How it is written, for the record."""
+        return {key: value for key, value in asdict(self.form).items() if key != "layout"}
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """See `measurements`."""
+        return measurements(self.resolved, self.reduced)
+
+
+def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
+    """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing."""
+    plan.check_adapter()
+    reference = named_base(plan.base_reference)
+    config = base_config(reference)[1]
+    architecture = find_architecture(config, public_name(reference) or "the base")
+    places = _places(plan, architecture, language_config(config), form)
+    check_one_base(plan.adapters)
+    _check_copies(plan, reference)
+    resolved = resolve(plan)
+    reduced = reduce(resolved, form, progress)
+    layout = lay_out(resolved, replace(form, layout="exact"), reduced)
+    alpha, tensors = _tensors(resolved.plan, layout, places, architecture)
+    gguf = load_gguf()
+    name = str(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture.name]])
+    return PreparedGguf(resolved, form, reduced, name, alpha, tensors)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """llama.cpp's names of the weights that are stacked in a module's LoRA, and the order of its rows."""
+
+    names: tuple[str, ...]
+    rows: Rows | None
+
+
+def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], form: Form) -> dict[str, _Place]:
+    """The place of each module; modules that cannot be exported are reported in one error."""
+    gguf = load_gguf()
+    problems = Problems(UnsupportedError)
+    sizes = architecture.sizes(config)
+    tied = architecture.always_tied or config.get("tie_word_embeddings", architecture.tied)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.one_depth("`export`"))
+    check(
+        plan, Target.GGUF, max_rank=form.max_rank, max_error=form.max_error, tied=tied,
+        exports=lambda slot: _projection(slot, architecture)[1] is not None,
+    )  # fmt: skip
+    places: dict[str, _Place] = {}
+    orders: dict[Projection, Rows | None] = {}
+    for slot in plan.modules.values():
+        canonical, projection = _projection(slot, architecture)
+        if not slot.terms or projection is None:
+            continue
+        lora, misfit = slot.terms[0].lora, ""
+        if not _fits(lora, projection, sizes):
+            expected = f"{sizes.of(projection.out) or 'any'}×{sizes.of(projection.into) or 'any'}"
+            misfit = f"{slot.name} is {lora.out_features}×{lora.in_features}, but the base's config says {expected}"
+        elif projection.experts and (not lora.parameter or lora.experts != sizes.experts):
+            misfit = f"{slot.name} has LoRA for {lora.experts} experts, but the base's config says {sizes.experts}"
+        if misfit:
+            remedy = "Pass the base that the experts adapt as `base_model`"
+            problems.add(misfit, remedy, parameter="base_model", kind=ExpertError)
+            continue
+        layers = f"{architecture.container}.{slot.layer}"
+        canonical_names = [f"{layers}.{part}" for part in projection.experts] or [canonical]
+        gguf_names = tuple(name for name in map(names.get_name, canonical_names) if name is not None)
+        if len(gguf_names) != len(canonical_names):
+            problems.add(f"gguf has no name for {canonical} in this architecture", "Install a newer gguf")
+            continue
+        if projection not in orders:
+            orders[projection] = projection.rows(sizes) if projection.rows else None
+        places[slot.name] = _Place(tuple(f"{name}.weight" for name in gguf_names), orders[projection])
+    problems.raise_if_any()
+    return places
+
+
+def _projection(slot: Slot, architecture: Architecture) -> tuple[str, Projection | None]:
+    """A module's name in the text model, and its projection; None if it cannot be exported."""
+    if slot.layer is None:
+        # A multimodal model puts a prefix before these names: `model.language_model.embed_tokens`.
+        for name, outside in architecture.outside.items():
+            if slot.name.rpartition(".")[2] == name.rpartition(".")[2] and _is_text(slot.name):
+                return name, outside
+        return slot.name, None
+    container, _, within = slot.name.partition(f".{slot.layer}.")
+    same = container.rpartition(".")[2] == architecture.container.rpartition(".")[2]
+    projection = architecture.layer.get(within) if same and _is_text(container) else None
+    return f"{architecture.container}.{slot.layer}.{within}", projection
+
+
+_PREFIXES = {"model", "language_model", "text_model", "transformer", "gpt_neox"}
+
+
+def _is_text(name: str) -> bool:
+    """Whether the segments before the last one only lead to a language model."""
+    return set(name.split(".")[:-1]) <= _PREFIXES
+
+
+def _fits(lora: LoraModule, projection: Projection, sizes: ModelSizes) -> bool:
+    """Whether a module has the sizes that the base's config states."""
+    pairs = ((lora.out_features, projection.out), (lora.in_features, projection.into))
+    return all(sizes.of(size) in (None, actual) for actual, size in pairs)
+
+
+def _check_copies(plan: Plan, reference: str) -> None:
+    """Check that copies of the base's weights beside LoRA of an embedding or head, which are left out, are equal."""
+    carrying = {
+        name: adapter
+        for name, adapter in plan.adapters.items()
+        if any(module.base is not None for module in adapter.modules.values())
+    }
+    if not carrying:
+        return
+    try:
+        base = open_checkpoint(reference)
+    except AdapterswapError as error:
+        raise BaseModelError(
+            f"{next(iter(carrying))} carries a copy of the base's embedding, which a GGUF file leaves out, but the "
+            f"base's weights are not available to compare it with: {error.found[0].message}",
+            "Pass a base with its weights as `base_model`",
+            parameter="base_model",
+        ) from None
+    for name, adapter in carrying.items():
+        remedy = "Pass the base that it was trained on as `base_model`"
+        check_base(carried_copies(adapter, base, name), base, effect="which a GGUF file leaves out", remedy=remedy)
+
+
+def _tensors(
+    plan: Plan, layout: Layout, places: Mapping[str, _Place], architecture: Architecture
+) -> tuple[float, tuple[GgufTensor, ...]]:
+    """The common alpha, and the tensors in the order of the plan's modules."""
+    by_key = {tensor.key: tensor for tensor in layout.tensors}
+    config = layout.config
+    scales: dict[str, float] = {}  # s·r of each module; llama.cpp divides it by r
+    pairs: dict[str, tuple[OutputTensor, OutputTensor]] = {}
+    for name in places:
+        lora = plan.slots[name].terms[0].lora
+        a_key, b_key = written_keys(lora, plan)
+        a, b = pairs[name] = by_key[a_key], by_key[b_key]
+        rank = a.shape[0] // lora.experts
+        alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
+        scales[name] = rank * scale(rank, alpha, config["use_rslora"])
+    common = float(np.float32(most_common(scales.values(), default=1.0)))
+    tensors: list[GgufTensor] = []
+    for name, place in places.items():
+        slot, (a, b) = plan.slots[name], pairs[name]
+        lora = slot.terms[0].lora
+        factor = scales[name] / common
+        pieces = tuple(replace(piece, factor=piece.factor * factor) for piece in b.pieces)
+        if abs(factor - 1) <= np.finfo(np.float32).eps:
+            factor, pieces = 1.0, b.pieces
+        exact_a = a if a.data is not None else replace(a, dtype="F32")
+        exact_b = b if b.data is not None else replace(b, dtype="F32", pieces=pieces)
+        module = slot.layer, name, slot.kind
+        b_factor = factor if b.data is not None else 1.0
+        if lora.parameter:
+            count, rank, half = lora.experts, a.shape[0] // lora.experts, b.shape[0] // len(place.names)
+            for part, weight in enumerate(place.names):
+                rows = slice(part * half, (part + 1) * half)
+                tensors += [
+                    GgufTensor(
+                        f"{weight}.lora_a", (count, rank, a.shape[1]), *module, exact_a, expert_rows=(count, None),
+                    ),
+                    GgufTensor(
+                        f"{weight}.lora_b", (count, half, rank), *module, exact_b, b_factor, expert_rows=(count, rows),
+                    ),
+                ]  # fmt: skip
+            continue
+        (weight,), (rank, width), (out, _) = place.names, a.shape, b.shape
+        shape_a = (width, rank) if lora.embedding else (rank, width)
+        tensors += [
+            GgufTensor(f"{weight}.lora_a", shape_a, *module, exact_a, transposed=lora.embedding),
+            GgufTensor(f"{weight}.lora_b", (out, rank), *module, exact_b, b_factor, place.rows),
+        ]
+    return common, tuple(tensors)
+
+
+Division = Literal["layer", "kind", "zone"]
+
+DIVISIONS: tuple[Division, ...] = ("layer", "kind", "zone")
+"""What each file holds: a layer; the attention, the MLP or the other modules of a layer; a zone."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The content of one file.
+
+    Attributes:
+        name: the file's name, without its suffix.
+        layers: the layers that it changes; empty for modules outside the layers.
+        kind: the kind of modules that it changes, if files are divided by kind.
+        tensors: its tensors.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    kind: Kind | None
+    tensors: tuple[GgufTensor, ...]
+
+
+def divide(prepared: PreparedGguf, by: Division) -> list[Part]:
+    """The parts of an export, in the order of their first layer; modules outside the layers come last."""
+    width = max(2, len(str(prepared.plan.one_depth("`export`") - 1)))
+    if by == "zone":
+        return _zones(prepared, width)
+    groups: dict[tuple[int | None, Kind | None], list[GgufTensor]] = {}
+    for tensor in sorted(prepared.tensors, key=lambda t: (t.layer is None, t.layer or 0, t.kind)):
+        kind = tensor.kind if by == "kind" and tensor.layer is not None else None
+        groups.setdefault((tensor.layer, kind), []).append(tensor)
+    return [
+        Part(
+            "outside" if layer is None else f"layer-{layer:0{width}}" + (f"-{kind}" if kind else ""),
+            () if layer is None else (layer,),
+            kind,
+            tuple(tensors),
+        )
+        for (layer, kind), tensors in groups.items()
+    ]
+
+
+def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
+    """Runs of layers that share an owner or a blend; if modules of a layer differ, each share is a zone."""
+    slots = prepared.plan.slots
+    shares = {tensor.module: _share(slots[tensor.module]) for tensor in prepared.tensors}
+    layers: dict[int | None, dict[str, list[GgufTensor]]] = {}
+    for tensor in sorted(prepared.tensors, key=lambda t: (t.layer is None, t.layer or 0)):
+        layers.setdefault(tensor.layer, {}).setdefault(shares[tensor.module], []).append(tensor)
+    zones: list[tuple[list[int], str, list[GgufTensor]]] = []
+    running: dict[str, tuple[list[int], str, list[GgufTensor]]] = {}
+    for layer, by_share in layers.items():
+        # A zone continues if the layer before was divided in the same way among the same owners.
+        continues = layer is not None and running.keys() == by_share.keys()
+        continues = continues and all(zone[0] and zone[0][-1] == (layer or 0) - 1 for zone in running.values())
+        if not continues:
+            running = {share: ([], share, []) for share in by_share}
+            zones += running.values()
+        for share, tensors in by_share.items():
+            running[share][0].extend([] if layer is None else [layer])
+            running[share][2].extend(tensors)
+    parts: list[Part] = []
+    for numbers, share, tensors in zones:
+        ends = dict.fromkeys((numbers[0], numbers[-1])) if numbers else ()
+        span = "-".join(f"{end:0{width}}" for end in ends) or "outside"
+        owner = "+".join(re.sub(r"[^\w.-]", "_", name) for name in prepared.plan.experts if name in _experts_of(share))
+        parts.append(Part(f"zone-{span}-{owner}", tuple(numbers), None, tuple(tensors)))
+    return _distinct(parts)
+
+
+def _share(slot: Slot) -> str:
+    """A key for a module's result: equal for modules that share an owner, or a method and its coefficients."""
+    return json.dumps([slot.coefficients, slot.method], sort_keys=True)
+
+
+def _experts_of(share: str) -> Sequence[str]:
+    """The experts of a `_share`."""
+    owner = json.loads(share)[0]
+    return [owner] if isinstance(owner, str) else list(owner)
+
+
+def _distinct(parts: Sequence[Part]) -> list[Part]:
+    """The parts, with numbers after names that occur twice: blends of the same experts with other weights."""
+    taken: set[str] = set()
+    renamed = []
+    for part in parts:
+        names = (part.name if number == 1 else f"{part.name}-{number}" for number in itertools.count(1))
+        name = next(name for name in names if name.casefold() not in taken)  # disks may ignore case
+        taken.add(name.casefold())
+        renamed.append(replace(part, name=name))
+    return renamed

@@ -1,0 +1,188 @@
+"""Open LoRA in GGUF: one file, or a folder of pieces.
+
+The metadata of each file holds the record of the composition; `verify` compares it with the sources.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.core.model.checkpoints import MODEL_CONFIG
+from adapterswap.core.model.layers import Kind
+from adapterswap.core.model.sources import CONFIG
+from adapterswap.kit.errors import ExpertError, NotFoundError, UnsupportedError, reason_of
+from adapterswap.kit.files.text import expand, is_folder
+
+if TYPE_CHECKING:
+    from adapterswap.core.writing.records import CompositionRecord
+
+_SUFFIX = ".gguf"
+
+REMEDY = "Pass a GGUF file that `adapterswap export` wrote, or its folder of pieces"
+
+
+@dataclass(frozen=True)
+class GgufModule:
+    """LoRA on one llama.cpp weight: ΔW = alpha / rank · B·A.
+
+    Attributes:
+        name: llama.cpp's, such as `blk.0.attn_q`.
+        layer: the index of its layer; None outside them.
+        kind: attention, mlp or other.
+        rank, out_features, in_features: the sizes of B (out×rank) and A (rank×in).
+        dtype: the number format of its factors, such as F16.
+        experts: the number of matrices, each with factors of these sizes; above 1 in a mixture of experts.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    rank: int
+    out_features: int
+    in_features: int
+    dtype: str
+    experts: int = 1
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """One file, opened.
+
+    Attributes:
+        path: where it is.
+        fields: its metadata, except for what describes the file itself.
+        tensors: by name: the format, the shape and the bytes.
+        data: all bytes after the metadata.
+    """
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Any]]
+    data: Any
+
+    @property
+    def piece(self) -> str | None:
+        """The name that `export` gave the piece; None if it is not a piece."""
+        name = self.fields.get("adapterswap.piece")
+        return name if isinstance(name, str) else None
+
+    @cached_property
+    def modules(self) -> dict[str, GgufModule]:
+        """Its modules by name."""
+        modules = {}
+        for name in dict.fromkeys(name.removesuffix(".lora_a").removesuffix(".lora_b") for name in self.tensors):
+            if not {f"{name}.lora_a", f"{name}.lora_b"} <= self.tensors.keys():
+                raise ExpertError(f"{self.path} holds only one factor of {name}", REMEDY, parameter="path")
+            (dtype, (*counts, rank, into), _), (_, (*_, out, _), _) = (
+                self.tensors[f"{name}.lora_{end}"] for end in "ab"
+            )
+            if name.startswith("token_embd"):  # its A is stored in×rank
+                rank, into = into, rank
+            name = name.removesuffix(".weight")
+            layer = re.match(r"blk\.(\d+)\.", name)
+            kind: Kind = "attention" if ".attn_" in name else "mlp" if ".ffn_" in name else "other"
+            modules[name] = GgufModule(name, int(layer[1]) if layer else None, kind, rank, out, into, dtype, *counts)
+        return modules
+
+
+@dataclass(frozen=True)
+class GgufAdapter:
+    """LoRA in GGUF, opened.
+
+    Attributes:
+        source: the file, or the folder of pieces.
+        files: the files, in the order of their names.
+    """
+
+    source: Path
+    files: tuple[GgufFile, ...]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the base's architecture."""
+        return str(self.files[0].fields.get("general.architecture"))
+
+    @property
+    def alpha(self) -> float:
+        """`adapter.lora.alpha`; ΔW is alpha / rank · B·A."""
+        return float(self.files[0].fields.get("adapter.lora.alpha", 0.0))
+
+    @property
+    def modules(self) -> dict[str, GgufModule]:
+        """All files' modules by name."""
+        return {name: module for file in self.files for name, module in file.modules.items()}
+
+    @property
+    def size(self) -> int:
+        """The size of the files."""
+        return sum(file.path.stat().st_size for file in self.files)
+
+    @cached_property
+    def content(self) -> dict[str, Any] | None:
+        """The record, as plain data; None if another program wrote the file."""
+        text = self.files[0].fields.get("adapterswap.record")
+        if not isinstance(text, str):
+            return None
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        return content if isinstance(content, dict) else None
+
+    @property
+    def record(self) -> CompositionRecord | None:
+        """The record of the composition; None if there is none that this version can read."""
+        from adapterswap.core.writing.records import CompositionRecord
+
+        try:
+            return None if self.content is None else CompositionRecord.model_validate(self.content)
+        except ValueError:  # pydantic's
+            return None
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether it is a local GGUF file, or a folder that holds some and neither an adapter nor a model."""
+    path = expand(path)
+    try:
+        if is_folder(path):
+            names = os.listdir(path)
+            return any(name.endswith(_SUFFIX) for name in names) and not {CONFIG, MODEL_CONFIG} & set(names)
+        return path.is_file() and path.suffix == _SUFFIX
+    except OSError:
+        return False
+
+
+def open_gguf(path: str | Path) -> GgufAdapter:
+    """Open LoRA in GGUF: a file, or a folder of pieces."""
+    path = expand(path)
+    paths = sorted(path.glob(f"*{_SUFFIX}")) if is_folder(path) else [path]
+    if not paths or not paths[0].is_file():
+        raise NotFoundError(f"{path} does not exist", REMEDY, parameter="path")
+    return GgufAdapter(path, tuple(map(_open, paths)))
+
+
+def _open(path: Path) -> GgufFile:
+    from adapterswap.engines.gguf.architectures import load_gguf
+
+    try:
+        reader = load_gguf().GGUFReader(path)
+        fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+        tensors = {
+            tensor.name: (tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape)), tensor.data)
+            for tensor in reader.tensors
+        }
+    except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
+        raise ExpertError(f"{path} is not a complete GGUF file: {reason_of(error)}", REMEDY, parameter="path") from None
+    lora = all(re.search(r"\.lora_[ab]$", name) and len(shape) in (2, 3) for name, (_, shape, _) in tensors.items())
+    if (fields.get("general.type"), fields.get("adapter.type")) != ("adapter", "lora") or not tensors or not lora:
+        raise UnsupportedError(f"{path} is a GGUF file, but does not hold LoRA", REMEDY, parameter="path")
+    file = GgufFile(path, fields, tensors, reader.data[reader.data_offset :])
+    file.modules  # noqa: B018  # raises if one is damaged
+    return file

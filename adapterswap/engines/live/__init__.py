@@ -1,0 +1,11 @@
+"""Compose at inference on a loaded PeftModel, without copying tensors: one composition, or one for each row of a batch.
+
+Begin with `LiveComposer`. torch, transformers and PEFT are imported only when it is used.
+"""
+
+from adapterswap.engines.live.batching import Answers, stream
+from adapterswap.engines.live.composer import LiveComposer
+from adapterswap.engines.live.loading import load_expert, load_experts
+from adapterswap.engines.live.switching import why_not_live
+
+__all__ = ["Answers", "LiveComposer", "load_expert", "load_experts", "stream", "why_not_live"]

@@ -1,0 +1,206 @@
+"""Turn a user's request into settings of a model's layers; plan the active composition from experts on disk.
+
+An expert is read from its own file if the file still holds the numbers in the model. A composition saved live then has
+the same bytes as one composed from files. Otherwise PEFT saves the expert first.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.core.experts.adapter import Adapter, OpaqueModule, Part, open_adapter
+from adapterswap.core.experts.keys import LORA_PARTS
+from adapterswap.core.model.layers import check_depth_of, known_depth
+from adapterswap.core.planning.base import least_depth
+from adapterswap.core.planning.checks import check_names
+from adapterswap.core.planning.composition import Composition, parse_composition
+from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.engines.live.inventory import Inventory, LoadedFrom, Versions, beside, factors, is_unloaded
+from adapterswap.engines.live.switching import Switch, make_switch
+from adapterswap.kit.errors import AdapterswapError, CompositionError, Problems, check_type
+from adapterswap.kit.files.folders import scratch_folder
+from adapterswap.kit.files.numbers import open_files, read_numbers
+from adapterswap.kit.files.tensorfile import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+
+
+@contextmanager
+def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
+    """The same plan, made with experts that are on disk until the block ends.
+
+    Args:
+        plan: a plan of loaded experts.
+        inventory: what is loaded.
+    """
+    with ExitStack() as stack:
+        experts = {}
+        for name, file in plan.adapters.items():
+            if _holds(file, name, inventory):
+                experts[name] = file
+            else:
+                saved = stack.enter_context(_saved(name, inventory))
+                experts[name] = replace(saved, kept_layers=file.kept_layers)
+        composition = plan.composition
+        bases = {(adapter.config.base_model, adapter.config.revision): None for adapter in experts.values()}
+        if len(bases) > 1 and composition.base_model is None:  # they are loaded in one model, so they have one base
+            declared = next(name for name, _ in bases if name)
+            composition = composition.model_copy(update={"base_model": declared})
+        yield make_plan(composition, experts, num_layers=plan.num_layers)
+
+
+def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
+    """Whether a file holds exactly the numbers of a loaded expert."""
+    loaded = {module: layer for module, layer in inventory.layers.items() if name in layer.r}
+    saved = {module: wrapper for module, wrapper in inventory.in_full.items() if name in wrapper.modules_to_save}
+    if loaded.keys() != file.factors.keys() or saved.keys() != file.saved.keys():
+        return False
+    for module, layer in loaded.items():
+        part = file.factors[module]
+        if (part.rank, part.alpha, part.rslora) != (layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]):
+            return False
+    try:
+        with open_files([file.file]) as files:
+            handle = files[file.file.path]
+            pairs = [pair for module, layer in loaded.items() for pair in _tensors(file.parts[module], layer, name)]
+            for module, wrapper in saved.items():
+                state = wrapper.modules_to_save[name].state_dict()
+                pairs += [(place, state.get(key)) for key, place in file.saved[module].tensors.items()]
+            return all(_equal(name, handle, place, tensor) for place, tensor in pairs)
+    except AdapterswapError:  # the file is gone or was replaced
+        return False
+
+
+def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
+    """The tensors of an adapted module in the file, each with its tensor in the model; None if there is none."""
+    loaded = factors(layer, name)
+    pairs: list[tuple[Tensor, Any]] = []
+    if part.lora is not None:
+        pairs = [(part.lora.a, loaded and loaded.a), (part.lora.b, loaded and loaded.b)]
+    if isinstance(part, OpaqueModule):
+        extra = beside(layer, name)
+        pairs += [(place, extra.get(key)) for key, place in part.tensors.items() if key in LORA_PARTS]
+    return pairs
+
+
+def _equal(name: str, handle: int, place: Tensor, tensor: torch.Tensor | None) -> bool:
+    import torch
+
+    return tensor is not None and torch.equal(
+        torch.from_numpy(read_numbers(name, handle, place)).reshape(tensor.shape), tensor.detach().float().cpu()
+    )
+
+
+@contextmanager
+def _saved(name: str, inventory: Inventory) -> Iterator[Adapter]:
+    """A loaded expert as PEFT saves it, in a temporary folder."""
+    with scratch_folder("live") as place:
+        with warnings.catch_warnings():
+            # PEFT mistakes the biases of `lora_bias` for factors that ZeRO-3 left empty.
+            warnings.filterwarnings("ignore", r"Adapter .* LoRA tensor\(s\) have invalid shape")
+            inventory.model.save_pretrained(place, selected_adapters=[name], save_embedding_layers=False)
+        folder = place / name
+        yield open_adapter(folder if folder.is_dir() else place)
+
+
+Composable = str | Composition | Plan | None
+
+_REMEMBERED = 256  # compositions whose settings are kept: clients of a server may ask for any number
+
+
+class Catalogue:
+    """What is loaded in a model, and the settings of the compositions used so far.
+
+    Attributes:
+        inventory: what is loaded, as of the last `refresh`.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        self.inventory = Inventory(model, {})
+        self._model = model
+        self._origins: dict[str, LoadedFrom] = {}
+        self._switches: dict[str, tuple[Switch, Versions | None]] = {}  # None if no tensor decides a coefficient
+
+    def add(self, name: str, adapter: Adapter) -> None:
+        """Note that the adapter `name` in the model was loaded from `adapter`."""
+        self._origins[name] = LoadedFrom(adapter, self._model.peft_config[name])
+        self._look()
+
+    def refresh(self) -> None:
+        """Update the inventory if adapters were loaded, deleted or unloaded since; raises the errors of `Inventory`."""
+        if is_unloaded(self._model) or self.inventory.is_stale:
+            self._look()
+
+    def switch(self, composition: Composable) -> Switch:
+        """The settings for a composition, remembered for names and `Composition`s."""
+        check_type(
+            composition, (str, Composition, Plan, type(None)), "composition",
+            "Pass a name such as 'math+swahili', a Composition, a plan, or None for the base",
+        )  # fmt: skip
+        self.refresh()
+        if isinstance(composition, Plan):
+            composition.check_adapter()
+            return make_switch(composition, self.inventory)
+        key = composition.model_dump_json() if isinstance(composition, Composition) else composition or BASE
+        remembered = self._switches.get(key)
+        if remembered is not None and remembered[1] in (None, self.inventory.versions(remembered[0].experts)):
+            return remembered[0]
+        while len(self._switches) >= _REMEMBERED:
+            self._switches.pop(next(iter(self._switches)))
+        switch, by_tensors = self._make(self._parse(composition))
+        self._switches[key] = switch, self.inventory.versions(switch.experts) if by_tensors else None
+        return switch
+
+    def _look(self) -> None:
+        self.inventory = Inventory(self._model, self._origins)
+        self._switches.clear()
+
+    def _parse(self, composition: str | Composition | None) -> Composition | None:
+        if isinstance(composition, Composition):
+            return composition
+        if composition is None or composition == BASE:
+            return None
+        if composition in self.inventory.names:
+            origin = self.inventory.origin(composition)
+            if origin is not None and origin.kept_layers is not None:
+                raise CompositionError(
+                    f"only the {origin.kept_layers} of the expert {composition!r} are loaded",
+                    "To use it alone, load all of its layers",
+                    parameter="composition",
+                )
+            return Composition(allocation=(Rule(expert=composition),))
+        if not set("+@ ") & set(composition):  # the name of one expert
+            self._check_names([composition])
+        return parse_composition(composition)
+
+    def _check_names(self, names: Sequence[str], rules: Sequence[Rule] | None = None) -> None:
+        problems = Problems(CompositionError)
+        check_names(names, self.inventory.names, problems, rules)
+        problems.raise_if_any()
+
+    def _make(self, composition: Composition | None) -> tuple[Switch, bool]:
+        """A composition's settings, and whether its coefficients depend on the experts' tensors."""
+        if composition is None:
+            return Switch(), False
+        num_layers = self.inventory.num_layers
+        self._check_names(composition.expert_names, composition.allocation)
+        experts = self.inventory.experts(composition.expert_names)
+        slices = any(expert.kept_layers is not None for expert in experts.values())
+        if slices or composition.names_layers:
+            known_depth(num_layers, "the model", "Pass a plan that was made with `num_layers`", parameter="model")
+        check_depth_of("the model", num_layers, composition.num_layers, "Leave `num_layers` out")
+        depth = num_layers or composition.num_layers or least_depth(experts)
+        plan = make_plan(composition, experts, num_layers=depth, base_at_hand=True)
+        rules = [slot.rule for slot in plan if slot.rule is not None]
+        if any(rule.weights or rule.spans for rule in rules):
+            with plan_on_disk(plan, self.inventory) as resident:
+                return make_switch(resident, self.inventory), True
+        return make_switch(plan, self.inventory), False

@@ -1,0 +1,376 @@
+"""What a PeftModel holds: its LoRA layers and modules trained in full, found once, and its adapters as experts.
+
+PEFT keeps a copy of a module trained in full for every expert and computes with one of them, so taking one expert's
+module costs nothing. For an average, one more copy is made and filled again at every switch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
+from adapterswap.core.experts.config import AdapterConfig, parse_adapter_config, scale
+from adapterswap.core.experts.keys import LORA
+from adapterswap.core.model.layers import NumLayers, is_other_part, layer_container, layer_of, stacked_layers_in_config
+from adapterswap.core.model.sources import Source
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.planning.targets import Target, check_expert
+from adapterswap.kit.errors import ArgumentError, ExpertError, Problems, UnsupportedError
+from adapterswap.kit.files.tensorfile import Tensor, TensorFile
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+
+_AVERAGE = "__adapterswap_average__"  # the name of the additional copy in PEFT's wrapper
+_ELEMENTS = 2**22  # to average at a time
+
+Versions = list[tuple[int, int]]
+"""See `Inventory.versions`."""
+
+
+def find_wrappers(model: Any) -> dict[str, Any]:
+    """PEFT's wrappers of modules that an expert trained in full, by the module's full name in the base model.
+
+    PEFT also wraps modules without weights, such as an `Identity` in place of a norm; these are left out.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and module.original_module.state_dict()
+    }
+
+
+def match_dtypes(model: Any, name: str) -> None:
+    """Convert the modules that an expert trained in full to the dtypes of the base's own modules.
+
+    PEFT does this itself unless it loads with `low_cpu_mem_usage`, which keeps the dtypes in the file.
+    """
+    for wrapper in find_wrappers(model).values():
+        if name not in wrapper.modules_to_save:
+            continue
+        own = wrapper.original_module.state_dict()
+        for key, tensor in wrapper.modules_to_save[name].state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and own[key].is_floating_point():
+                tensor.data = tensor.data.to(own[key].dtype)
+
+
+def use_in_full(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
+    """Compute a module with W = Σ c_i·W_i + (1 - Σ c_i)·W_base from now on; without coefficients, with W_base.
+
+    Args:
+        name: the module's name, for messages.
+        wrapper: PEFT's wrapper, which holds every W_i.
+        coefficients: c_i by expert.
+    """
+    if not coefficients:
+        active = []
+    elif list(coefficients.values()) == [1]:
+        active = list(coefficients)
+    else:
+        _fill(name, wrapper, coefficients)
+        active = [_AVERAGE]
+    if wrapper.active_adapters != active:
+        wrapper.set_adapter(active, inference_mode=True)
+
+
+def forget_average(wrapper: Any) -> None:
+    """Free the copy that holds an average, if there is one. The wrapper then computes the base's module."""
+    wrapper.delete_adapter(_AVERAGE, None)
+
+
+def _fill(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
+    """Compute the average in float32, round it once, and store it in the wrapper's additional copy."""
+    import torch
+
+    if _AVERAGE not in wrapper.modules_to_save:
+        wrapper.update(_AVERAGE)
+        wrapper.modules_to_save[_AVERAGE].requires_grad_(False)
+    base = wrapper.original_module.state_dict()
+    experts = {expert: wrapper.modules_to_save[expert].state_dict() for expert in coefficients}
+    base_coefficient = 1 - sum(coefficients.values())
+    with torch.no_grad():
+        for key, target in wrapper.modules_to_save[_AVERAGE].state_dict().items():
+            parts = [(coefficient, experts[expert][key]) for expert, coefficient in coefficients.items()]
+            if abs(base_coefficient) > 1e-12:
+                parts.append((base_coefficient, base[key]))
+            if odd := [part for _, part in parts if part.is_meta or not part.is_floating_point()]:
+                raise UnsupportedError(
+                    f"{name} is trained in full and {'offloaded' if odd[0].is_meta else 'quantized'}, so it cannot be "
+                    "averaged",
+                    f"Give it to one expert in its own rule: {{modules: [{name}], expert: NAME}}",
+                    parameter="composition",
+                )
+            for rows in _blocks(target):
+                wide = torch.promote_types(target.dtype, torch.float32)
+                total = torch.zeros_like(target[rows], dtype=wide)
+                for coefficient, part in parts:
+                    total.add_(part[rows].to(target.device, wide), alpha=coefficient)
+                target[rows] = total
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[Any]:
+    """Slices along the first axis, each with about `_ELEMENTS` elements."""
+    if tensor.dim() == 0:
+        yield ...
+        return
+    step = max(1, _ELEMENTS * len(tensor) // max(1, tensor.numel()))
+    for start in range(0, len(tensor), step):
+        yield slice(start, start + step)
+
+
+_INNER = re.compile(r"(\.base_layer)+$")
+
+
+@dataclass(frozen=True)
+class LoadedFrom:
+    """The opened adapter that a loaded expert came from, and the config object that PEFT made when it loaded it."""
+
+    adapter: Adapter
+    config: object
+
+
+@dataclass(frozen=True)
+class LoadedFactors:
+    """The tensors A (rank×in) and B (out×rank) of an adapter at a layer; of an embedding, see `LoraModule`."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    embedding: bool
+
+
+def factors(layer: Any, name: str) -> LoadedFactors | None:
+    """An adapter's tensors at a LoRA layer; None if it has none there."""
+    if name in layer.lora_embedding_A:
+        return LoadedFactors(layer.lora_embedding_A[name], layer.lora_embedding_B[name], True)
+    if name in layer.lora_A:
+        return LoadedFactors(layer.lora_A[name].weight, layer.lora_B[name].weight, False)
+    return None
+
+
+def beside(layer: Any, name: str) -> dict[str, torch.Tensor]:
+    """The tensors besides A and B that an adapter has at a layer, by the end of their key after the module's name."""
+    tensors = {}
+    if name in layer.lora_magnitude_vector:
+        tensors["lora_magnitude_vector"] = layer.lora_magnitude_vector[name].weight
+    if name in layer.lora_B and layer.lora_B[name].bias is not None:
+        tensors["lora_B.bias"] = layer.lora_B[name].bias
+    return tensors
+
+
+def scale_of(layer: Any, name: str) -> float:
+    """An adapter's own scale s at a LoRA layer, whatever its scaling is set to at the moment."""
+    return scale(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
+
+
+def find_layers(model: PeftModel) -> dict[str, Any]:
+    """The LoRA layers by the full name, in the base model, of the module or parameter that they adapt.
+
+    For `target_parameters`, PEFT nests layers around a module, one for each adapted parameter.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers: dict[str, Any] = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            parameter = parameter_of(module)
+            layers[f"{_INNER.sub('', name)}.{parameter}" if parameter else name] = module
+    return layers
+
+
+def parameter_of(layer: Any) -> str | None:
+    """The name, within its module, of the parameter that a LoRA layer adapts; None if it adapts a module."""
+    return getattr(layer, "parameter_name", None)
+
+
+def is_unloaded(model: PeftModel) -> bool:
+    """Whether `unload` or `merge_and_unload` removed the LoRA layers from the model."""
+    return not hasattr(model.get_base_model(), "peft_config")
+
+
+def layers_of_base(model: Any) -> NumLayers | None:
+    """The number of layers of a transformers model, from its config; None if the config does not give it."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return stacked_layers_in_config(config.to_dict())
+    if not hasattr(config, "get_text_config"):
+        return None
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    return depth if isinstance(depth, int) else None
+
+
+class Inventory:
+    """The LoRA layers and adapters of a PeftModel at one moment.
+
+    Attributes:
+        model: the model.
+        layers: the LoRA layers by their module's full name.
+        in_full: PEFT's wrappers of modules that any adapter trained in full (`modules_to_save`), likewise.
+        wrappers: these wrappers, and PEFT's wrappers of trainable tokens.
+        parameters: where the adapters' parameters are: a module and the parameter's name in it. The parameters
+            themselves are not kept, because loading may replace them.
+    """
+
+    def __init__(self, model: PeftModel, origins: Mapping[str, LoadedFrom]) -> None:
+        from peft import PeftModel
+        from peft.utils import AuxiliaryTrainingWrapper
+
+        remedy = "Load the experts first (LiveComposer.from_experts, or PeftModel.from_pretrained)"
+        if not isinstance(model, PeftModel):
+            raise ArgumentError(
+                f"`model` is of type {type(model).__name__}, not a PeftModel", remedy, parameter="model"
+            )
+        if is_unloaded(model):
+            raise ArgumentError("the model's adapters were unloaded or merged into it", remedy, parameter="model")
+        self.model = model
+        self.layers = find_layers(model)
+        if not self.layers:
+            raise ArgumentError("the model has no LoRA layers", remedy, parameter="model")
+        self.in_full = find_wrappers(model.get_base_model())
+        self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+        self.parameters = [
+            (leaf, name)
+            for module in (*self.layers.values(), *self.wrappers)
+            for attribute in module.adapter_layer_names
+            for leaf in attrgetter(attribute)(module).modules()
+            for name, _ in leaf.named_parameters(recurse=False)
+        ]
+        self._configs = dict(model.peft_config)
+        self._origins = {name: o for name, o in origins.items() if self._configs.get(name) is o.config}
+        self._experts: dict[str, Adapter] = {}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether adapters were added or deleted since."""
+        configs = self.model.peft_config
+        return configs.keys() != self._configs.keys() or any(
+            configs[name] is not self._configs[name] for name in configs
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._configs)
+
+    def versions(self, names: Collection[str]) -> Versions:
+        """The places of these adapters' factors in memory, and how often each was written to."""
+        pairs = (factors(layer, name) for layer in self.layers.values() for name in names)
+        tensors = [tensor for pair in pairs if pair is not None for tensor in (pair.a, pair.b)]
+        return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+    @cached_property
+    def num_layers(self) -> NumLayers | None:
+        """The base's number of layers; see `layers_of_base`."""
+        return layers_of_base(self.model.get_base_model())
+
+    @cached_property
+    def other_parts(self) -> frozenset[str]:
+        """The LoRA layers that see images or audio; see `is_other_part`."""
+        container = layer_container(self.layers)
+        return frozenset(name for name in self.layers if is_other_part(name, container))
+
+    def origin(self, name: str) -> Adapter | None:
+        """The opened adapter that `name` was loaded from; None if the composer did not load it."""
+        return self._origins[name].adapter if name in self._origins else None
+
+    def experts(self, names: Iterable[str]) -> dict[str, Adapter]:
+        """The loaded adapters among `names`, as experts of one base: the model that they are loaded in.
+
+        Their modules, ranks and scales are those of the layers. If the composer did not load an adapter, its tensors
+        have no place in a file.
+        """
+        problems = Problems(ExpertError)
+        loaded: dict[str, Adapter] = {}
+        for name in names:
+            if name in self._configs:
+                with problems.collect():
+                    if name not in self._experts:
+                        self._experts[name] = self.origin(name) or self._describe(name)
+                    loaded[name] = self._experts[name]
+        problems.raise_if_any()
+        return _of_one_base(loaded)
+
+    def _describe(self, name: str) -> Adapter:
+        config = self._read_config(name)
+        problems = Problems(UnsupportedError)
+        retrain = "Train it as a plain or rank-stabilized LoRA"
+        if name == BASE:
+            problems.add(
+                f"an adapter is named {BASE!r}, which is reserved for the unchanged base",
+                "Load it under another name",
+                kind=ExpertError,
+            )
+        file = TensorFile(Path(name), {}, 0, 0, b"", ())
+        bare = Adapter(Source(Path(name), name), config, file, {}, None)
+        with problems.collect():
+            check_expert(bare, f"the adapter {name!r}", Target.LIVE)
+        layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
+        saved_modules = {
+            module: wrapper.modules_to_save[name]
+            for module, wrapper in self.in_full.items()
+            if name in wrapper.modules_to_save
+        }
+        container = layer_container([*layers, *saved_modules])
+        parts: list[Part] = []
+        for module, layer in layers.items():
+            tensors = factors(layer, name)
+            if tensors is None or tensors.a.dim() != 2:
+                problems.add(f"the adapter {name!r} at {module} is not a pair of matrices", retrain)
+            elif name in layer.lora_variant and not config.dora:
+                problems.add(f"the adapter {name!r} at {module} is an unknown variant of LoRA", retrain)
+            else:
+                rank, alpha, rslora = layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]
+                lora = LoraModule(
+                    name=module,
+                    layer=layer_of(module, container),
+                    rank=rank,
+                    alpha=alpha,
+                    rslora=rslora,
+                    scale=scale_of(layer, name),
+                    a=_placeless(f"{module}.A", tensors.a),
+                    b=_placeless(f"{module}.B", tensors.b),
+                    embedding=tensors.embedding,
+                    parameter=parameter_of(layer) is not None,
+                    experts=getattr(layer, "num_experts", 1),
+                )
+                extra = {part: _placeless(f"{module}.{part}", t) for part, t in beside(layer, name).items()}
+                settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
+                variant = OpaqueModule(module, lora.layer, config.title, LORA, extra, settings, lora=lora)
+                parts.append(variant if extra else lora)
+        for module, whole in saved_modules.items():
+            tensors_in_full = {key: _placeless(f"{module}.{key}", tensor) for key, tensor in whole.state_dict().items()}
+            parts.append(FullModule(module, layer_of(module, container), tensors_in_full))
+        problems.raise_if_any()
+        return replace(bare, parts=by_layer(parts), container=container)
+
+    def _read_config(self, name: str) -> AdapterConfig:
+        """The adapter's config, checked by the rules for adapter_config.json."""
+        content = json.dumps(self._configs[name].to_dict(), default=sorted)  # sets, of module names, become lists
+        return parse_adapter_config(content.encode(), f"the adapter {name!r}")
+
+
+def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
+    """The experts with one base, revision and task type in their configs: they are loaded in the same model."""
+    configs = [adapter.config for adapter in experts.values()]
+    if len({(c.base_model, c.revision, c.task_type) for c in configs}) <= 1:
+        return experts
+    base = next((c.base_model for c in configs if c.base_model), None)
+    revision = configs[0].revision if len({(c.base_model, c.revision) for c in configs}) == 1 else None
+    task = configs[0].task_type
+    return {
+        name: replace(adapter, config=replace(adapter.config, base_model=base, revision=revision, task_type=task))
+        for name, adapter in experts.items()
+    }
+
+
+def _placeless(name: str, tensor: torch.Tensor) -> Tensor:
+    """A tensor's shape, for planning. Its offsets are not those of a file."""
+    return Tensor(name, "F32", tuple(tensor.shape), 0, 0)

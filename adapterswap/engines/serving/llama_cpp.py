@@ -1,0 +1,205 @@
+"""Serve with llama.cpp: plan, start and stop the two servers, llama.cpp's and the proxy in front of it.
+
+llama.cpp listens on a separate local port, and clients reach only the proxy. If llama.cpp ends, the proxy ends too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from adapterswap.core.model.sources import find_source
+from adapterswap.engines.gguf.architectures import load_gguf
+from adapterswap.engines.serving.llama_engine import KEY, Engine, engine_command, find_program, free_port, running
+from adapterswap.engines.serving.pieces import PieceComposer
+from adapterswap.kit.errors import ArgumentError, BaseModelError, NotFoundError, OutputError, RunError, reason_of
+from adapterswap.kit.files.text import expand, read_small
+
+_OURS = {
+    "-m": "`gguf` names the base", "--model": "`gguf` names the base", "-a": "the base is served under its own name",
+    "--alias": "the base is served under its own name", "--lora": "`experts` names the adapters",
+    "--lora-scaled": "`experts` names the adapters",
+    "--lora-init-without-apply": "a request without scales would use every adapter",
+    "--api-key": f"other users of this machine could read it. Set {KEY}, or pass --api-key-file",
+    "--api-prefix": "clients reach it only through adapterswap", "--ssl-key-file": "adapterswap speaks plain HTTP",
+    "--ssl-cert-file": "adapterswap speaks plain HTTP",
+}  # fmt: skip
+_PROXYS = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+_PROXYS.add_argument("--host", default="127.0.0.1")
+_PROXYS.add_argument("--port", default=8080, type=int)
+_PROXYS.add_argument("--api-key-file")
+_END_S = 5  # for answers to end after SIGTERM
+
+
+@dataclass(frozen=True)
+class LlamaLaunch:
+    """What to run.
+
+    Attributes:
+        command: the command line of llama.cpp's server.
+        engine_port: the local port on which it listens.
+        host, port: where the proxy listens.
+        base_name: the name of the base itself in requests.
+        keys: clients must send one of them; none if everybody is answered.
+        max_bytes: of a request.
+    """
+
+    command: tuple[str, ...]
+    engine_port: int
+    host: str
+    port: int
+    base_name: str
+    keys: tuple[str, ...] = field(repr=False)
+    max_bytes: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+def plan_llama(
+    composer: PieceComposer, gguf: str | Path, arguments: Sequence[str], llama_server: str | None = None,
+    max_request_mb: int = 1,
+) -> LlamaLaunch:  # fmt: skip
+    """The launch of llama.cpp for a composer's base and experts.
+
+    Args:
+        gguf: the base as llama.cpp's own converter writes it, in any number format.
+        arguments: the user's own arguments for llama-server. `--host`, `--port` and `--api-key-file` are those of the
+            proxy. The variable LLAMA_API_KEY has more keys, with commas between them.
+        llama_server: the program; by default the one on the PATH, or the one in the package xllamacpp.
+        max_request_mb: the size of the largest request that is read.
+    """
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in _OURS:
+            raise ArgumentError(
+                f"{argument} cannot be passed to llama.cpp here: {_OURS[name]}", "Leave it out", parameter="arguments"
+            )
+    try:
+        own, rest = _PROXYS.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ArgumentError(str(error), "Correct it", parameter="arguments") from None
+    if not 0 < own.port < 2**16:
+        raise ArgumentError(f"--port {own.port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
+    path = expand(gguf)
+    check_base_file(path, composer.architecture, composer.num_layers)
+    base_name = find_source(composer.base_model, ["config.json"], what="base model").name
+    if base_name in composer.manifest.experts:
+        raise ArgumentError(
+            f"{base_name!r} is the name of both an expert and the base", "Rename the expert", parameter="experts"
+        )
+    inner = free_port()
+    command = engine_command(
+        find_program(llama_server), str(path), [str(piece.path) for piece in composer.pieces], base_name, inner,
+        rest,
+    )  # fmt: skip
+    keys = _keys(own.api_key_file)
+    return LlamaLaunch(tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6)
+
+
+def _keys(file: str | None) -> tuple[str, ...]:
+    """The keys in the environment, and those in a file, one per line, as llama-server reads them."""
+    keys = [key for key in os.environ.get(KEY, "").split(",") if key]
+    if file is not None:
+        content = read_small(expand(file), "Write one key per line", kind=ArgumentError)
+        keys += (found := [line for line in content.decode(errors="replace").splitlines() if line])
+        if not found:
+            raise ArgumentError(f"{file} contains no key", "Write one key per line", parameter="arguments")
+    return tuple(keys)
+
+
+def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
+    """Raise unless a GGUF file is complete and has this architecture and depth."""
+    if not path.is_file():
+        raise NotFoundError(
+            f"{path} is not a file", "Pass the base as llama.cpp's convert_hf_to_gguf.py writes it", parameter="gguf"
+        )
+    remedy = "Convert the base again with llama.cpp's convert_hf_to_gguf.py"
+    try:
+        fields = load_gguf().GGUFReader(path).fields
+        actual = str(fields["general.architecture"].contents())
+        layers = int(fields[f"{actual}.block_count"].contents())
+    except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
+        raise BaseModelError(
+            f"{path} is not a complete GGUF file of a model: {reason_of(error)}", remedy, parameter="gguf"
+        ) from None
+    if (actual, layers) != (architecture, num_layers):
+        raise BaseModelError(
+            f"{path} is a {actual} model of {layers} layers, and the experts are for a {architecture} of {num_layers}",
+            "Pass the experts' base, or experts of this base",
+            parameter="gguf",
+        )
+
+
+def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
+    """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        # Take the port before the base is loaded, and accept clients only afterwards.
+        with socket.socket(socket.AF_INET6 if ":" in launch.host else socket.AF_INET) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with _reported(launch):
+                listener.bind((launch.host, launch.port))
+            composer.write()
+            with running(launch.command, launch.engine_port) as engine:
+                with _reported(launch):
+                    listener.listen()
+                print(f"adapterswap: ready at {launch.url} (two tokens were decoded)", file=sys.stderr, flush=True)
+                _answer(launch, composer, engine, listener)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listener: socket.socket) -> None:
+    """Answer clients until a signal or the end of llama.cpp, and then those that are waiting for a few seconds."""
+    import uvicorn
+
+    from adapterswap.engines.serving.llama_proxy import Connection, Proxy, most_at_once
+
+    own = ["localhost", "127.0.0.1", "[::1]", launch.host]
+    hosts = own if ipaddress.ip_address(listener.getsockname()[0]).is_loopback else ["*"]
+    proxy = Proxy(composer, engine, launch.base_name, launch.keys, hosts, launch.max_bytes)
+    ended = False
+
+    async def watch() -> None:
+        nonlocal ended
+        if engine.process.poll() is not None and not server.should_exit:
+            ended = server.should_exit = True
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            proxy, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
+            access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=_END_S,
+            callback_notify=watch, timeout_notify=0, backlog=most_at_once(),
+        )
+    )  # fmt: skip
+    server.run(sockets=[listener])
+    if ended:
+        raise RunError(
+            f"llama.cpp ended with status {engine.process.returncode}",
+            "See its messages above for the reason, and start again",
+        )
+
+
+@contextmanager
+def _reported(launch: LlamaLaunch) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot listen on {launch.host}:{launch.port}: {reason_of(error)}",
+            "Choose another --port",
+            parameter="arguments",
+        ) from None

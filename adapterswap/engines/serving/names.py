@@ -1,0 +1,203 @@
+"""What a server may serve, and the names that a client may request.
+
+Experts are listed by a folder of adapter folders or by `experts.yaml`. A requested name is untrusted text. It selects
+among these experts, and is never part of a path, so requests cannot reach anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from pydantic import Field, PrivateAttr
+
+from adapterswap.core.model.sources import CONFIG
+from adapterswap.core.planning.composition import (
+    Composition,
+    Place,
+    adapters_of,
+    chains_of,
+    fits_short_names,
+    parse_composition,
+    placed,
+    shared_name,
+)
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    CompositionError,
+    FieldError,
+    NotFoundError,
+    Problems,
+)
+from adapterswap.kit.files.text import exists, expand, is_folder, shown
+from adapterswap.kit.files.yaml import StrictModel, read_recipe
+
+_LONGEST = 300  # characters; a composition with every setting written out has fewer
+_SHOWN = 30  # experts named in a message
+
+
+class UnknownNameError(CompositionError):
+    """A name that this server does not know. It is answered with 404, and every other `AdapterswapError` with 400."""
+
+
+def check_expert_name(name: str) -> None:
+    """Raise if an expert cannot have this name."""
+    if name == BASE:
+        raise FieldError(
+            f"the expert name {BASE!r} is reserved for the unchanged base", "Rename the expert", parameter="experts"
+        )
+    if not fits_short_names(name) or len(name) > _LONGEST:
+        raise FieldError(
+            f"{shown(name)} cannot be the name of an expert",
+            "Use letters, digits, `_`, `-` and `.`, as in swahili-v2",
+            parameter="experts",
+        )
+
+
+def composition_of(
+    name: str, experts: Collection[str], chains: Mapping[str, tuple[str, ...]] | None = None
+) -> Composition:
+    """The composition that `name` means: an expert as it is, TASK+LANGUAGE, or TASK+LANGUAGE@key=value,…
+
+    Args:
+        name: the name in the client's request.
+        experts: the names of all experts.
+        chains: those of them that are chains → their adapters.
+    """
+    if name in experts:
+        return _chained(Composition(allocation=(Rule(expert=name),)), chains or {})
+    listed = ", ".join(sorted(experts)[:_SHOWN]) + (", …" if len(experts) > _SHOWN else "")
+    remedy = f"The experts here are: {listed or 'none'}. Request one of them, or TASK+LANGUAGE"
+    if "+" not in name and "@" not in name:
+        raise UnknownNameError(f"there is no expert {shown(name)}", remedy, parameter="name")
+    if len(name) > _LONGEST:
+        raise CompositionError(
+            f"the name {shown(name)} is longer than {_LONGEST} characters", "Use a shorter one", parameter="name"
+        )
+    composition = parse_composition(name)
+    unknown = [expert for expert in composition.expert_names if expert not in experts]
+    if unknown:
+        raise UnknownNameError(
+            f"{shown(name)}: there is no expert {' or '.join(map(shown, unknown))}", remedy, parameter="name"
+        )
+    return _chained(composition, chains or {})
+
+
+def _chained(composition: Composition, chains: Mapping[str, tuple[str, ...]]) -> Composition:
+    used = {name: chains[name] for name in composition.expert_names if name in chains}
+    return composition.model_copy(update={"chains": used}) if used else composition
+
+
+DEFAULT_LIMIT = 256
+
+
+class Manifest(StrictModel):
+    """The content of `experts.yaml`."""
+
+    experts: dict[str, Place] = Field(
+        description="Name → folder (relative to this file) or Hub id org/name@revision; or {chain: [FIRST, SECOND]}."
+    )
+    allow: tuple[str, ...] | None = Field(
+        default=None,
+        description="The only names that are served, such as math+swahili, math. Absent: all possible names.",
+    )
+    max_compositions: int = Field(
+        default=DEFAULT_LIMIT,
+        ge=1,
+        description="How many compositions one server serves. Each takes as much disk as an adapter.",
+    )
+
+    _skipped: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def chains(self) -> dict[str, tuple[str, ...]]:
+        """Each chain among the experts → the names of its adapters."""
+        return chains_of(self.experts)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters of all experts, by name."""
+        return adapters_of(self.experts)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The adapters of the folder that are called like compositions (`math+swahili`); a server makes those."""
+        return self._skipped
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a server lists: those in `allow` or, without it, the experts."""
+        return self.allow if self.allow is not None else tuple(self.experts)
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read `experts.yaml`, or a folder, in which each folder with an adapter is an expert of that name.
+
+    Adapters that are called like compositions (`math+swahili`) are left out, see `Manifest.skipped`.
+
+    Raises:
+        NotFoundError: the file or folder does not exist.
+        ArgumentError: the folder is an adapter itself, or has none in it.
+        FieldError: `experts.yaml` has an unknown key or no experts; a name cannot be used; an entry of `allow` is
+            malformed or names an expert that does not exist. All mistakes are reported together.
+    """
+    path = expand(path)
+    if not exists(path):
+        raise NotFoundError(
+            f"{path} does not exist", "Pass a folder of adapter folders, or experts.yaml", parameter="path"
+        )
+    manifest = _from_folder(path) if is_folder(path) else _from_file(path)
+    problems = Problems(FieldError)
+    for name in manifest.experts:
+        with problems.collect():
+            check_expert_name(name)
+    if (shared := shared_name(manifest.experts)) is not None:
+        problems.add(
+            f"{path}: {shared!r} is an expert and an adapter of a chain", "Rename the expert", parameter="experts"
+        )
+    for name in manifest.allow or ():
+        try:
+            composition_of(name, manifest.experts)
+        except AdapterswapError as error:  # here the file is at fault, not a request
+            for problem in error.found:
+                problems.add(problem.message, problem.remedy, parameter="allow")
+    if not manifest.experts:
+        problems.add(f"{path} lists no experts", "Add `NAME: PATH` lines under `experts:`", parameter="experts")
+    if manifest.allow == ():
+        problems.add(
+            f"{path}: `allow` is empty, so nothing would be served",
+            "List names such as math+swahili, or remove `allow`",
+            parameter="allow",
+        )
+    problems.raise_if_any()
+    return manifest
+
+
+def _from_folder(path: Path) -> Manifest:
+    if (path / CONFIG).exists():
+        raise ArgumentError(
+            f"{path} is an adapter, not a folder of adapters", f"Pass its parent, {path.parent}", parameter="path"
+        )
+    experts = {child.name: str(child) for child in sorted(path.absolute().iterdir()) if (child / CONFIG).is_file()}
+    if not experts:
+        raise ArgumentError(
+            f"{path} has no folder with an {CONFIG} in it",
+            "Pass the folder that holds the experts' folders",
+            parameter="path",
+        )
+    skipped = [name for name in experts if {"+", "@"} & {*name}]
+    manifest = Manifest(experts={name: place for name, place in experts.items() if name not in skipped})
+    manifest._skipped = tuple(skipped)
+    return manifest
+
+
+def _from_file(path: Path) -> Manifest:
+    manifest = read_recipe(path, Manifest)
+    beside = path.absolute().parent
+
+    def resolve(reference: str) -> str:
+        return str(beside / reference) if is_folder(beside / reference) else reference
+
+    return manifest.model_copy(update={"experts": placed(manifest.experts, resolve)})

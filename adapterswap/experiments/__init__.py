@@ -1,0 +1,1 @@
+"""Training, evaluating, sweeping and reporting: what is built on compositions."""

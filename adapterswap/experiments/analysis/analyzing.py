@@ -1,0 +1,285 @@
+"""Measure experts one by one and in pairs, and write the results to a folder.
+
+Reads experts; prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from adapterswap.core.experts.adapter import Adapter, open_expert
+from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.experiments.analysis.interference import (
+    Changes,
+    FractionTable,
+    Interference,
+    check_layers,
+    check_shared,
+    choose_threshold,
+    read_fractions,
+    write_fractions,
+)
+from adapterswap.experiments.analysis.pictures import (
+    describe_fractions,
+    describe_interference,
+    describe_meetings,
+    describe_norms,
+)
+from adapterswap.experiments.analysis.reading import matrices, under_stored_names
+from adapterswap.experiments.analysis.surveying import survey
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.drawing import column_width as width_in_inches
+from adapterswap.kit.drawing import save, style
+from adapterswap.kit.errors import ArgumentError, Problems, check_type
+from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.text import write_json
+
+_RECORD = "analysis.json"
+
+
+ANALYSIS = OutputKind(_RECORD, lambda record: record.keys() >= {"experts", "pairs"})
+"""The kind of folder that `analyze` writes."""
+
+
+WIDTH = 6.75  # inches: both columns of a page
+Expert = Adapter | Checkpoint
+Bars = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+"""Makes a progress bar from the name and number of what it counts; yields a function that advances it by one."""
+
+
+def no_bars(what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
+    """A progress bar that shows nothing."""
+    return nullcontext(lambda: None)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The results of `analyze`.
+
+    Attributes:
+        tables: for each expert, the share of rows with a change above the threshold, by layer and kind of matrix.
+        changes: for each expert, the norm of every matrix's ΔW; empty if `tables` were read from a file.
+        pairs: for each pair of experts, how their ΔW compare.
+    """
+
+    tables: tuple[FractionTable, ...]
+    changes: tuple[Changes, ...] = ()
+    pairs: tuple[Interference, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Analysis of {', '.join(repr(table.expert) for table in self.tables)}; threshold {self.threshold}>"
+
+    @property
+    def threshold(self) -> float | None:
+        """The threshold on a row's mean absolute ΔW; None if the tables were read from a file."""
+        return self.tables[0].threshold
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain data, as `adapterswap analyze --json` prints it."""
+        experts: dict[str, Any] = {}
+        for table in self.tables:
+            cells = [
+                {"layer": layer, "module": module, "fraction": value} for (layer, module), value in table.cells.items()
+            ]
+            experts[table.expert] = {"threshold": table.threshold, "fractions_of_rows": cells}
+        for expert_changes in self.changes:
+            experts[expert_changes.expert] |= {
+                "mean_row_magnitude": expert_changes.magnitude,
+                "modules": {
+                    change.matrix.name: {
+                        "norm": change.norm,
+                        "base_norm": change.base_norm,
+                        "mean_row_magnitude": float(change.rows.mean()),
+                    }
+                    for change in expert_changes.modules
+                },
+            }
+        return {
+            "experts": experts,
+            "captions": self.captions(),
+            "pairs": [
+                {
+                    "experts": list(pair.experts),
+                    "shared_start": pair.shared_start,
+                    "layers": {str(layer): numbers for layer, numbers in pair.by_layer().items()},
+                    "shuffled": {str(layer): bands for layer, bands in pair.shuffled_by_layer().items()},
+                    "cosine": pair.cosine,
+                    "shuffled_cosine": pair.shuffled_cosine,
+                    "modules": {
+                        module.matrix.name: {
+                            "cosine": module.cosine,
+                            "written": module.written,
+                            "read": module.read,
+                            "by_chance": list(module.by_chance),
+                            "sign_conflicts": module.conflicts / module.elements if module.elements else None,
+                        }
+                        for module in pair.modules
+                    },
+                }
+                for pair in self.pairs
+            ],
+        }
+
+    def captions(self) -> dict[str, str]:
+        """By name of a picture that `write` writes: a caption with its thresholds, and what its bands are."""
+        captions_by_name = {"changes": describe_fractions(self.tables)}
+        if self.changes:
+            captions_by_name["norms"] = describe_norms(len(self.changes), relative=self._relative)
+        if len(self.pairs) > 1:
+            captions_by_name["cosines"] = describe_meetings(len(self.pairs))
+        return captions_by_name | {"-".join(pair.experts): describe_interference(pair) for pair in self.pairs}
+
+    @property
+    def _relative(self) -> bool:
+        """Whether norms are shown relative to the base's."""
+        return all(change.base_norm for expert_changes in self.changes for change in expert_changes.modules)
+
+    def write(
+        self, out_path: str | Path, *, column_width: str | float = WIDTH, overwrite: bool = False,
+        inputs: Sequence[str | Path | None] = (),
+    ) -> None:  # fmt: skip
+        """Write the pictures (PDF, SVG and PNG), a CSV of the shares, and a JSON of everything, with captions.
+
+        Args:
+            out_path: the folder.
+            column_width: the pictures' width: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
+            overwrite: replace the folder if `analyze` wrote it.
+            inputs: folders that the output must not overlap.
+
+        Raises:
+            ArgumentError: `column_width` is not a width.
+            DependencyError: matplotlib is not installed.
+            OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+                written.
+        """
+        require("plots")
+        width = width_in_inches(column_width)
+        from adapterswap.experiments.analysis.pictures import (
+            draw_fractions,
+            draw_interference,
+            draw_meetings,
+            draw_norms,
+        )
+
+        with atomic_folder(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs) as folder, style():
+            write_fractions(self.tables, folder / "changes.csv")
+            write_json(folder / "analysis.json", self.as_json())
+            save(draw_fractions(list(self.tables), width), folder, "changes")
+            if self.changes:
+                norms = {
+                    expert_changes.expert: expert_changes.layer_norms(relative=self._relative)
+                    for expert_changes in self.changes
+                }
+                save(draw_norms(norms, width, relative=self._relative), folder, "norms")
+            if len(self.pairs) > 1:
+                save(draw_meetings(self.pairs, width), folder, "cosines")
+            for pair in self.pairs:
+                save(draw_interference(pair, width), folder, "-".join(pair.experts))
+
+
+def analyze(
+    experts: Mapping[str, Expert | str | Path],
+    *,
+    base_model: Checkpoint | str | Path | None = None,
+    threshold: float | None = None,
+    out_path: str | Path | None = None,
+    column_width: str | float = WIDTH,
+    overwrite: bool = False,
+    bars: Bars = no_bars,
+) -> Analysis:
+    """Measure where experts changed their base, layer by layer, and compare the changes of each pair of experts.
+
+    Args:
+        experts: by name: opened experts, folders or Hub ids.
+        base_model: the experts' base. Required for full checkpoints; adds relative norms.
+        threshold: on a row's mean absolute ΔW; by default the median over the rows of all experts.
+        out_path: a folder for pictures, CSV and JSON; nothing is written by default.
+        column_width: the pictures' width, see `Analysis.write`.
+        overwrite: replace `out_path` if `analyze` wrote it.
+        bars: shows progress.
+
+    Returns:
+        All measurements.
+
+    Raises:
+        ArgumentError: there are no experts, a name is unsuitable, a full checkpoint comes without its base, or the
+            threshold is negative or not finite.
+        BaseModelError: the base lacks a weight of an expert, or has it in another shape.
+        ExpertError: an expert cannot be opened, changes no matrix in the layers, or holds NaN or infinity; two experts
+            share no matrix, or use different module names that the base does not resolve.
+        AdapterswapError: see also `Analysis.write`.
+    """
+    check_type(base_model, (Checkpoint, str, Path, type(None)), "base_model", "Pass a local folder or a Hub id")
+    check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
+    check_type(threshold, (int, float, type(None)), "threshold", "Pass a number, 0 or more")
+    if threshold is not None and not (isfinite(threshold) and threshold >= 0):
+        raise ArgumentError(
+            f"`threshold` is {threshold:g}, but must be finite and 0 or more",
+            "Pass 0 or more",
+            parameter="threshold",
+        )
+    width_in_inches(column_width)
+    opened = open_experts(experts)
+    base = open_checkpoint(base_model) if isinstance(base_model, str | Path) else base_model
+    opened = under_stored_names(opened, base)
+    inputs = inputs_of(opened, base)
+    if out_path is not None:
+        check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before anything is computed
+    for name, expert in opened.items():
+        check_layers(name, expert, base)
+    check_shared(opened, base)
+    names = {name for expert in opened.values() for name in matrices(expert, base)}
+    with bars("matrices", len(names)) as step:
+        measured = survey(opened, base, step)
+    changes = [Changes(name, tuple(measured.changes[name])) for name in opened]
+    threshold = choose_threshold(changes) if threshold is None else threshold
+    tables = tuple(change_set.fractions(threshold) for change_set in changes)
+    pairs = tuple(Interference(pair, tuple(modules)) for pair, modules in measured.meetings.items())
+    analysis = Analysis(tables, tuple(changes), pairs)
+    if out_path is not None:
+        analysis.write(out_path, column_width=column_width, overwrite=overwrite, inputs=inputs)
+    return analysis
+
+
+def read_analysis(path: str | Path) -> Analysis:
+    """Shares of rows that were measured elsewhere, from a CSV file; see `read_fractions`."""
+    return Analysis(tuple(read_fractions(path)))
+
+
+def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert]:
+    """Open experts, and check that their names can stand in tables and file names."""
+    remedy = "Pass a mapping from names to folders, Hub ids or opened experts"
+    check_type(experts, Mapping, "experts", remedy)
+    if not experts:
+        raise ArgumentError("`experts` is empty", remedy, parameter="experts")
+    problems = Problems(ArgumentError)
+    opened: dict[str, Expert] = {}
+    for name, expert in experts.items():
+        with problems.collect():
+            check_type(name, str, "experts", remedy)
+            check_type(expert, (Adapter, Checkpoint, str, Path), f"experts[{name!r}]", remedy)
+            if not name or not name.isprintable() or {"/", "\\"} & {*name}:
+                raise ArgumentError(
+                    f"{name!r} cannot be the name of an expert",
+                    "Use printable characters without slashes",
+                    parameter="experts",
+                )
+            opened[name] = expert if isinstance(expert, Adapter | Checkpoint) else open_expert(expert)
+    problems.raise_if_any()
+    return opened
+
+
+def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[str | Path | None]:
+    """Paths that the output must not overlap: the experts, their base, and the bases that they name."""
+    folders = [expert.source.folder for expert in [*experts.values(), *([base] if base else [])]]
+    return [*folders, *(expert.config.base_model for expert in experts.values() if isinstance(expert, Adapter))]
+
+
+def count_matrices(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, int]:
+    """How many matrices of each expert `analyze` measures."""
+    return {name: len(matrices(expert, base)) for name, expert in under_stored_names(experts, base).items()}

@@ -1,0 +1,289 @@
+"""What a pass through the matrices shows: how much each expert changed, and how the task vectors of two interfere.
+
+How much is measured as by Bandarkar et al. (ICLR 2025), section 3.2 and appendix A.5: the share of a matrix's rows
+whose mean absolute change is above a threshold, by layer and module. For each matrix that two experts change: the
+cosine of the two ΔW; the overlap of the subspaces that they write into (columns) and read from (rows); the share of
+elements whose signs differ.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.core.changes.joint import cosine
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.layers import MAX_LAYERS, check_one_list, has_both_stacks
+from adapterswap.experiments.analysis.reading import matrices
+from adapterswap.experiments.analysis.surveying import ModuleChange, ModuleInterference, survey
+from adapterswap.kit.errors import DataError, ExpertError, UnsupportedError
+from adapterswap.kit.files.text import expand
+
+Block = tuple[int, str]
+"""A layer and a kind of module, `attention` or `mlp`; the kind is empty for the whole layer."""
+
+COLUMNS = ("expert", "layer", "module", "fraction_of_rows_above_threshold")
+
+
+@dataclass(frozen=True)
+class FractionTable:
+    """The share of rows above a threshold, by (layer, module); the threshold is None if it is unknown."""
+
+    expert: str
+    threshold: float | None
+    cells: Mapping[tuple[int, str], float]
+
+    @property
+    def layers(self) -> range:
+        return range(1 + max(layer for layer, _ in self.cells))
+
+    @property
+    def modules(self) -> list[str]:
+        """The columns, in their original order."""
+        return list(dict.fromkeys(module for _, module in self.cells))
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How much an expert changed its base, matrix by matrix."""
+
+    expert: str
+    modules: tuple[ModuleChange, ...]
+
+    def fractions(self, threshold: float) -> FractionTable:
+        """The share of rows whose mean absolute change is above `threshold`, by layer and part of the layer."""
+        rows: dict[tuple[int, str], list[npt.NDArray[np.float64]]] = {}
+        for change in self.modules:
+            if change.matrix.layer is not None:
+                rows.setdefault((change.matrix.layer, change.matrix.part), []).append(change.rows)
+        cells = {cell: float(np.mean(np.concatenate(magnitudes) > threshold)) for cell, magnitudes in rows.items()}
+        return FractionTable(self.expert, threshold, cells)
+
+    def layer_norms(self, *, relative: bool = False) -> dict[int, float]:
+        """‖ΔW‖ of each layer, over all of its matrices; with `relative`, divided by ‖W‖ of the same matrices."""
+        return {layer: size for (layer, _), size in self.sizes(relative=relative).items()}
+
+    def sizes(self, *, per_kind: bool = False, relative: bool = False) -> dict[Block, float]:
+        """`layer_norms` by block: of whole layers, or of each layer's attention and MLP."""
+        squares = self.squares(per_kind=per_kind)
+        return {block: math.sqrt(of / own if relative else of) for block, (of, own) in squares.items()}
+
+    def squares(self, *, per_kind: bool) -> dict[Block, tuple[float, float]]:
+        """‖ΔW‖² and ‖W‖² of each block; ‖W‖ of an unknown base is 0."""
+        sums: dict[Block, tuple[float, float]] = {}
+        for change in self.modules:
+            if change.matrix.layer is not None:
+                block = (change.matrix.layer, change.matrix.source.kind if per_kind else "")
+                changed, own = sums.get(block, (0.0, 0.0))
+                sums[block] = changed + change.norm**2, own + (change.base_norm or 0.0) ** 2
+        return sums
+
+    @property
+    def magnitude(self) -> float:
+        """The mean absolute change over all rows. Unlike `weights: magnitude`, it leaves embeddings out."""
+        return float(np.mean(np.concatenate([change.rows for change in self.modules])))
+
+
+def measure(
+    expert: Adapter | Checkpoint,
+    *,
+    name: str,
+    base: Checkpoint | None = None,
+    progress: Callable[[], None] = lambda: None,
+    norms_only: bool = False,
+) -> Changes:
+    """Measure every matrix of an expert.
+
+    Args:
+        expert: an opened adapter or checkpoint.
+        name: the expert's name in the result.
+        base: the expert's base. Required for a checkpoint; for an adapter it adds the base's norms.
+        progress: called after every matrix.
+        norms_only: measure only norms, which for LoRA need no ΔW; `fractions` and `magnitude` need its rows.
+
+    Raises:
+        ExpertError: the expert has no matrix in a layer.
+        AdapterswapError: see `matrices` and `delta_reader`.
+    """
+    check_layers(name, expert, base)
+    return Changes(name, tuple(survey({name: expert}, base, progress, norms_only=norms_only).changes[name]))
+
+
+def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | None) -> None:
+    """Raise `ExpertError` unless the expert changes a matrix in a layer; see also `matrices`.
+
+    Raise `UnsupportedError` if it changes layers of an encoder and of a decoder, or of several lists.
+    """
+    if has_both_stacks(expert.container):
+        raise UnsupportedError(
+            f"{name} has an encoder and a decoder ({expert.container}); only models with a single stack of layers "
+            "can be measured",
+            "Use experts of a decoder-only model",
+        )
+    check_one_list(name, expert.parts if isinstance(expert, Adapter) else expert.parameters)
+    if all(matrix.layer is None for matrix in matrices(expert, base).values()):
+        raise ExpertError(
+            f"{name} changes no matrix in the layers, only outside them", "Use an expert that changes attention or MLPs"
+        )
+
+
+def choose_threshold(changes: Iterable[Changes]) -> float:
+    """The default threshold: the median over the rows of all experts, so that half of the rows are above it."""
+    return float(np.median(np.concatenate([change.rows for expert in changes for change in expert.modules])))
+
+
+def read_fractions(path: str | Path) -> list[FractionTable]:
+    """Read tables from a CSV file with the columns expert, layer, module, fraction_of_rows_above_threshold.
+
+    Raises:
+        DataError: the file cannot be read, has other columns, or a row has an invalid value.
+    """
+    remedy = f"Write the columns {', '.join(COLUMNS)}"
+    cells: dict[str, dict[tuple[int, str], float]] = {}
+    try:
+        with expand(path).open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file)
+            if tuple(rows.fieldnames or ()) != COLUMNS:
+                columns = ", ".join(rows.fieldnames or ()) or "none"
+                raise DataError(f"{path} has the wrong columns: {columns}", remedy, parameter="path")
+            for row in rows:
+                layer, fraction = int(row["layer"]), float(row[COLUMNS[3]])
+                if not (0 <= layer < MAX_LAYERS and 0 <= fraction <= 1):
+                    raise ValueError(
+                        f"layer {layer} is not between 0 and {MAX_LAYERS - 1}, or {fraction} is not between 0 and 1"
+                    )
+                cells.setdefault(row["expert"], {})[layer, row["module"]] = fraction
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}", "Pass the path of a CSV file", parameter="path"
+        ) from None
+    except (ValueError, TypeError, csv.Error) as error:
+        raise DataError(f"{path} is not a table of changes: {error}", remedy, parameter="path") from None
+    if not cells:
+        raise DataError(f"{path} has no rows", remedy, parameter="path")
+    return [FractionTable(expert, None, shares) for expert, shares in cells.items()]
+
+
+def write_fractions(tables: Sequence[FractionTable], path: Path) -> None:
+    """Write the CSV that `read_fractions` reads, one row per expert, layer and module."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for table in tables:
+            writer.writerows(
+                (table.expert, layer, module, repr(value)) for (layer, module), value in table.cells.items()
+            )
+
+
+# The same seed gives two LoRA experts the same initial A, and training changes A little: a mean cosine of .92 was
+# measured after ordinary training. By chance it is about 0, so any threshold between the two detects a shared start.
+_SHARED_START = 0.5
+_NORMAL = 1.96  # 95 % lie within this many standard deviations of the mean
+
+
+@dataclass(frozen=True)
+class Interference:
+    """Two experts compared on each matrix that both change."""
+
+    experts: tuple[str, str]
+    modules: tuple[ModuleInterference, ...]
+
+    @property
+    def shared_start(self) -> float | None:
+        """The mean cosine of A's rows if it shows that both experts started from the same A; otherwise None.
+
+        With a shared start, `read` reflects the seed rather than what the experts learned.
+        """
+        starts = [module.start for module in self.modules if module.start is not None]
+        mean = float(np.mean(starts)) if starts else 0.0
+        return mean if mean > _SHARED_START else None
+
+    def by_layer(self) -> dict[int, dict[str, float | None]]:
+        """By layer: the cosine over all of its matrices, mean overlaps, and the share of conflicting signs."""
+        return {layer: _together(modules) for layer, modules in self._layers().items()}
+
+    def shuffled_by_layer(self) -> dict[int, dict[str, tuple[float, float] | None]]:
+        """By layer: the 95 % interval (low, high) of the same numbers if the second expert is shuffled."""
+        return {layer: _band(modules) for layer, modules in self._layers().items()}
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine over all matrices in the layers."""
+        modules = [module for module in self.modules if module.matrix.layer is not None]
+        return cosine(math.fsum(module.product for module in modules), _norms(modules))
+
+    @property
+    def shuffled_cosine(self) -> tuple[float, float] | None:
+        """The 95 % interval of `cosine` if the second expert is shuffled."""
+        modules = [module for module in self.modules if module.matrix.layer is not None]
+        return _band(modules)["cosine"] if modules else None
+
+    def _layers(self) -> dict[int, list[ModuleInterference]]:
+        layers: dict[int, list[ModuleInterference]] = {}
+        for module in self.modules:
+            if module.matrix.layer is not None:
+                layers.setdefault(module.matrix.layer, []).append(module)
+        return dict(sorted(layers.items()))
+
+
+def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint | None) -> None:
+    """Raise `ExpertError` unless every two experts change a common matrix."""
+    names = {name: matrices(expert, base).keys() for name, expert in experts.items()}
+    for first, second in combinations(names, 2):
+        if not names[first] & names[second]:
+            raise ExpertError(
+                f"{first} and {second} change no matrix in common",
+                "Compare experts of one base that adapt the same modules",
+                parameter="experts",
+            )
+
+
+def _norms(modules: list[ModuleInterference]) -> tuple[float, float]:
+    first, second = (math.sqrt(math.fsum(module.norms[side] ** 2 for module in modules)) for side in (0, 1))
+    return first, second
+
+
+def _band(modules: list[ModuleInterference]) -> dict[str, tuple[float, float] | None]:
+    """The 95 % intervals of the numbers of `_together`, with every module shuffled independently."""
+    norms = _norms(modules)
+    elements = [module.elements for module in modules]
+    weights: dict[str, list[float] | None] = {
+        "product": [1 / (norms[0] * norms[1])] * len(modules) if norms[0] * norms[1] else None,
+        "written": [1 / len(modules)] * len(modules),
+        "read": [1 / len(modules)] * len(modules),
+        "conflict": [each / sum(elements) for each in elements] if sum(elements) else None,
+    }
+    ends = {"cosine": (-1.0, 1.0)}
+    bands: dict[str, tuple[float, float] | None] = {}
+    for name, key in (("cosine", "product"), ("written", "written"), ("read", "read"), ("sign_conflicts", "conflict")):
+        shares = weights[key]
+        if shares is None:
+            bands[name] = None
+            continue
+        mean = math.fsum(share * module.shuffled[key].mean for share, module in zip(shares, modules, strict=True))
+        variance = math.fsum(
+            share**2 * module.shuffled[key].variance for share, module in zip(shares, modules, strict=True)
+        )
+        low, high = ends.get(name, (0.0, 1.0))
+        half = _NORMAL * math.sqrt(variance)
+        bands[name] = max(low, mean - half), min(high, mean + half)
+    return bands
+
+
+def _together(modules: list[ModuleInterference]) -> dict[str, float | None]:
+    norms = _norms(modules)
+    elements = sum(module.elements for module in modules)
+    return {
+        "cosine": cosine(math.fsum(module.product for module in modules), norms),
+        "written": float(np.mean([module.written for module in modules])),
+        "read": float(np.mean([module.read for module in modules])),
+        "sign_conflicts": sum(module.conflicts for module in modules) / elements if elements else None,
+    }

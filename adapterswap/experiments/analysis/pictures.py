@@ -1,0 +1,289 @@
+"""Pictures of an analysis, each with the caption that a reader of a paper needs.
+
+The first picture follows figures 2 and 4-9 of Bandarkar et al. (ICLR 2025): one row per layer with the last on top, one
+column per matrix, darker where more changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.experiments.analysis.interference import FractionTable, Interference
+from adapterswap.kit.drawing import (
+    GREY,
+    NOTE,
+    SMALL,
+    TEXT,
+    Look,
+    hatch,
+    legend_shape,
+    looks,
+    new_figure,
+    readable_on,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def describe_fractions(tables: Sequence[FractionTable], *, one_scale: bool = True) -> str:
+    """The caption of `draw_fractions`, with the threshold of every expert."""
+    known = {table.expert: f"{table.threshold:.3g}" for table in tables if table.threshold is not None}
+    if len(known) < len(tables):
+        at = "The threshold is that of the source, which does not record it."
+    elif len(set(known.values())) == 1:
+        at = f"The threshold is {next(iter(known.values()))}" + (" for all experts." if len(known) > 1 else ".")
+    else:
+        at = f"Thresholds: {', '.join(f'{value} ({name})' for name, value in known.items())}."
+    scale = "" if len(tables) == 1 else ", on one scale for all experts" if one_scale else ", each on its own scale"
+    hatched = (
+        ""
+        if all(len(table.cells) == len(table.layers) * len(table.modules) for table in tables)
+        else " Hatched: not adapted."
+    )
+    return (
+        "The share of the rows of each weight matrix whose mean absolute change is above a threshold, by layer (the "
+        f"last on top) and kind of matrix. {at} Darker: a larger share{scale}.{hatched}"
+    )
+
+
+def describe_norms(experts: int, *, relative: bool) -> str:
+    """The caption of `draw_norms`."""
+    of = "‖ΔW‖ / ‖W‖, relative to the base's weights" if relative else "‖ΔW‖"
+    return (
+        f"Frobenius norms of the changes of {'one expert' if experts == 1 else f'{experts} experts'}, {of}, by layer; "
+        "the attention and MLP matrices of a layer are taken together."
+    )
+
+
+def describe_meetings(pairs: int) -> str:
+    """The caption of `draw_meetings`."""
+    return (
+        f"The cosine of ΔW for each of {pairs} pairs of experts, over all layers. Grey numbers lie where 95 % of "
+        "cosines lie after the rows and columns of one expert's ΔW are shuffled. Each pair is compared by "
+        "itself, without a correction for their number."
+    )
+
+
+def describe_interference(pair: Interference) -> str:
+    """The caption of `draw_interference`."""
+    layers = len(pair.by_layer())
+    shared = ""
+    if pair.shared_start is not None:
+        shared = (
+            " Both adapters were trained from the same initial A, so they read from similar subspaces whatever they "
+            "learned."
+        )
+    return (
+        f"{pair.experts[0]} and {pair.experts[1]}, layer by layer: the cosine of the two ΔW, the overlap of the "
+        "subspaces that they write into and read from, and the share of elements whose signs differ. Grey: where 95 % "
+        "of values lie after the rows and columns of one expert's ΔW are shuffled, for each of "
+        f"{layers} layers by itself, without a correction for their number.{shared}"
+    )
+
+
+_BAND = "#dcdcdc"
+_CELL = 0.27  # inches that a number needs
+
+_TALLEST = 40.0  # inches for all rows of a heatmap at most
+_TOGETHER = 6  # experts in one panel
+_ABREAST = 5.0  # inches of width that three panels in a row need
+
+
+def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: bool = True) -> Figure:
+    """A heatmap for each expert, layer by module: the share of rows above the threshold.
+
+    Args:
+        one_scale: use one colour scale for all; otherwise each ends at its own largest share, as in the paper.
+    """
+    import numpy as np
+
+    together = max(max(table.cells.values()) for table in tables)
+    columns = max(len(table.modules) for table in tables)
+    layers = max(len(table.layers) for table in tables)
+    across = max(1, min(3, len(tables), int((width - 0.7) / (0.35 + 0.11 * columns))))
+    down = -(-len(tables) // across)
+    figure = new_figure(width, down * (1.35 + min(0.105 * layers, _TALLEST)))
+    grid = figure.subplots(down, across, squeeze=False)
+    for axes, table in zip(grid.flat, tables, strict=False):
+        values = np.full((len(table.layers), len(table.modules)), np.nan)
+        for (layer, module), value in table.cells.items():
+            values[layer, table.modules.index(module)] = value
+        for layer, column in np.argwhere(np.isnan(values)).tolist():
+            hatch(axes, column, layer, zorder=0)
+        most = (together if one_scale else max(table.cells.values())) or 1.0
+        image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most, aspect="auto")
+        if not one_scale:
+            _bar(figure, image, [axes], "share of rows")
+        axes.set_xticks(range(len(table.modules)), [module.rpartition(".")[2] for module in table.modules], rotation=90)
+        axes.set_yticks(_ticks(len(table.layers)))
+        at = "" if table.threshold is None else f"\nabove {table.threshold:.2g}"
+        axes.set_title(wrapped(table.expert, int((width - 0.7) / across / 0.07)) + at, fontsize=SMALL)
+        axes.tick_params(labelsize=NOTE, length=0)
+    for axes in grid.flat[len(tables) :]:
+        axes.remove()
+    for axes in grid[:, 0]:
+        axes.set_ylabel("layer")
+    if one_scale:
+        _bar(figure, image, list(grid.flat[: len(tables)]), "share of rows")
+    return figure
+
+
+def _bar(figure: Figure, image: Any, panels: Any, label: str, shrink: float = 0.6, pad: float = 0.01) -> None:
+    bar = figure.colorbar(image, ax=panels, shrink=shrink, pad=pad)
+    bar.set_label(label)
+    bar.ax.tick_params(labelsize=NOTE)
+
+
+def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relative: bool) -> Figure:
+    """A line for each expert: ‖ΔW‖ of every layer, or ‖ΔW‖ / ‖W‖ where `relative`.
+
+    Experts of one family (math1, math2, …: names that differ in their last number) share a colour, and differ in line
+    and marker. With more than `_TOGETHER` experts, each family has its own panel, with shared axes.
+    """
+    look = _by_family(list(norms))
+    columns, lines = legend_shape(list(norms), width, cut=24, inches=0.066, room=0.55)
+    families = {expert: family_of(expert) if len(norms) > _TOGETHER else "" for expert in norms}
+    names = list(dict.fromkeys(families.values()))
+    across = min(len(names), 1 if width < _ABREAST else 3)
+    down = -(-len(names) // across)
+    figure = new_figure(width, 0.3 + 1.6 * down + lines * 0.17)
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    panels = dict(zip(names, grid.flat, strict=False))
+    handles = []
+    for expert, layers in norms.items():
+        axes = panels[families[expert]]
+        colour, marker, line = look[expert]
+        shown: dict[str, Any] = {
+            "color": colour, "linestyle": line, "marker": marker, "markersize": 2.6,
+            "markevery": max(1, len(layers) // 8), "linewidth": 1.0,
+        }  # fmt: skip
+        handles += axes.plot(list(layers), list(layers.values()), label=wrapped(expert, 24), **shown)
+    for place, (name, axes) in enumerate(panels.items()):
+        if name:
+            axes.set_title(wrapped(name, int(width / across / 0.07)), fontsize=SMALL)
+        lowest = place + across >= len(names)
+        axes.tick_params(labelbottom=lowest)
+        first = place % across == 0
+        _finish(axes, "layer" if lowest else "", ("‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖") if first else "")
+    for axes in grid.flat[len(names) :]:
+        axes.remove()
+    grid[0, 0].set_ylim(bottom=0)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handlelength=2.6)
+    return figure
+
+
+def draw_interference(pair: Interference, width: float) -> Figure:
+    """Three panels over the layers: the cosine, the overlap of subspaces compared with chance, the conflicting signs.
+
+    The grey band behind each line is its 95 % interval if one of the experts is shuffled. The axes extend at least 0.1
+    to either side of the values of unrelated experts (a cosine of 0, half of the signs), so that noise does not look
+    like a finding.
+    """
+    layers, shuffled = pair.by_layer(), pair.shuffled_by_layer()
+    stacked = width < _ABREAST
+    figure = new_figure(width, 4.1 if stacked else 1.9)
+    cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
+    figure.suptitle(wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=TEXT)
+    cosine.axhline(0, color=GREY, linewidth=0.8)
+    for axes, key, pattern in ((cosine, "cosine", ""), (overlap, "written", ""), (overlap, "read", "////"),
+                               (signs, "sign_conflicts", "")):  # fmt: skip
+        known = [(layer, band[key]) for layer, band in shuffled.items() if band[key] is not None]
+        _draw_band(axes, known, pattern, label="shuffled" if axes is cosine else "_")
+    cosine.legend()
+    first, second, _ = looks(3)
+    for axes, key, look in ((cosine, "cosine", first), (overlap, "written", first), (overlap, "read", second),
+                            (signs, "sign_conflicts", first)):  # fmt: skip
+        values = [float("nan") if numbers[key] is None else numbers[key] for numbers in layers.values()]
+        line = {"color": look.colour, "marker": look.marker, "linestyle": look.line, "markersize": 2.6}
+        axes.plot(list(layers), values, label=key, linewidth=1.0, **line)
+    if pair.shared_start is not None:
+        overlap.set_title("read shows a shared initial A", fontsize=SMALL)
+    overlap.set_ylim(bottom=0)
+    overlap.legend()
+    signs.axhline(0.5, color=GREY, linestyle=":")
+    for axes, middle, ends in ((cosine, 0.0, (-1.0, 1.0)), (signs, 0.5, (0.0, 1.0))):
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(ends[0] - 0.02, min(low, middle - 0.1)), min(ends[1] + 0.02, max(high, middle + 0.1)))
+    for axes, name in ((cosine, "cosine of ΔW"), (overlap, "overlap of subspaces"), (signs, "signs in conflict")):
+        _finish(axes, "" if stacked and axes is not signs else "layer", name)
+    return figure
+
+
+def _draw_band(axes: Any, ends: Sequence[tuple[int, Any]], hatch: str, label: str) -> None:
+    """From low to high at each layer, half a layer wide to either side, so that a single layer has one too."""
+    x = [side for layer, _ in ends for side in (layer - 0.5, layer + 0.5)]
+    low, high = ([end[place] for _, end in ends for _ in range(2)] for place in (0, 1))
+    axes.fill_between(x, low, high, color=_BAND, edgecolor=GREY if hatch else _BAND, hatch=hatch, linewidth=0.3,
+                      label=label, zorder=0)  # fmt: skip
+
+
+def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
+    """The cosine of every pair of experts over all layers, as a square of experts by experts.
+
+    Cosines within the band of a shuffled expert are grey. Colours end at the largest absolute cosine, or at 0.1 if all
+    are smaller, so that noise stays pale.
+    """
+    import numpy as np
+
+    names = list(dict.fromkeys(name for pair in pairs for name in pair.experts))
+    values = np.full((len(names), len(names)), np.nan)
+    inside = set()
+    for pair in pairs:
+        one, other = (names.index(name) for name in pair.experts)
+        if pair.cosine is None:
+            continue
+        values[other, one] = pair.cosine
+        band = pair.shuffled_cosine
+        if band is not None and band[0] <= pair.cosine <= band[1]:
+            inside.add((other, one))
+    most = max(0.1, float(np.nanmax(np.abs(values), initial=0.0)) if np.isfinite(values).any() else 0.0)
+    labels = [wrapped(name, 14) for name in names]
+    size = min(width, 1.2 + 0.42 * len(names))
+    figure = new_figure(width, size)
+    axes = figure.add_subplot()
+    image = axes.imshow(values[1:, :-1], cmap="PuOr", vmin=-most, vmax=most)
+    axes.set_xticks(range(len(names) - 1), labels[:-1], rotation=90)
+    axes.set_yticks(range(len(names) - 1), labels[1:])
+    axes.tick_params(labelsize=NOTE, length=0)
+    fits = (size - 1.2) / len(names) > _CELL
+    for (row, column), value in np.ndenumerate(values):
+        if np.isnan(value) or not fits:
+            continue
+        colour = GREY if (row, column) in inside else readable_on(tuple(image.cmap(image.norm(value))))
+        axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=NOTE, color=colour)
+    _bar(figure, image, axes, "cosine of ΔW", shrink=0.7, pad=0.02)
+    return figure
+
+
+def _by_family(experts: Sequence[str]) -> dict[str, Look]:
+    """The look of each line: colour by family, marker and line style by member."""
+    families = list(dict.fromkeys(family_of(name) for name in experts))
+    hues = {family: look.colour for family, look in zip(families, looks(len(families)), strict=True)}
+    members: dict[str, int] = {}
+    found = {}
+    for name in experts:
+        family = family_of(name)
+        place = members.setdefault(family, 0)
+        members[family] += 1
+        _, marker, line = looks(place + 1)[-1]
+        found[name] = Look(hues[family], marker, line)
+    return found
+
+
+def family_of(name: str) -> str:
+    """A name without the number at its end: `math` of `math1`, `math-2` and `math #3`."""
+    return name.rstrip("0123456789").rstrip(" -_.#") or name
+
+
+def _finish(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _ticks(layers: int) -> list[int]:
+    step = 1 if layers <= 16 else 2 if layers <= 40 else max(4, layers // 60)
+    return list(range(0, layers, step))

@@ -1,0 +1,140 @@
+"""The matrices of an expert under one name in all experts, and their ΔW, one at a time.
+
+Without a base the experts' own names are reconciled as for a composition. With a base, matrices get the names under
+which the base stores them, which full checkpoints use too. Only headers are read until a matrix is requested, and
+memory holds one module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from adapterswap.core.changes.kinds import Whole
+from adapterswap.core.changes.locating import locate_all
+from adapterswap.core.changes.reading import Delta, read_difference, read_factors
+from adapterswap.core.experts.adapter import Adapter, LoraModule
+from adapterswap.core.experts.names import renamed_adapter
+from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor
+from adapterswap.core.model.layers import within_layer
+from adapterswap.core.planning.base import under_one_name
+from adapterswap.core.planning.targets import Target, check_expert
+from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, Problems
+from adapterswap.kit.files.numbers import open_files
+from adapterswap.kit.files.tensorfile import FLOATS
+
+Expert = Adapter | Checkpoint
+
+
+def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, Expert]:
+    """The experts with one name for each module."""
+    problems = Problems(ExpertError)
+    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
+    for name, adapter in adapters.items():
+        with problems.collect():
+            check_expert(adapter, name, Target.ANALYZE)
+    problems.raise_if_any()
+    adapters = under_one_name(adapters, None if base is None else str(base.source.folder), problems)
+    problems.raise_if_any()
+    if base is not None and adapters:
+        located = locate_all(adapters, base, problems).located
+        problems.raise_if_any()
+        for name, adapter in adapters.items():
+            keys = {found.module: key.rpartition(".")[0] for key, found in located[name].items()}
+            names = {part: keys.get(part, part) for part in adapter.parts}
+            adapters[name] = renamed_adapter(adapter, names, name, base.container)
+    return {**experts, **adapters}
+
+
+# The order of the projections in a block, so that the columns of tables follow the data through the layer.
+_ORDER = ("q", "query", "k", "key", "v", "value", "qkv", "attn", "query_key_value", "o", "out", "dense", "gate", "w1",
+          "up", "w3", "fc1", "fc", "dense_h_to_4h", "proj", "down", "w2", "fc2", "dense_4h_to_h")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One adapted matrix.
+
+    Attributes:
+        name: the module's full name.
+        layer: its layer; None outside the layers.
+        part: its name within the layer, without numbers: `self_attn.q_proj`, `mlp.experts.w1`; outside the layers, its
+            full name.
+        key: sorts parts in the order in which the data passes through them.
+        source: its place in the expert's files.
+    """
+
+    name: str
+    layer: int | None
+    part: str
+    key: tuple[int, int, str]
+    source: LoraModule | StoredTensor
+
+
+Reader = Callable[[Matrix], Delta]
+
+
+def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str, Matrix]:
+    """An expert's matrices by module name: every LoRA module, or every attention and MLP weight of a checkpoint."""
+    sources: dict[str, LoraModule | StoredTensor] = {}
+    if isinstance(expert, Adapter):
+        check_expert(expert, expert.name, Target.ANALYZE)
+        sources.update({name: module for name, module in expert.modules.items() if not module.embedding})
+    else:
+        if base is None:
+            raise ArgumentError(
+                f"{expert.name} is a full checkpoint, so its changes can only be measured against its base",
+                "Pass `base_model`",
+                parameter="base_model",
+            )
+        for parameter in expert.parameters.values():
+            if parameter.kind == "other" or parameter.layer is None or len(parameter.tensor.shape) != 2:
+                continue
+            own = base.parameters.get(parameter.name)
+            if own is None or own.tensor.shape != parameter.tensor.shape:
+                difference = "lacks it" if own is None else f"has it as {'×'.join(map(str, own.tensor.shape))}"
+                raise BaseModelError(
+                    f"{parameter.name} is {'×'.join(map(str, parameter.tensor.shape))} in {expert.name}, but the base "
+                    f"{difference}",
+                    f"Pass the base that the expert was trained from{OTHER_NAMES}",
+                    parameter="base_model",
+                )
+            if {own.tensor.dtype, parameter.tensor.dtype} <= set(FLOATS):
+                sources[parameter.module] = parameter
+    parts = [_matrix(name, source) for name, source in sources.items()]
+    return {matrix.name: matrix for matrix in sorted(parts, key=lambda m: (-1 if m.layer is None else m.layer, m.key))}
+
+
+def _matrix(name: str, source: LoraModule | StoredTensor) -> Matrix:
+    inside = name if source.layer is None else within_layer(name, source.layer)
+    part = re.sub(r"\.\d+(?=\.|$)", "", inside)
+    last = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
+    place = _ORDER.index(last) if last in _ORDER else len(_ORDER)
+    return Matrix(name, source.layer, part, (source.kind != "attention", place, name), source)
+
+
+@contextmanager
+def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Iterator[Reader]:
+    """A function that reads the ΔW of a matrix (out×in, float32). The files stay open until the block ends."""
+    with ExitStack() as stack:
+        if isinstance(expert, Adapter):
+            adapters = stack.enter_context(open_files([expert.file]))
+
+            def read(matrix: Matrix) -> Delta:
+                assert isinstance(matrix.source, LoraModule)
+                return read_factors(expert.name, adapters[expert.file.path], matrix.source)
+
+        else:
+            assert base is not None
+            files = stack.enter_context(open_files([*expert.shards, *base.shards]))
+
+            def read(matrix: Matrix) -> Delta:
+                assert isinstance(matrix.source, StoredTensor)
+                found = (matrix.source, base.parameters[matrix.source.name])
+                ours, own = (Whole.of(parameter.path, parameter.tensor) for parameter in found)
+                delta = read_difference((expert.name, base.name), ours, own, files)
+                return delta.T if expert.is_transposed(matrix.source.name) else delta
+
+        yield read

@@ -1,0 +1,467 @@
+"""Suggest a composition of two experts: measure how much each layer matters, by weights or on texts, then choose.
+
+An importance is a share: how much of an expert's total effect comes from this layer (or its attention, or its MLP)? A
+layer goes to the language expert if the language's share is larger than the task's, within the form of allocation that
+you choose. The task is judged by task texts and the language by texts in the language; no task data in the target
+language is needed.
+
+On texts, one layer's attention or MLP of one expert is active at a time, and everything else is as in the base. The
+effect of that part is KL(p_base ‖ p), summed over the tokens of the texts, in nats.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.model.layers import format_layers
+from adapterswap.core.planning.composing import soup
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE
+from adapterswap.engines.live import LiveComposer, load_experts
+from adapterswap.experiments.analysis.analyzing import Bars, no_bars
+from adapterswap.experiments.analysis.interference import Block, Changes, measure
+from adapterswap.experiments.training.recipe import DatasetSource
+from adapterswap.experiments.training.tokens import Reader, choose_reader
+from adapterswap.kit.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
+from adapterswap.kit.files.folders import FileKind, atomic_file, check_file
+from adapterswap.kit.files.text import as_row, expand, is_folder, json_lines, read_small
+from adapterswap.kit.files.yaml import dump_yaml
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+
+PROPOSAL = FileKind(b"# Proposed by adapterswap suggest\n")
+"""The recipes that `suggest` writes, by their first line."""
+
+Form = Literal["zones", "modules"]
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Each expert's shares by layer and kind; the shares of an expert sum to 1.
+
+    Attributes:
+        measured: `weights` or `activations`.
+        num_layers: the number of layers.
+        task, language: block → share, for the blocks that the expert adapts.
+    """
+
+    measured: Literal["weights", "activations"]
+    num_layers: int
+    task: Mapping[Block, float]
+    language: Mapping[Block, float]
+
+    def of_layer(self, layer: int) -> tuple[float, float]:
+        """(task, language): the shares of a whole layer."""
+        task, language = (
+            sum(share for (where, _), share in shares.items() if where == layer)
+            for shares in (self.task, self.language)
+        )
+        return task, language
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A proposed composition.
+
+    Attributes:
+        form: `zones` (a bottom and a top), or `modules` for an owner of each layer's attention and MLP.
+        composition: the fields of a `Composition`, without the experts.
+        kept: (task, language): the share of each expert that the proposal keeps.
+        reasons: why, as sentences.
+        importance: the shares behind the proposal.
+    """
+
+    form: Form
+    composition: Mapping[str, Any]
+    kept: tuple[float, float]
+    reasons: tuple[str, ...]
+    importance: Importance
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain data, as `adapterswap suggest --json` prints it."""
+        layers = map(self.importance.of_layer, range(self.importance.num_layers))
+        return {
+            "form": self.form,
+            "measured": self.importance.measured,
+            "composition": self.composition,
+            "kept": dict(zip(("task", "language"), self.kept, strict=True)),
+            "reasons": list(self.reasons),
+            "layers": [dict(zip(("task", "language"), shares, strict=True)) for shares in layers],
+        }
+
+
+def importance_of_weights(task: Changes, language: Changes, num_layers: int) -> Importance:
+    """Shares of ‖ΔW‖² (Frobenius), which add up over matrices."""
+    shares = []
+    for changes in (task, language):
+        squares = {block: square for block, (square, _) in changes.squares(per_kind=True).items()}
+        total = sum(squares.values())
+        if not total > 0:
+            raise ExpertError("an expert changes nothing", "Check that these are the right expert, base and texts")
+        shares.append({block: square / total for block, square in squares.items()})
+    return Importance("weights", num_layers, *shares)
+
+
+def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion:
+    """Choose the allocation that keeps the largest shares: the language's in its layers, the task's in the others.
+
+    Args:
+        form: `zones` for a bottom and a top of whole layers, from one layer to half of them (shares sum to 1, so
+            without this limit the complement of a bad choice would look good); `modules` to choose freely for each
+            layer's attention and MLP.
+    """
+    if form == "modules":
+        return _by_modules(importance)
+    layers = importance.num_layers
+    if layers < 2:
+        raise UnsupportedError("the model has only one layer, so no layers can be swapped", "Use `method=soup`")
+    gains = [language - task for task, language in map(importance.of_layer, range(layers))]
+    zones = [(b, u) for b in range(layers) for u in range(layers - b) if 0 < b + u <= layers / 2]
+    # Break ties by the fewest layers taken from the task, then by the larger bottom.
+    bottom, top = max(zones, key=lambda z: (sum(gains[: z[0]]) + sum(gains[layers - z[1] :]), -sum(z), z[0]))
+    outer = {*range(bottom), *range(layers - top, layers)}
+    owned = {block for block in {*importance.task, *importance.language} if block[0] in outer}
+    reasons = [_reason(importance, outer)]
+    if sum(gains[layer] for layer in outer) <= 0:
+        reasons.append("no outer layer matters more to the language than to the task; this takes the least harmful one")
+    inside = [layer for layer in range(layers) if layer not in outer and gains[layer] > 0]
+    if inside:
+        reasons.append(
+            f"layers {format_layers(inside)} also matter more to the language but are inside: see --form modules"
+        )
+    chosen = {"bottom": bottom, "top": top}
+    return Suggestion("zones", chosen, _kept(importance, owned), tuple(reasons), importance)
+
+
+def _by_modules(importance: Importance) -> Suggestion:
+    blocks = sorted({*importance.task, *importance.language})
+    owned = {block for block in blocks if importance.language.get(block, 0.0) > importance.task.get(block, 0.0)}
+    if not owned or len(owned) == len(blocks):
+        whose = "language" if owned else "task"
+        raise ExpertError(f"everything would go to the {whose} expert", "Check that the experts and their texts differ")
+    rules = []
+    for kind in dict.fromkeys(kind for _, kind in blocks):
+        layers = [layer for layer, of in owned if of == kind]
+        if layers:
+            rules.append({"layers": format_layers(layers), "modules": kind, "expert": "language"})
+    blend = {"layers": "none", "blend": {"task": 1, "language": 1}, "optional": True}
+    reasons = [f"{rule['modules']} of layers {rule['layers']}: a larger share for the language than for the task"
+               for rule in rules]  # fmt: skip
+    allocation = [*rules, blend, {"expert": "task"}]
+    return Suggestion("modules", {"allocation": allocation}, _kept(importance, owned), tuple(reasons), importance)
+
+
+def _kept(importance: Importance, language_owns: set[Block]) -> tuple[float, float]:
+    task = sum(share for block, share in importance.task.items() if block not in language_owns)
+    language = sum(share for block, share in importance.language.items() if block in language_owns)
+    return task, language
+
+
+def _reason(importance: Importance, outer: set[int]) -> str:
+    shares = [importance.of_layer(layer) for layer in sorted(outer)]
+    task, language = (sum(share[side] for share in shares) for side in (0, 1))
+    held = f"layer {min(outer)} holds" if len(outer) == 1 else f"layers {format_layers(outer)} hold"
+    return (
+        f"{held} {language:.0%} of the language expert's effect in the layers, "
+        f"and {task:.0%} of the task expert's, measured by {importance.measured}"
+    )
+
+
+Expert = Adapter | str | Path
+
+
+class Prepared(NamedTuple):
+    """What a suggestion starts from.
+
+    Attributes:
+        plan: any plan with the two experts.
+        texts: those of each side; without texts, weights are measured.
+        inputs: paths that the proposal must not overlap.
+    """
+
+    plan: Plan
+    texts: dict[str, list[str]]
+    inputs: list[str | None]
+
+
+def suggest(
+    task_expert: Expert,
+    language_expert: Expert,
+    *,
+    base_model: str | Path | None = None,
+    num_layers: int | None = None,
+    task_texts: str | Path | None = None,
+    language_texts: str | Path | None = None,
+    limit: int = 200,
+    form: Literal["zones", "modules"] = "zones",
+    device: str = "auto",
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+    bars: Bars = no_bars,
+) -> Suggestion:
+    """Propose which layers to take from which of two adapters, with reasons.
+
+    A layer goes to the language expert if its share of that expert's effect is larger than its share of the task
+    expert's effect. The effect is the size of ΔW or, with texts for both experts, the change in the base's predictions.
+
+    Args:
+        task_expert, language_expert: opened adapters, folders or Hub ids.
+        base_model: the experts' base. Required for texts.
+        num_layers: the number of layers; by default from the base's config.
+        task_texts, language_texts: files with texts for each expert, both or neither; see `read_texts`.
+        limit: how many texts to read from each file.
+        form: `zones`, or `modules` for an owner of each layer's attention and MLP.
+        device: where torch runs the model on the texts: auto, cpu, cuda, cuda:N or mps.
+        out_path: a file for the proposal, as a recipe for `adapterswap compose`; nothing is written by default.
+        overwrite: replace `out_path`, if `suggest` wrote it.
+        bars: shows progress.
+
+    Returns:
+        The proposal; its `composition` holds fields of a `Composition`.
+
+    Raises:
+        ArgumentError: an expert is the base, texts are given for one expert only or without a base, `form` is unknown,
+            or `limit` is below 1.
+        DataError: the texts cannot be read, or an expert changes no prediction on them.
+        ExpertError: an expert changes nothing; one expert would own everything.
+        OutputError: the file exists (without `overwrite`) or cannot be written.
+        UnsupportedError: the model has one layer.
+        AdapterswapError: an expert cannot be opened, or is a full checkpoint; see also `make_plan`, `choose_device` and
+            `load_weights`.
+    """
+    if form not in ("zones", "modules"):
+        raise ArgumentError(f"`form` is {form!r}", "Pass zones or modules", parameter="form")
+    files = {"task": task_texts, "language": language_texts}
+    plan, texts, inputs = prepare(
+        task_expert, language_expert, base_model, num_layers, files, limit, out_path, overwrite=overwrite
+    )
+    importance = _by_texts(plan, str(base_model), texts, device, bars) if texts else _by_weights(plan, bars)
+    suggestion = choose_layers(importance, form=form)
+    if out_path is not None:
+        experts = {"task": expert_place(task_expert), "language": expert_place(language_expert)}
+        content: dict[str, Any] = {"experts": {side: from_recipe(place, out_path) for side, place in experts.items()}}
+        content |= {} if base_model is None else {"base_model": from_recipe(str(base_model), out_path)}
+        text = PROPOSAL.start.decode() + "".join(f"# {reason}\n" for reason in suggestion.reasons)
+        text += dump_yaml(content | dict(suggestion.composition))
+        with atomic_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
+            file.write_text(text, encoding="utf-8")
+    return suggestion
+
+
+def prepare(
+    task_expert: Expert, language_expert: Expert, base_model: str | Path | None, num_layers: int | None,
+    files: Mapping[str, str | Path | None], limit: int, out_path: str | Path | None, *, overwrite: bool,
+) -> Prepared:  # fmt: skip
+    """Check everything, open the experts and read the texts (`files` by side), but no tensors; see `suggest`."""
+    inputs: list[str | None] = [expert_place(task_expert), expert_place(language_expert)]
+    inputs += [None if path is None else str(path) for path in (base_model, *files.values())]
+    if out_path is not None:
+        check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
+    check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
+    missing = [side for side, path in files.items() if path is None]
+    if len(missing) == 1:
+        raise ArgumentError(
+            "texts are given for one expert only; both are needed to compare them",
+            "Pass both `task_texts` and `language_texts`",
+            parameter=f"{missing[0]}_texts",
+        )
+    if not missing and base_model is None:
+        raise ArgumentError("measuring texts needs a base model", "Pass `base_model`", parameter="base_model")
+    if limit < 1:
+        raise ArgumentError(f"`limit` is {limit}; at least one text is needed", "Pass 1 or more", parameter="limit")
+    if BASE in (task_expert, language_expert):
+        raise ArgumentError(
+            f"`{BASE}` means the unchanged base model; suggest compares two experts",
+            f"Pass two adapters; for a folder of that name, write ./{BASE}",
+            parameter="task_expert" if task_expert == BASE else "language_expert",
+        )
+    base = None if base_model is None else str(base_model)
+    plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base)
+    plan.check_adapter()
+    plan.one_depth("`suggest`")
+    sides = {side: path for side, path in files.items() if path is not None}
+    texts = {side: read_texts(path, limit, parameter=f"{side}_texts") for side, path in sides.items()}
+    return Prepared(plan, texts, inputs)
+
+
+def expert_place(expert: Expert) -> str:
+    """The folder or Hub id from which an expert can be opened again."""
+    if not isinstance(expert, Adapter):
+        return str(expert)
+    return str(expert.source if expert.source.revision else expert.source.folder)
+
+
+def from_recipe(place: str, recipe: str | Path) -> str:
+    """How a recipe at `recipe` names the folder that `place` is from here; Hub ids and absolute paths stay."""
+    here = os.path.realpath(expand(recipe).parent)
+    if here == os.path.realpath(os.curdir) or not is_folder(Path(place)) or os.path.isabs(place):
+        return place
+    relative = os.path.relpath(os.path.abspath(place), here)
+    return relative if relative.startswith(os.pardir) else os.path.join(os.curdir, relative)
+
+
+def _by_weights(plan: Plan, bars: Bars) -> Importance:
+    with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
+        task, language = (
+            measure(adapter, name=name, progress=step, norms_only=True) for name, adapter in plan.experts.items()
+        )
+    return importance_of_weights(task, language, plan.one_depth("`suggest`"))
+
+
+def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str, bars: Bars) -> Importance:
+    from adapterswap.core.model.loading import choose_device, load_weights, open_base
+
+    target = choose_device(device)
+    base = open_base(base_model)
+    model = load_experts(load_weights(base).to(target), plan).eval()
+    sides = dict(zip(("task", "language"), plan.experts, strict=True))
+    batches = sum(-(-len(rows) // BATCH) for rows in texts.values())
+    with bars("batches of texts", batches) as step:
+        return importance_of_activations(model, base.tokenizer, plan, sides=sides, texts=texts, progress=step)
+
+
+MAX_TOKENS = 512  # per text; the rest is cut off
+BATCH = 8  # texts per batch
+
+
+def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list[str]:
+    """Read the first `limit` texts of a file: rows of a .jsonl file with the columns of common datasets, or lines."""
+    path = expand(path)
+    try:
+        content = read_small(path, _FILES).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8", _FILES, parameter=parameter) from None
+    lines = content.split("\n")  # `splitlines` would cut JSON at U+2028
+    found = json_lines(lines, _text_of_row) if path.suffix == ".jsonl" else map(str.strip, lines)
+    try:
+        texts = [*islice(filter(None, found), limit)]
+    except ValueError as error:
+        raise DataError(f"{path}: {error}", _FILES, parameter=parameter) from None
+    if not texts:
+        raise DataError(f"{path} has no text", _FILES, parameter=parameter)
+    return texts
+
+
+def _readers() -> dict[tuple[str, ...], Reader]:
+    """How to read a row, by the columns that it must have; the first match wins."""
+    pairs = {
+        ("prompt", "completion"): ("{prompt}", "{completion}"),
+        ("question", "answer"): ("{question}", "{answer}"),  # GSM8K
+        ("instruction", "input", "output"): ("{instruction}\n\n{input}", "{output}"),  # Alpaca
+        ("instruction", "output"): ("{instruction}", "{output}"),
+        ("inputs", "targets"): ("{inputs}", "{targets}"),  # Aya
+    }
+    sources: dict[tuple[str, ...], DatasetSource] = {("text",): DatasetSource(path="rows", text="{text}")}
+    sources |= {
+        columns: DatasetSource(path="rows", prompt=prompt, completion=completion)
+        for columns, (prompt, completion) in pairs.items()
+    }
+    sources[("messages",)] = DatasetSource(path="rows", messages="messages")
+    return {columns: choose_reader(source) for columns, source in sources.items()}
+
+
+_READERS = _readers()
+_FILES = (
+    f"Pass a text file with one text per line, or a .jsonl file whose rows have one of these sets of columns: "
+    f"{'; '.join(', '.join(columns) for columns in _READERS)}"
+)
+
+
+def _text_of_row(value: Any) -> str:
+    row = as_row(value)
+    for columns, reader in _READERS.items():
+        if all(column in row for column in columns):
+            return "\n".join(_joined(prompt, completion) for prompt, completion in reader(row))
+    raise ValueError(f"it has the columns {', '.join(row) or 'none'}")
+
+
+def _joined(prompt: str, completion: str) -> str:
+    return (
+        prompt + completion if prompt[-1:].isspace() or completion[:1].isspace() else f"{prompt} {completion}".strip()
+    )
+
+
+def importance_of_activations(
+    model: PeftModel,
+    tokenizer: Any,
+    plan: Plan,
+    *,
+    sides: Mapping[str, str],
+    texts: Mapping[str, Sequence[str]],
+    progress: Callable[[], None] = lambda: None,
+) -> Importance:
+    """Measure each expert on its own texts."""
+    composer = LiveComposer(model)
+    shares = {}
+    for side, expert in sides.items():
+        blocks = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
+        alone: dict[Block, Plan] = {}  # only this block of the expert, everything else as in the base
+        for layer, kind in sorted((layer, kind) for layer, kind in blocks if layer is not None):
+            rules = [{"layers": layer, "modules": kind, "expert": expert}, {"expert": BASE}]
+            composition = Composition.model_validate({"allocation": rules, "num_layers": plan.num_layers})
+            alone[layer, kind] = make_plan(composition, plan.experts)
+        effects = dict.fromkeys(alone, 0.0)
+        for batch in _batches(tokenizer, texts[side], side, model.device):
+            with composer.use(BASE):
+                before = _predictions(model, batch)
+            for block, only in alone.items():
+                with composer.use(only):
+                    effects[block] += _divergence(before, _predictions(model, batch), batch["attention_mask"])
+            progress()
+        total = sum(effects.values())
+        if not total > 0:
+            raise DataError(
+                f"the expert {expert!r} changes no prediction on the {side} texts",
+                "Use texts like those it was trained on",
+                parameter=f"{side}_texts",
+            )
+        shares[side] = {block: value / total for block, value in effects.items()}
+    return Importance("activations", plan.one_depth("`suggest`"), shares["task"], shares["language"])
+
+
+def _batches(tokenizer: Any, texts: Sequence[str], side: str, device: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of texts of similar length, padded on the right, where causal attention does not see the padding."""
+    import torch
+
+    encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"] for text in texts]
+    encoded = sorted((ids for ids in encoded if len(ids) > 1), key=len)
+    if not encoded:
+        raise DataError(f"no {side} text has at least two tokens", "Use longer texts", parameter=f"{side}_texts")
+    for start in range(0, len(encoded), BATCH):
+        rows = encoded[start : start + BATCH]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        yield {"input_ids": ids, "attention_mask": mask}
+
+
+def _predictions(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of the next token (rows, tokens, vocabulary)."""
+    import torch
+
+    with torch.inference_mode():
+        logits: torch.Tensor = model(**batch).logits
+    return logits
+
+
+def _divergence(before: torch.Tensor, now: torch.Tensor, mask: torch.Tensor) -> float:
+    """KL(before ‖ now) summed over the batch's tokens; one row at a time, because vocabularies are large."""
+    import torch
+
+    total = 0.0
+    with torch.inference_mode():
+        for reference_logits, logits, kept in zip(before, now, mask, strict=True):
+            base = reference_logits.float().log_softmax(-1)
+            divergence = (base.exp() * (base - logits.float().log_softmax(-1))).sum(-1)
+            total += float((divergence * kept).sum())
+    return total

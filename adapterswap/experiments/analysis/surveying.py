@@ -1,0 +1,463 @@
+"""One pass through several experts' matrices: what each changed, how pairs compare, what chance would give.
+
+A shuffled ΔW keeps the norm, the rank and the entries of the real one, but has nothing to do with the other expert.
+Numbers within the band of the shuffled ones are therefore chance.
+
+Norms, cosines and overlaps of adapters come from their joint cores. Mean absolute values of rows and signs need the
+dense ΔW, which is formed in blocks, once for all measurements. Memory holds a block and the factors of a few matrices,
+or one dense ΔW of each full checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.core.changes.joint import Joint, cosine, mixed
+from adapterswap.core.changes.reading import Delta, Factors, finite
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.writing.outputs import map_in_threads
+from adapterswap.experiments.analysis.reading import Matrix, Reader, delta_reader, matrices
+from adapterswap.kit.errors import ExpertError
+from adapterswap.kit.files.numbers import open_files, read_elements, row_ranges
+from adapterswap.kit.files.tensorfile import FLOATS
+
+Vectors = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class Null:
+    """The mean and variance of a number over shuffles."""
+
+    mean: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """What `shuffled_product` needs to know about a matrix (n×m).
+
+    Attributes:
+        rows: the sum of each row (n).
+        columns: the sum of each column (m).
+        squares: the sum of all squares.
+    """
+
+    rows: Vectors
+    columns: Vectors
+    squares: float
+
+
+def shuffled_product(one: Marginals, other: Marginals) -> Null:
+    """Mean and variance of ⟨X, P·Y·Q⟩ over all permutations P of the rows and Q of the columns, all equally likely.
+
+    X splits into its mean μ, row effects a, column effects b and a rest, which are orthogonal (a two-way analysis of
+    variance), and so does Y. With n rows and m columns the mean is n·m·μ·μ', and the variance is
+    m²·‖a‖²·‖a'‖²/(n−1) + n²·‖b‖²·‖b'‖²/(m−1) + ‖rest‖²·‖rest'‖²/((n−1)(m−1)).
+    """
+    n, m = len(one.rows), len(one.columns)
+    (mean, a, b, rest), (mean_, a_, b_, rest_) = _effects(one), _effects(other)
+    fewer = max(1, n - 1), max(1, m - 1)  # a single row has no effects, so its divisor does not matter
+    variance = m**2 * a * a_ / fewer[0] + n**2 * b * b_ / fewer[1] + rest * rest_ / (fewer[0] * fewer[1])
+    return Null(n * m * mean * mean_, variance)
+
+
+def _effects(matrix: Marginals) -> tuple[float, float, float, float]:
+    """μ, ‖a‖², ‖b‖² and ‖rest‖²."""
+    n, m = len(matrix.rows), len(matrix.columns)
+    rows, columns = np.asarray(matrix.rows, np.float64) / m, np.asarray(matrix.columns, np.float64) / n
+    mean = float(rows.mean())
+    a, b = float(np.sum((rows - mean) ** 2)), float(np.sum((columns - mean) ** 2))
+    return mean, a, b, max(0.0, matrix.squares - n * m * mean**2 - m * a - n * b)
+
+
+def shuffled_overlap(one: Vectors, other: Vectors, name: str, shuffles: int) -> Null:
+    """‖Q₁ᵀ·P·Q₂‖² / min(rank) for orthonormal columns Q₁ (n×p), Q₂ (n×q) and permutations P, drawn by `name`.
+
+    The variance is that of the shuffles, but at least that of uniformly random subspaces, which is
+    2·p·q·(n−p)·(n−q) / (n²·(n−1)·(n+2)) for ‖Q₁ᵀ·Q₂‖²: a few shuffles may be close together by chance.
+    """
+    n, p, q = len(one), one.shape[1], other.shape[1]
+    if not min(p, q):
+        return Null(0.0, 0.0)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    left, right = np.ascontiguousarray(one.T, np.float32), np.ascontiguousarray(other, np.float32)
+    shuffled, found = np.empty_like(right), []
+    for _ in range(shuffles):
+        np.take(right, rng.permutation(n), axis=0, out=shuffled, mode="clip")  # unlike `raise`, copies nothing twice
+        found.append(float(np.sum(np.square(left @ shuffled, dtype=np.float64))))
+    uniform = 2 * p * q * (n - p) * (n - q) / (n**2 * max(1, n - 1) * (n + 2))
+    smaller = min(p, q)
+    return Null(float(np.mean(found)) / smaller, max(float(np.var(found, ddof=1)), uniform) / smaller**2)
+
+
+Expert = Adapter | Checkpoint
+Core = npt.NDArray[np.float64]
+
+# A dense ΔW has as many directions as rows. It is represented by at most this many, or by those that reach this error.
+_DIRECTIONS, _ERROR = 16, 1e-3
+_NOTHING = 1e-6  # directions below this share of the strongest are left out
+
+_BLOCK, _WIDTH = 2**19, 4096  # elements and columns of ΔW that are formed at a time: the cache holds most of them
+_COUNTED = 255  # rows at a time, so that a byte can count what is true in a column
+_STORED = 2**20  # elements of a base's weight to read at a time
+_LARGE = 1e30  # a norm below this has no entry that float32 cannot hold
+_SHUFFLES = 24  # per matrix, divided among the pairs; each pair gets 2 to 8
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """How much one matrix changed.
+
+    Attributes:
+        matrix: the matrix.
+        rows: the mean absolute value of each row of ΔW (out values); may be empty if only norms were wanted.
+        norm: ‖ΔW‖ (Frobenius).
+        base_norm: ‖W‖ of the base; None without a base.
+    """
+
+    matrix: Matrix
+    rows: npt.NDArray[np.float64]
+    norm: float
+    base_norm: float | None
+
+
+@dataclass(frozen=True)
+class ModuleInterference:
+    """Two ΔW of one matrix, X and Y (out×in).
+
+    Attributes:
+        matrix: the matrix.
+        product, norms: ⟨X, Y⟩, and ‖X‖ and ‖Y‖ (Frobenius).
+        written: ‖Qₓᵀ·Q_y‖² / min(rank) for orthonormal bases of the columns: 1 if one subspace contains the other.
+        read: the same for the rows.
+        by_chance: `written` and `read` of random subspaces: max(rank) / out, and max(rank) / in.
+        conflicts: the number of elements where X and Y are not zero and have different signs.
+        elements: the number of elements where neither X nor Y is zero.
+        shuffled: `product`, `written`, `read` and the share of signs in `conflict` if Y is shuffled.
+        start: the mean cosine of corresponding rows of A; None if ranks differ or an expert has no A. Near 0 unless
+            both were trained from the same initial A.
+    """
+
+    matrix: Matrix
+    product: float
+    norms: tuple[float, float]
+    written: float
+    read: float
+    by_chance: tuple[float, float]
+    conflicts: int
+    elements: int
+    shuffled: Mapping[str, Null]
+    start: float | None = None
+
+    @property
+    def cosine(self) -> float | None:
+        return cosine(self.product, self.norms)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The results of `survey`.
+
+    Attributes:
+        changes: by expert, its matrices in the order of layers.
+        meetings: by pair of experts, the matrices that both have, in the first expert's order.
+    """
+
+    changes: Mapping[str, list[ModuleChange]]
+    meetings: Mapping[tuple[str, str], list[ModuleInterference]]
+
+
+def survey(
+    experts: Mapping[str, Expert],
+    base: Checkpoint | None,
+    progress: Callable[[], None] = lambda: None,
+    *,
+    norms_only: bool = False,
+) -> Survey:
+    """Measure experts one by one and in pairs.
+
+    Args:
+        base: their base. Required for full checkpoints; for adapters it adds the base's norms.
+        norms_only: for a single expert, do not form ΔW = B·A if its norm is all that is needed.
+    """
+    matrices_by_expert = {name: matrices(expert, base) for name, expert in experts.items()}
+    names = list(dict.fromkeys(name for held in matrices_by_expert.values() for name in held))
+    found: dict[str, _Measured] = {}
+    with ExitStack() as stack:
+        readers = {name: stack.enter_context(delta_reader(expert, base)) for name, expert in experts.items()}
+        files = stack.enter_context(open_files(base.shards if base else []))
+
+        def measure(name: str) -> _Measured:
+            held = {expert: own[name] for expert, own in matrices_by_expert.items() if name in own}
+            return _measure(held, readers, _base_norm(name, base, files), norms_only=norms_only)
+
+        dense = any(isinstance(expert, Checkpoint) for expert in experts.values())  # one at a time: they are large
+        for name, measured in zip(names, map(measure, names) if dense else map_in_threads(measure, names), strict=True):
+            found[name] = measured
+            progress()
+    return Survey(
+        {expert: [found[name][0][expert] for name in own] for expert, own in matrices_by_expert.items()},
+        {
+            pair: [found[name][1][pair] for name in matrices_by_expert[pair[0]] if pair in found[name][1]]
+            for pair in combinations(experts, 2)
+        },
+    )
+
+
+_Measured = tuple[dict[str, ModuleChange], dict[tuple[str, str], ModuleInterference]]
+
+
+def _measure(
+    held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_norm: float | None, *, norms_only: bool
+) -> _Measured:
+    """Measure one matrix of all experts that have it."""
+    deltas = {expert: readers[expert](matrix) for expert, matrix in held.items()}
+    for first, second in combinations(deltas, 2):
+        if deltas[first].shape != deltas[second].shape:
+            shapes = " in one expert and ".join("×".join(map(str, deltas[name].shape)) for name in (first, second))
+            raise ExpertError(
+                f"{held[first].name} is {shapes} in the other", "Compare experts of one base", parameter="experts"
+            )
+    factors = {expert: delta for expert, delta in deltas.items() if isinstance(delta, Factors)}
+    joint = Joint(list(factors.values())) if factors else None
+    place = {expert: index for index, expert in enumerate(factors)}
+    couples = list(combinations(deltas, 2))
+    norms = {
+        expert: joint.norm([float(index == place[expert]) for index in range(len(place))]) if joint else 0.0
+        for expert in factors
+    }
+    # An entry that overflows or is not finite shows in the norm, and is named when ΔW is formed.
+    if norms_only and norms.keys() == deltas.keys() and not couples and max(norms.values()) < _LARGE:
+        return {expert: ModuleChange(held[expert], np.empty(0), norms[expert], base_norm) for expert in held}, {}
+    dense = _by_blocks(deltas, held, couples)
+    norms = {expert: norms[expert] if expert in norms else math.sqrt(dense.squares[expert]) for expert in deltas}
+    changes = {expert: ModuleChange(held[expert], dense.means[expert], norms[expert], base_norm) for expert in held}
+    if not couples:
+        return changes, {}
+    some_dense = len(factors) < len(deltas)
+    spaces: dict[str, tuple[Vectors, Vectors]] = {}  # where some are dense, in coordinates of the matrix itself
+    full: dict[str, tuple[Vectors, Vectors]] = {}  # in coordinates of the matrix itself
+    for expert, delta in deltas.items():
+        if joint is not None and expert in place:
+            spectrum = joint.spectrum_of(place[expert])
+            kept = spectrum.sigma > spectrum.sigma[:1].sum() * _NOTHING
+            space = spectrum.u[:, kept], spectrum.vt[kept].T
+            full[expert] = _singular_vectors(joint, place[expert], factors[expert], space, spectrum.sigma[kept])
+            spaces[expert] = full[expert] if some_dense else space
+        else:
+            assert not isinstance(delta, Factors)
+            spaces[expert] = full[expert] = _dense_space(delta)
+    sums = {
+        expert: _sums(delta, norms[expert]) if isinstance(delta, Factors) else dense.sums[expert]
+        for expert, delta in deltas.items()
+    }
+    shuffles = max(2, min(8, _SHUFFLES // len(couples)))
+    meetings = {}
+    for first, second in couples:
+        (columns, rows_), (other_columns, other_rows) = spaces[first], spaces[second]
+        rank = max(columns.shape[1], other_columns.shape[1])
+        out, width = deltas[first].shape
+        both = joint is not None and first in place and second in place
+        meetings[first, second] = ModuleInterference(
+            matrix=held[first],
+            product=joint.inner(place[first], place[second]) if both and joint else dense.products[first, second],
+            norms=(norms[first], norms[second]),
+            written=_overlap(columns, other_columns),
+            read=_overlap(rows_, other_rows),
+            by_chance=(min(1.0, rank / out), min(1.0, rank / width)),
+            conflicts=dense.conflicts[first, second],
+            elements=dense.elements[first, second],
+            shuffled={
+                "product": shuffled_product(sums[first], sums[second]),
+                "written": shuffled_overlap(full[first][0], full[second][0], f"{held[first].name} written", shuffles),
+                "read": shuffled_overlap(full[first][1], full[second][1], f"{held[first].name} read", shuffles),
+                "conflict": _shuffled_conflict(dense.signs[first], dense.signs[second]),
+            },
+            start=_start(deltas[first], deltas[second]),
+        )
+    return changes, meetings
+
+
+@dataclass
+class _Dense:
+    """Measurements on dense ΔW.
+
+    Attributes:
+        means: by expert, the mean absolute value of each row.
+        squares: by full checkpoint, ‖ΔW‖².
+        products: by pair with a full checkpoint, ⟨X, Y⟩.
+        conflicts, elements: by pair, see `ModuleInterference`.
+        sums: by full checkpoint, the marginals of ΔW, if pairs are compared.
+        signs: by expert, the marginals of its signs (−1, 0 and 1), if pairs are compared.
+    """
+
+    means: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    squares: dict[str, float] = field(default_factory=dict)
+    products: dict[tuple[str, str], float] = field(default_factory=dict)
+    conflicts: dict[tuple[str, str], int] = field(default_factory=dict)
+    elements: dict[tuple[str, str], int] = field(default_factory=dict)
+    sums: dict[str, Marginals] = field(default_factory=dict)
+    signs: dict[str, Marginals] = field(default_factory=dict)
+
+
+def _by_blocks(deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples: list[tuple[str, str]]) -> _Dense:
+    """Form all ΔW block by block, and measure them."""
+    out, width = next(iter(deltas.values())).shape
+    wide = max(1, -(-width // max(1, -(-width // _WIDTH))))  # columns at a time, in parts of one size
+    step = max(1, min(out, _BLOCK // max(1, wide), _COUNTED))
+    dense = _Dense()
+    whole = {expert for expert, delta in deltas.items() if not isinstance(delta, Factors)}
+    dense.squares = dict.fromkeys(whole, 0.0)
+    dense.products = {pair: 0.0 for pair in couples if whole & {*pair}}
+    dense.conflicts, dense.elements = dict.fromkeys(couples, 0), dict.fromkeys(couples, 0)
+    absolute = {expert: np.zeros(out) for expert in deltas}
+    rows_of = {(measure, expert): np.zeros(out) for measure in ("sum", "sign") for expert in deltas}
+    columns_of = {key: np.zeros(width) for key in rows_of}
+    nonzero = dict.fromkeys(deltas, 0)
+    scratch, shared = np.empty(step * wide, np.float32), np.empty(step * wide, np.float32)
+    # Only products with a full checkpoint need the blocks of two experts at once.
+    memory = {expert: np.empty(step * wide, np.float32) if whole else shared for expert in deltas}
+    true, ones = np.empty(step * wide, np.bool_), np.ones(wide, np.float32)
+    for (start, stop), (first, last) in product(row_ranges(out, step), row_ranges(width, wide)):
+        in_rows, in_columns = slice(start, stop), slice(first, last)
+        shape = stop - start, last - first
+        size = shape[0] * shape[1]
+        magnitudes, matching = scratch[:size].reshape(shape), true[:size].reshape(shape)
+        blocks, negative, zeros = {}, {}, {}
+        for expert, delta in deltas.items():
+            block = memory[expert][:size].reshape(shape)
+            with np.errstate(all="ignore"):  # what overflows is found by `finite`
+                if isinstance(delta, Factors):
+                    np.matmul(delta.b[in_rows], delta.a[:, in_columns], out=block)
+                else:
+                    block[:] = delta[in_rows, in_columns]
+                sums = np.abs(block, out=magnitudes) @ ones[: shape[1]]
+            if not np.isfinite(sums).all():  # an entry is not finite, or only the sum overflows
+                sums = np.abs(finite(block, held[expert].name)).sum(axis=1, dtype=np.float64)
+            absolute[expert][in_rows] += sums
+            if expert in whole:
+                dense.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))
+            blocks[expert] = block
+            if couples:
+                if expert in whole:
+                    rows_of["sum", expert][in_rows] += block.sum(axis=1, dtype=np.float64)
+                    columns_of["sum", expert][in_columns] += block.sum(axis=0, dtype=np.float64)
+                negative[expert], by_row, by_column = _counted(np.less(block, 0, out=matching))
+                row_signs, column_signs = shape[1] - 2 * by_row, shape[0] - 2 * by_column
+                nonzero[expert] += size
+                if size and not magnitudes.min():
+                    zeros[expert], by_row, by_column = _counted(np.equal(block, 0, out=matching))
+                    row_signs, column_signs = row_signs - by_row, column_signs - by_column
+                    nonzero[expert] -= int(by_row.sum())
+                rows_of["sign", expert][in_rows] += row_signs
+                columns_of["sign", expert][in_columns] += column_signs
+        for left_expert, right_expert in couples:
+            differ = negative[left_expert] ^ negative[right_expert]
+            nothing = [zeros[expert] for expert in (left_expert, right_expert) if expert in zeros]
+            if nothing:
+                either = np.bitwise_or.reduce(nothing)
+                differ &= ~either
+            dense.conflicts[left_expert, right_expert] += _ones(differ)
+            dense.elements[left_expert, right_expert] += size - (_ones(either) if nothing else 0)
+            if (left_expert, right_expert) in dense.products:
+                both = np.sum(np.multiply(blocks[left_expert], blocks[right_expert], dtype=np.float64))
+                dense.products[left_expert, right_expert] += float(both)
+    if couples:
+        dense.sums = {
+            expert: Marginals(rows_of["sum", expert], columns_of["sum", expert], dense.squares[expert])
+            for expert in whole
+        }
+        dense.signs = {
+            expert: Marginals(rows_of["sign", expert], columns_of["sign", expert], float(nonzero[expert]))
+            for expert in deltas
+        }
+    dense.means = {expert: sums / np.float64(width) for expert, sums in absolute.items()}
+    return dense
+
+
+def _counted(true: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """At most `_COUNTED` rows as bits, eight columns to a byte, and how many are true in each row and each column."""
+    bits = np.packbits(true, axis=1)
+    words = bits.view(np.uint64) if bits.shape[1] % 8 == 0 else bits
+    in_rows = np.bitwise_count(words).sum(axis=1, dtype=np.int64)
+    return bits, in_rows, np.add.reduce(true.view(np.uint8), axis=0, dtype=np.uint8).astype(np.int64)
+
+
+def _ones(bits: npt.NDArray[np.uint8]) -> int:
+    return int(np.bitwise_count(bits.reshape(-1).view(np.uint64) if bits.size % 8 == 0 else bits).sum(dtype=np.int64))
+
+
+def _sums(delta: Factors, norm: float) -> Marginals:
+    """Of ΔW = B·A, without forming it."""
+    into, out_of = delta.a.sum(axis=1, dtype=np.float64), delta.b.sum(axis=0, dtype=np.float64)
+    rows, columns = mixed([delta.b], into[:, None], 1), mixed([delta.a], out_of[:, None], 0)
+    return Marginals(rows[:, 0], columns[0], norm**2)
+
+
+def _singular_vectors(
+    joint: Joint, index: int, delta: Factors, space: tuple[Core, Core], sigma: Core
+) -> tuple[Core, Core]:
+    """U and V (as columns) in coordinates of the matrix. B·(A·V)/σ and Aᵀ·(Bᵀ·U)/σ cost less than a joint basis."""
+    left, right = joint.coordinates(index)
+    if left.shape[1] < len(delta.a):  # without columns that are multiplied by zeros
+        return joint.left.expand(space[0]), joint.right.expand(space[1])
+    return mixed([delta.b], right.T @ (space[1] / sigma), 1), mixed([delta.a], left.T @ (space[0] / sigma), 0).T
+
+
+def _shuffled_conflict(first: Marginals, second: Marginals) -> Null:
+    """Of elements where neither is zero, the share whose signs differ: (1 − ⟨signs, signs⟩ / elements) / 2."""
+    product = shuffled_product(first, second)
+    elements = first.squares * second.squares / (len(first.rows) * len(first.columns))
+    return Null((1 - product.mean / elements) / 2, product.variance / elements**2 / 4) if elements else Null(0.5, 0.0)
+
+
+def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) -> float | None:
+    """‖W‖ of the base's own weight, read in parts; None if the base does not store it in floating point."""
+    own = base.parameters.get(f"{name}.weight") if base else None
+    if base is None or own is None or own.tensor.dtype not in FLOATS:
+        return None
+    total = 0.0
+    for start, stop in row_ranges(math.prod(own.tensor.shape), _STORED):
+        part = read_elements(base.name, files[own.path], own.tensor, start, stop).astype(np.float64)
+        total += float(part @ part)
+    return math.sqrt(total)
+
+
+def _start(first: Delta, second: Delta) -> float | None:
+    """The mean cosine of corresponding rows of two A; rows of zeros count as 0."""
+    if not isinstance(first, Factors) or not isinstance(second, Factors) or first.a.shape != second.a.shape:
+        return None
+    x, y = first.a.astype(np.float64), second.a.astype(np.float64)
+    lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    products = np.sum(x * y, axis=1)
+    return float(np.mean(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)))
+
+
+def _dense_space(delta: npt.NDArray[np.float32]) -> tuple[Vectors, Vectors]:
+    """Orthonormal bases (as columns) of the spaces that a full checkpoint's ΔW writes into and reads from."""
+    from adapterswap.core.writing.reduction import approximate
+
+    factors = approximate(np.ascontiguousarray(delta), rank=_DIRECTIONS, error=_ERROR).factors
+    return _orthonormal(factors.b), _orthonormal(factors.a.T)
+
+
+def _orthonormal(matrix: Vectors) -> Vectors:
+    """An orthonormal basis of the columns' space, without directions that carry nothing."""
+    u, sigma, _ = np.linalg.svd(matrix, full_matrices=False)
+    basis: Vectors = u[:, sigma > sigma[0] * _NOTHING]
+    return basis
+
+
+def _overlap(first: Vectors, second: Vectors) -> float:
+    smaller = min(first.shape[1], second.shape[1])
+    return float(np.sum(np.square(first.T @ second, dtype=np.float64)) / smaller) if smaller else 0.0

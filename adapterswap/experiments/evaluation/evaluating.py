@@ -1,0 +1,469 @@
+"""Evaluate a loaded model on tasks, any number of times, and leave the model and the process unchanged.
+
+Only the tasks' data are cached between calls, so a PeftModel can be evaluated again whenever its composition changes. A
+preview of prompts and lengths needs a tokenizer and a config, but no weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
+from adapterswap.experiments.evaluation.settings import Settings
+from adapterswap.experiments.evaluation.stock_tasks import code_allowed, explained_task_errors, rendering
+from adapterswap.experiments.evaluation.tasks import LoadedTasks, load_tasks
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import RunError
+from adapterswap.kit.processes import Processes
+
+if TYPE_CHECKING:
+    from adapterswap.experiments.evaluation.harness import EvaluatedModel
+
+
+@contextmanager
+def restored_modes(model: Any) -> Iterator[None]:
+    """Restore the modes of a model's modules; the harness leaves them in eval mode."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Silence the harness's bars, prints and warnings (it warns of models passed as objects); errors stay."""
+    import tqdm  # type: ignore[import-untyped]
+    from lm_eval.api import metrics, task
+
+    class NoBar(tqdm.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))
+
+    logger, bar = logging.getLogger("lm_eval"), tqdm.tqdm
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    task.tqdm = tqdm.tqdm = NoBar  # bootstrapped standard errors have a bar of their own, and print
+    metrics.print = lambda *_: None
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        task.tqdm = tqdm.tqdm = bar
+        vars(metrics).pop("print", None)
+
+
+@contextmanager
+def compiled_once() -> Iterator[None]:
+    """Compile each template of a task once; the harness compiles it for every field of every document."""
+    from lm_eval.utils import env
+
+    env.from_string = lru_cache(maxsize=256)(env.from_string)
+    try:
+        yield
+    finally:
+        del env.from_string  # makes the class's own method visible again
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed Python, NumPy and torch inside the block, and restore their states afterwards."""
+    import numpy
+    import torch
+
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
+
+
+@dataclass(frozen=True)
+class TaskPreview:
+    """One task, before it is run.
+
+    Attributes:
+        name: the task.
+        num_docs: how many documents would be evaluated.
+        num_requests: how many requests they make: one per choice if likelihoods are compared.
+        num_fewshot: shots before each document.
+        prompt: the first document's prompt.
+        longest: the longest prompt in tokens.
+        room: tokens that the model's context leaves for an output after the longest prompt; None for tasks that
+            generate nothing.
+        max_gen_toks: the longest output in tokens, by the task's own limit if it has one; None for tasks that generate
+            nothing.
+        overlong: how many prompts do not fit in the model's context with their continuations, for tasks that compare
+            likelihoods.
+    """
+
+    name: str
+    num_docs: int
+    num_requests: int
+    num_fewshot: int
+    prompt: str
+    longest: int
+    room: int | None
+    max_gen_toks: int | None = None
+    overlong: int = 0
+
+
+def preview(
+    tokenizer: Any,
+    config: Any,
+    tasks: Sequence[str] | LoadedTasks,
+    settings: Settings | None = None,
+) -> list[TaskPreview]:
+    """Build the prompts that `evaluate` would send to a model with this config; the arguments are `evaluate`'s."""
+    settings = settings or Settings()
+    settings.check(tokenizer)
+    loaded = load_tasks(tasks, settings)
+
+    from lm_eval.evaluator_utils import get_sample_size
+    from lm_eval.models.utils import has_bos_prefix, resolve_max_length
+
+    from adapterswap.experiments.evaluation.harness import output_limit
+
+    def as_chat(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    context = resolve_max_length(config, tokenizer)
+    previews = []
+    with (
+        silenced(),
+        rendering(sandboxed=settings.sandboxed),
+        seeded(settings.seed),
+        explained_task_errors(loaded["tasks"]),
+    ):
+        for name, task in loaded["tasks"].items():
+            task.set_fewshot_seed(settings.seed)
+            task.build_all_requests(
+                limit=get_sample_size(task, settings.limit),
+                system_instruction=settings.system_instruction,
+                apply_chat_template=settings.apply_chat_template,
+                fewshot_as_multiturn=settings.apply_chat_template,
+                chat_template=as_chat if settings.apply_chat_template else None,
+            )
+            check_texts({name: task})
+            requests, task._instances = task.instances, None
+            prompts = [str(request.args[0]) for request in requests]
+            # A chat template may already have added the start token: the harness adds it once.
+            begun = has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
+            longest = max(map(len, tokenizer(prompts, add_special_tokens=not begun)["input_ids"]))
+            generates = task.OUTPUT_TYPE == "generate_until"
+            scored = ["".join(request.args) for request in requests if request.request_type == "loglikelihood"]
+            whole = tokenizer(scored, add_special_tokens=not begun)["input_ids"] if scored else []
+            previews.append(
+                TaskPreview(
+                    name=name,
+                    num_docs=len({request.doc_id for request in requests}),
+                    num_requests=len(requests),
+                    num_fewshot=task.get_config("num_fewshot"),
+                    prompt=prompts[0],
+                    longest=longest,
+                    room=context - longest if generates else None,
+                    max_gen_toks=output_limit(requests[0].args[1], settings.max_gen_toks) if generates else None,
+                    overlong=sum(len(ids) > context + 1 for ids in whole),
+                )
+            )
+    return previews
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str] | LoadedTasks,
+    settings: Settings | None = None,
+    *,
+    documents: Mapping[str, Collection[int]] | None = None,
+    processes: Processes | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> EvaluationResult:
+    """Run lm-evaluation-harness on a causal language model in memory.
+
+    Args:
+        model: a transformers model or a PeftModel, on its device. It is evaluated in eval mode; afterwards the modes of
+            its modules and the global random generators are restored.
+        tokenizer: its tokenizer. It is not changed.
+        tasks: see `load_tasks`.
+        settings: see `Settings`, whose defaults apply otherwise.
+        documents: task → the numbers of the documents to evaluate, at least one; by default all within
+            `settings.limit`. Random shots are drawn for these documents alone.
+        processes: the processes that evaluate together, from `adapterswap.kit.processes.joined`; by default only
+            this one.
+            All call this function with the same model and arguments, and each answers its share of the batches.
+        on_progress: called with the number of finished requests and the total; first with 0, when the prompts are
+            built. It assumes that other processes are as far as this one.
+
+    Returns:
+        Scores with standard errors, and every sample: the same in each process, for any number of processes.
+
+    Raises:
+        AdapterswapError: see `load_tasks`, `Settings.check` and `check_texts`.
+        ArgumentError: a prompt and its output do not fit into the model's context.
+        DataError: a task cannot make a prompt of a document, or cannot score it.
+        RunError: the device runs out of memory.
+    """
+    import torch
+
+    loaded = tasks_to_evaluate(tokenizer, tasks, settings := settings or Settings())
+    processes = processes or Processes()
+    done = 0
+
+    def begin() -> None:
+        assert on_progress is not None
+        if done == 0:
+            on_progress(0, sum(len(task.instances or ()) for task in loaded["tasks"].values()))
+
+    def step() -> None:
+        nonlocal done
+        total = sum(len(task.instances or ()) for task in loaded["tasks"].values())
+        done = min(done + processes.count, total)
+        assert on_progress is not None
+        on_progress(done, total)
+
+    from adapterswap.experiments.evaluation.harness import EvaluatedModel
+
+    with restored_modes(model), harness(loaded["tasks"], settings):
+        harness_model = EvaluatedModel(
+            model,
+            padded(tokenizer),
+            batch_size=settings.batch_size,
+            max_gen_toks=settings.max_gen_toks,
+            truncate=settings.truncate,
+            seed=settings.seed,
+            processes=processes,
+            check=lambda: check_texts(loaded["tasks"]),
+            on_begin=begin if on_progress else None,
+            on_progress=step if on_progress else None,
+        )
+        try:
+            harness_results = run_harness(harness_model, loaded, settings, documents)
+        except torch.OutOfMemoryError:
+            raise RunError(
+                f"the device ran out of memory at batch_size {settings.batch_size}",
+                "Lower `batch_size`, or load the base in a smaller dtype",
+                parameter="batch_size",
+            ) from None
+    # All processes have the same results, unless a task runs generated code: the main process decides.
+    return processes.from_main(
+        as_result(harness_results, harness_model, loaded["tasks"], settings, surroundings(model))
+    )
+
+
+def padded(tokenizer: Any) -> Any:
+    """A tokenizer that the harness may change: it sets a token for padding if there is none."""
+    return tokenizer if tokenizer.pad_token_id is not None else copy.deepcopy(tokenizer)
+
+
+def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str] | LoadedTasks, settings: Settings) -> LoadedTasks:
+    """The harness's tasks, when everything that needs no model has been checked."""
+    require("eval")
+    settings.check(tokenizer)
+    loaded = load_tasks(tasks, settings)
+    if settings.language_fidelity:
+        require("languages")
+    return loaded
+
+
+@contextmanager
+def harness(tasks: Mapping[str, Any], settings: Settings) -> Iterator[None]:
+    """The harness as it runs here: silent, seeded, and with explained errors."""
+    with ExitStack() as stack:
+        stack.enter_context(silenced())
+        stack.enter_context(rendering(sandboxed=settings.sandboxed))
+        stack.enter_context(compiled_once())
+        stack.enter_context(seeded(settings.seed))
+        stack.enter_context(code_allowed(settings.confirm_run_unsafe_code))
+        stack.enter_context(explained_task_errors(tasks))
+        yield
+
+
+def run_harness(
+    model: EvaluatedModel, loaded: Any, settings: Settings, documents: Mapping[str, Collection[int]] | None
+) -> Mapping[str, Any]:
+    """The harness's results; for `documents` see `evaluate`."""
+    from lm_eval import evaluator
+
+    # The harness numbers the documents in the given order, and takes an empty list for all.
+    requested_documents = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(settings.seed)
+    try:
+        results: Mapping[str, Any] = evaluator.evaluate(
+            model,
+            loaded,
+            limit=settings.limit if requested_documents is None else None,
+            samples=requested_documents,
+            apply_chat_template=settings.apply_chat_template,
+            fewshot_as_multiturn=settings.apply_chat_template,
+            system_instruction=settings.system_instruction,
+            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+        )
+    finally:
+        for task in loaded["tasks"].values():
+            task._instances = None  # the tasks are kept, their outputs need not be
+    return results
+
+
+def as_result(
+    harness_results: Mapping[str, Any],
+    model: EvaluatedModel,
+    tasks: Mapping[str, Any],
+    settings: Settings,
+    around: Mapping[str, Any],
+) -> EvaluationResult:
+    """The harness's results as ours; `around` is what outputs depend on besides the settings."""
+    result = _collect(harness_results, model, {"tasks": list(tasks), **settings.described(), **around})
+    return _with_languages(result, tasks) if settings.language_fidelity else result
+
+
+def _with_languages(result: EvaluationResult, tasks: Mapping[str, Any]) -> EvaluationResult:
+    """The result with the share of each answer that is in its task's language."""
+    from adapterswap.experiments.evaluation.languages import METRIC, language_of, language_share, writes_language
+
+    metric, filter_name = METRIC
+    shares: dict[str, list[float]] = {}
+    samples = []
+    for sample in result.samples:
+        language = language_of(sample.task) if writes_language(sample.task, tasks[sample.task]) else None
+        text = sample.output if isinstance(sample.output, str) else ""
+        share = None if language is None else language_share(text, language)
+        if share is not None:
+            shares.setdefault(sample.task, []).append(share)
+            sample = replace(sample, scores={**sample.scores, filter_name: {metric: share}})
+        samples.append(sample)
+    scored = dict(result.tasks)
+    for name, values in shares.items():
+        mean, number = math.fsum(values) / len(values), len(values)
+        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1)) if number > 1 else None
+        score = Score(metric, filter_name, mean, None if spread is None else spread / math.sqrt(number), True)
+        scored[name] = replace(scored[name], scores=(*scored[name].scores, score))
+    return replace(result, tasks=scored, samples=tuple(samples))
+
+
+def surroundings(model: Any) -> dict[str, Any]:
+    """What outputs depend on besides the settings, including the model's own generation settings."""
+    from importlib.metadata import version
+
+    generation = model.generation_config.to_diff_dict()
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "generation_config": {key: value for key, value in generation.items() if key != "transformers_version"},
+        "versions": {name: version(name) for name in ("lm_eval", "peft", "torch", "transformers")},
+    }
+
+
+def _collect(
+    harness_results: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[str, Any]
+) -> EvaluationResult:
+    """The harness's nested dictionaries as an `EvaluationResult`."""
+    from adapterswap.experiments.evaluation.harness import request_key
+
+    samples: dict[str, dict[int, Sample]] = {}
+    truncated: dict[str, int] = {}
+    for task, rows in harness_results["samples"].items():
+        merged: dict[int, Sample] = {}
+        for row in rows:
+            keys = {request_key(*arguments[:2]) for arguments in row["arguments"] if len(arguments) > 1}
+            is_first = row["doc_id"] not in merged
+            sample = merged.setdefault(row["doc_id"], _sample(task, row, cut=not keys.isdisjoint(model.cut)))
+            _add_filter(sample, row)
+            truncated[task] = truncated.get(task, 0) + (is_first and not keys.isdisjoint(model.truncated))
+        samples[task] = merged
+    # A group without a mean of its own is among the results too, but empty.
+    tasks = {
+        name: _task_result(name, harness_results, samples[name], truncated[name], model.max_gen_toks)
+        for name in harness_results["results"]
+        if name in samples
+    }
+    groups = {
+        name: _task_result(name, harness_results, {}, 0, model.max_gen_toks)
+        for name in harness_results.get("groups", {})
+    }
+    ordered = tuple(sample for merged in samples.values() for _, sample in sorted(merged.items()))
+    return EvaluationResult(tasks=tasks, samples=ordered, settings=settings, groups=groups)
+
+
+def _sample(task: str, row: Mapping[str, Any], *, cut: bool) -> Sample:
+    responses = [responses[0] for responses in row["resps"]]
+    return Sample(
+        task=task,
+        doc_id=int(row["doc_id"]),
+        doc=dict(row["doc"]),
+        prompt=str(row["arguments"][0][0]),
+        target=str(row["target"]),
+        output=responses[0] if len(responses) == 1 else responses,
+        answers={},
+        scores={},
+        cut=cut,
+    )
+
+
+def _add_filter(sample: Sample, row: Mapping[str, Any]) -> None:
+    """Add one of the harness's rows for a document: a filter's answer and its metrics."""
+    from adapterswap.experiments.evaluation.answers import answer_text
+
+    assert isinstance(sample.answers, dict)
+    assert isinstance(sample.scores, dict)
+    answers = [answer_text(answer) for answer in row["filtered_resps"]]
+    sample.answers[row["filter"]] = answers[0] if len(answers) == 1 else str(answers)
+    numbers = {metric: row[metric] for metric in row["metrics"]}
+    sample.scores[row["filter"]] = {
+        metric: float(value) for metric, value in numbers.items() if isinstance(value, int | float)
+    }
+
+
+def _task_result(
+    name: str, harness_results: Mapping[str, Any], samples: Mapping[int, Sample], truncated: int, max_gen_toks: int
+) -> TaskResult:
+    from adapterswap.experiments.evaluation.harness import output_limit
+
+    numbers = harness_results["results"][name]
+    scores = []
+    for key, value in numbers.items():
+        metric, comma, filter_name = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        stderr = numbers.get(f"{metric}_stderr,{filter_name}")
+        better = (harness_results["higher_is_better"].get(name) or {}).get(metric)
+        scores.append(
+            Score(metric, filter_name, float(value), stderr if isinstance(stderr, float) else None, better is not False)
+        )
+    config = harness_results["configs"].get(name, {})
+    generates = config.get("output_type") == "generate_until"
+    shots = harness_results["n-shot"].get(name)
+    return TaskResult(
+        name=name,
+        # The harness counts scores, so its number is 0 for a task without any.
+        num_docs=int(numbers.get("sample_len", harness_results["n-samples"].get(name, {}).get("effective", 0)))
+        or len(samples),
+        num_fewshot=int(shots or 0) if samples or shots is not None else None,
+        version=str(harness_results["versions"].get(name)),
+        scores=tuple(scores),
+        cut=sum(sample.cut for sample in samples.values()) if generates else None,
+        truncated=truncated,
+        max_gen_toks=output_limit(config.get("generation_kwargs"), max_gen_toks) if generates else None,
+    )

@@ -1,0 +1,346 @@
+"""The parts that plug into lm-evaluation-harness: MGSM tasks with our filter, and a model with progress.
+
+Processes share whole batches. Padding, and with it every bit of an answer, is therefore the same for any number of
+processes. A PeftModel is a model like any other. Importing this module imports the harness, and with it torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from lm_eval.api.filter import Filter
+from lm_eval.api.metrics import exact_match_fn
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.filters import build_filter_ensemble
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from adapterswap.experiments.evaluation.answers import extract_answer
+from adapterswap.experiments.evaluation.mgsm import mgsm_task
+from adapterswap.kit.errors import ArgumentError, DataError
+from adapterswap.kit.processes import Processes
+
+
+def request_key(prompt: str, rest: dict[str, Any] | str) -> str:
+    """A key for a prompt with its generation settings or its continuation: equal keys mean equal outputs."""
+    return json.dumps([prompt, rest], sort_keys=True)
+
+
+def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]], Sequence[int]]) -> list[list[int]]:
+    """The indices of the requests, in batches of texts of about equal length, the longest first.
+
+    Requests with the same text stay together, because a model may read it once for all of them: the choices of a
+    question, or several samples of one prompt. A batch has one set of generation settings.
+
+    Args:
+        requests: the harness's instances of one kind: a prompt with settings, a context with a continuation, or a text.
+        size: texts in a batch, at most.
+        measured: returns the lengths of texts in tokens.
+    """
+    kinds: dict[str, dict[str, list[int]]] = {}
+    longest: dict[tuple[str, str], str] = {}
+    for place, request in enumerate(requests):
+        text, *more = request.args
+        generated = bool(more) and isinstance(more[0], dict)
+        kind = request_key("", more[0]) if generated else ""
+        full_text = text if generated else "".join(request.args)
+        text = text or full_text  # a continuation without a context is a text of its own
+        kinds.setdefault(kind, {}).setdefault(text, []).append(place)
+        longest[kind, text] = max(longest.get((kind, text), ""), full_text, key=len)
+    lengths = dict(zip(longest, measured(list(longest.values())), strict=True))
+    batches = []
+    for kind, places in kinds.items():
+        texts = sorted(places, key=lambda text: (-lengths[kind, text], text))
+        for begin in range(0, len(texts), size):
+            batches.append([place for text in texts[begin : begin + size] for place in places[text]])
+    return batches
+
+
+def seed_of(seed: int, batch: int) -> int:
+    """The seed for sampling a batch, from 0 to 2⁶⁴ - 1, unrelated to those of other batches and seeds."""
+    import numpy
+
+    return int(numpy.random.SeedSequence((seed, batch)).generate_state(1, numpy.uint64)[0])
+
+
+_FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter, and its last match
+
+
+class NormalizedFilter(Filter):  # type: ignore[misc]
+    """Reads the answer of an output as an exact number, or None: see `extract_answer`."""
+
+    def __init__(self, language: str) -> None:
+        self._language = language
+
+    def apply(self, resps: Sequence[Sequence[str]], docs: Sequence[Any]) -> list[Decimal | None]:
+        """Reads the first response to each document."""
+        return [extract_answer(responses[0], self._language) for responses in resps]
+
+
+class OfflineTask(ConfigurableTask):  # type: ignore[misc]
+    """A harness task over rows in memory, by split."""
+
+    def __init__(self, splits: Mapping[str, list[dict[str, Any]]], config: dict[str, Any]) -> None:
+        self._splits = splits
+        super().__init__(config=config)
+
+    def download(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is downloaded."""
+        self.dataset = {name: Dataset.from_list(rows) for name, rows in self._splits.items()}
+
+
+def build_mgsm_task(name: str, folder: Path | None = None) -> ConfigurableTask:
+    """The task of MGSM or a variant, with eight fixed shots by default; for the arguments see `mgsm_task`.
+
+    Its filters are the stock ones (`strict-match` or `remove_whitespace`, and `flexible-extract`) and `normalized`.
+    Each is scored as exact_match: the stock ones as text without case and punctuation, as the harness does; ours as a
+    number.
+    """
+    spec = mgsm_task(name, folder)
+    language = spec.solutions_from.code
+    rows = [{"question": question, "answer": str(number)} for question, number in spec.language.questions]
+    return OfflineTask(
+        {"test": rows},
+        {
+            "task": name,
+            "test_split": "test",
+            "output_type": "generate_until",
+            "doc_to_text": lambda doc: spec.prompt(doc["question"]),
+            "doc_to_target": lambda doc: doc["answer"],
+            "target_delimiter": spec.answer_space,
+            "fewshot_config": {
+                "sampler": "first_n",
+                "samples": [{"question": question, "answer": answer} for question, answer in spec.shots()],
+            },
+            "num_fewshot": 8,
+            "generation_kwargs": {
+                "until": [spec.language.question_word, "</s>", "<|im_end|>"],
+                "do_sample": False,
+            },
+            "filter_list": [
+                _stock_filter(spec.strict_pattern),
+                {"name": "flexible-extract", "filter": [_regex(_FLEXIBLE, group_select=-1), _FIRST]},
+                {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]},
+            ],
+            "process_results": _score,
+            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+            "metadata": {"version": "1.2"},  # 1.1 took another number if it could not read the answer
+        },
+    )
+
+
+def add_normalized(task: ConfigurableTask, language: str) -> None:
+    """Score a task of the harness's own by `normalized` too, besides its own filters, which stay as they are."""
+    for number, row in enumerate(task.eval_docs):
+        _gold(task, number, row["answer_number"])
+    stock = task.process_results
+
+    def scored(doc: dict[str, Any], results: list[str | Decimal | None]) -> dict[str, float]:
+        (answer,) = results
+        if isinstance(answer, str):
+            return dict(stock(doc, results))
+        return {"exact_match": float(answer == _gold(task, 0, doc["answer_number"]))}
+
+    normalized_filter = {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]}
+    task.set_config("filter_list", [*task.config.filter_list, normalized_filter])
+    task._filters.append(build_filter_ensemble("normalized", [(NormalizedFilter, {"language": language})]))
+    task.process_results = scored
+
+
+def _gold(task: ConfigurableTask, number: int, text: Any) -> Decimal:
+    """AfriMGSM has its answers as text."""
+    plain = str(text).strip().replace(",", "")
+    if not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", plain):
+        raise DataError(
+            f"{task.task_name}: the answer_number of document {number} is {text!r}, which is not a number",
+            "Correct the data, or download it again",
+            parameter="tasks",
+        )
+    return Decimal(plain)
+
+
+_FIRST = {"function": "take_first"}
+
+
+def _regex(pattern: str, **options: Any) -> dict[str, Any]:
+    return {"function": "regex", "regex_pattern": pattern, **options}
+
+
+def _stock_filter(strict_pattern: str | None) -> dict[str, Any]:
+    if strict_pattern is None:  # direct tasks compare the whole output
+        return {"name": "remove_whitespace", "filter": [{"function": "remove_whitespace"}, _FIRST]}
+    return {"name": "strict-match", "filter": [_regex(strict_pattern), _FIRST]}
+
+
+def _score(doc: dict[str, str], results: list[str | Decimal | None]) -> dict[str, float]:
+    (answer,) = results
+    if isinstance(answer, str):
+        score = exact_match_fn(
+            references=[doc["answer"]], predictions=[answer], ignore_case=True, ignore_punctuation=True
+        )
+        return {"exact_match": float(score["exact_match"])}
+    return {"exact_match": float(answer == Decimal(doc["answer"]))}
+
+
+def output_limit(gen_kwargs: Mapping[str, Any] | None, default: int) -> int:
+    """The longest output in tokens: the task's own limit, under any of the harness's names for it, or the default."""
+    return int(normalize_gen_kwargs(dict(gen_kwargs or {}), default)["max_gen_toks"])
+
+
+class EvaluatedModel(HFLM):  # type: ignore[misc]
+    """A loaded model for the harness: without bars, and with a record of cut outputs and truncated prompts.
+
+    If the harness divided documents among processes, shots and padding would change. So each process builds all
+    requests, answers its share of the batches, and receives the answers of the others.
+
+    Attributes:
+        cut: keys of the requests whose output ended at the limit of tokens.
+        truncated: keys of the requests whose prompt loses its beginning.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        batch_size: int,
+        max_gen_toks: int,
+        truncate: bool,
+        seed: int,
+        processes: Processes,
+        check: Callable[[], None],
+        on_begin: Callable[[], None] | None,
+        on_progress: Callable[[], None] | None,
+    ) -> None:
+        # A loaded model is tied already. If adapters wrap tied embeddings, tying again raises or removes them.
+        model.tie_weights = lambda *_, **__: None
+        try:
+            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
+        finally:
+            del model.tie_weights
+        self._max_gen_toks, self._truncate = max_gen_toks, truncate
+        self._on_begin, self._on_progress = on_begin, on_progress
+        self._seed, self._processes = seed, processes
+        self._check = lru_cache(maxsize=1)(check)  # once for all kinds of requests
+        self._cut_in_batch: list[bool] = []
+        self.cut: set[str] = set()
+        self.truncated: set[str] = set()
+        self.set_cache_hook(self)
+
+    @property
+    def max_gen_toks(self) -> int:
+        """The limit for tasks without one (the harness's default of 256 is too short for Telugu and Bengali)."""
+        return self._max_gen_toks
+
+    def add_partial(self, method: str, request: Any, response: Any) -> None:
+        """Called by the harness after each finished request, in the order of the batch (its hook for caches)."""
+        if method == "generate_until" and self._cut_in_batch.pop(0):
+            self.cut.add(request_key(*request))
+        if self._on_progress is not None:
+            self._on_progress()
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
+        """See the harness. Prompts that do not fit are refused, or counted if truncation is allowed."""
+        self._check()
+        prompts = dict.fromkeys(request.args[0] for request in requests)
+        lengths = dict(zip(prompts, self._measured(list(prompts)), strict=True))
+        for request in requests:
+            prompt, gen_kwargs = request.args
+            budget = output_limit(gen_kwargs, self.max_gen_toks)
+            if lengths[prompt] + budget <= self.max_length:
+                continue
+            self.truncated.add(request_key(prompt, gen_kwargs))
+            if not self._truncate or budget >= self.max_length:
+                raise ArgumentError(
+                    f"{request.task_name}: a prompt of {lengths[prompt]} tokens and an output of up to {budget} do not "
+                    f"fit in the model's context of {self.max_length} tokens",
+                    "Lower `num_fewshot` or `max_gen_toks`, or pass `truncate=True` to cut the start of long prompts",
+                    parameter="max_gen_toks",
+                )
+        batches = in_batches(requests, self.batch_size, lambda texts: [lengths[text] for text in texts])
+        return self._answers(requests, batches, super().generate_until)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
+        """See the harness. Contexts that do not fit are refused, or counted if truncation is allowed."""
+        self._check()
+        pairs = list(dict.fromkeys(request.args for request in requests))
+        lengths = dict(zip(pairs, self._processes.shared(pairs, self._length), strict=True))
+        for request in requests:
+            if (length := lengths[request.args]) <= self.max_length + 1:  # the last token is only predicted
+                continue
+            self.truncated.add(request_key(*request.args))
+            if not self._truncate:
+                raise ArgumentError(
+                    f"{request.task_name}: a prompt and its continuation have {length} tokens, and do not fit in the "
+                    f"model's context of {self.max_length} tokens",
+                    "Lower `num_fewshot`, or pass `truncate=True` to cut the start of long prompts",
+                    parameter="num_fewshot",
+                )
+        by_text = {"".join(pair): length for pair, length in lengths.items()}
+        batches = in_batches(requests, self.batch_size, lambda texts: [by_text[text] for text in texts])
+        return self._answers(requests, batches, super().loglikelihood)
+
+    def _length(self, pair: tuple[str, str]) -> int:
+        """The tokens of a context and its continuation, as the harness scores them."""
+        context, continuation = pair
+        if context:
+            return len(self.tok_encode(context + continuation))
+        return 1 + len(self.tok_encode(continuation, add_special_tokens=False))
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
+        """See the harness."""
+        self._check()
+        batches = in_batches(requests, self.batch_size, self._measured)
+        return self._answers(requests, batches, super().loglikelihood_rolling)
+
+    def _measured(self, texts: list[str]) -> list[int]:
+        return self._processes.shared(texts, lambda text: len(self.tok_encode(text)))
+
+    def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
+        """The answers to all requests, in their order, from all processes."""
+
+        def answer_batch(number: int) -> tuple[list[Any], set[str]]:
+            torch.manual_seed(seed_of(self._seed, number))  # sampling does not depend on earlier batches
+            self.cut = set()
+            return answer([requests[place] for place in batches[number]], disable_tqdm=True), self.cut
+
+        if self._on_begin is not None:
+            self._on_begin()
+        answers: dict[int, Any] = {}
+        cut: set[str] = set()
+        for batch, (batch_answers, cut_in_it) in zip(
+            batches, self._processes.shared(range(len(batches)), answer_batch), strict=True
+        ):
+            answers |= zip(batch, batch_answers, strict=True)
+            cut |= cut_in_it
+        self.cut = cut
+        return [answers[place] for place in range(len(requests))]
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
+        # Rolling likelihoods would show a bar despite the settings.
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
+    def _tokens(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        """The context and what follows it."""
+        return super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        tokens = self._tokens(context, max_length, stop, **kwargs)
+        output = tokens[:, context.shape[1] :]
+        ends = self.model.generation_config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self._cut_in_batch += [
+            len(row) >= max_length - context.shape[1]
+            and not ends.intersection(row)
+            and not any(word in self.tokenizer.decode(row) for word in stop)
+            for row in output.tolist()
+        ]
+        return tokens

@@ -1,0 +1,175 @@
+"""The settings of an evaluation, which `evaluate` and `preview` share, and those that recipes can set."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from adapterswap.experiments.evaluation.results import broken_texts
+from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems
+from adapterswap.kit.files.text import expand
+from adapterswap.kit.files.yaml import FiniteModel
+
+
+def parsed_arguments(texts: Iterable[str]) -> dict[str, Any]:
+    """`key=value` texts as settings of an engine: JSON, such as numbers and true, or text."""
+    arguments: dict[str, Any] = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise ArgumentError(f"{text!r} is not key=value", "Pass such as max_num_seqs=64", parameter="engine_args")
+        try:
+            arguments[key.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            arguments[key.replace("-", "_")] = value
+    return arguments
+
+
+SEED = 1234  # lm-evaluation-harness's
+ENGINES = ("transformers", "vllm")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How tasks are evaluated.
+
+    Attributes:
+        num_fewshot: shots before each question; by default each task's own, which is 8 for MGSM.
+        limit: only the first documents of each task: their number, or a fraction below 1.
+        batch_size: sequences at once. Padding changes the last bits of sums, so compare runs of one batch size.
+        max_gen_toks: the longest output in tokens, for tasks without a limit of their own, such as MGSM.
+        gen_kwargs: generation settings that override the tasks' own (`do_sample`, `temperature`, `max_gen_toks`, …).
+        apply_chat_template: format the prompt as a chat, with a turn per shot.
+        system_instruction: a text before everything else.
+        truncate: cut the beginning of prompts that do not fit, and count them; without it they are refused.
+        include_path: a folder with the user's own task files.
+        trust_task_code: let task files in `include_path` run their Python code; without it such files are refused, and
+            templates are rendered in a sandbox.
+        confirm_run_unsafe_code: let tasks run the code that the model writes; without it they are refused.
+        engine: what computes the answers: transformers or vllm.
+        engine_args: vLLM's own settings by their names in Python, such as `gpu_memory_utilization`.
+        language_fidelity: also score the share of each answer that is written in its task's language
+            (`language_share`), for tasks that generate and whose names end in a language: mgsm_native_cot_sw.
+        seed: for the harness's choice of shots (MGSM's are fixed) and for sampling.
+    """
+
+    num_fewshot: int | None = None
+    limit: float | None = None
+    batch_size: int = 8
+    max_gen_toks: int = 512
+    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    apply_chat_template: bool = False
+    system_instruction: str | None = None
+    truncate: bool = False
+    include_path: str | Path | None = None
+    trust_task_code: bool = False
+    confirm_run_unsafe_code: bool = False
+    seed: int = SEED
+    language_fidelity: bool = False
+    engine: str = "transformers"
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sandboxed(self) -> bool:
+        """Whether templates are rendered in a sandbox, because they are the user's and not trusted."""
+        return self.include_path is not None and not self.trust_task_code
+
+    def check(self, tokenizer: Any) -> None:
+        """Check the settings against the base's tokenizer, and report all problems together.
+
+        Raises:
+            ArgumentError: a setting is out of its range, is not UTF-8 text, or asks for a chat template that the
+                tokenizer lacks.
+            BaseModelError: the tokenizer has no end-of-sequence token.
+        """
+        problems = Problems(ArgumentError)
+        limit = self.limit
+        # The harness would take 0 as no limit at all, and 2.5 as 2.
+        if limit is not None and not (0 < limit < 1 or (math.isfinite(limit) and limit >= 1 and limit == int(limit))):
+            problems.add(
+                f"`limit` is {limit:g}, which is neither a whole number of documents nor a fraction of them",
+                "Pass a whole number of 1 or more, or a fraction between 0 and 1",
+                parameter="limit",
+            )
+        for name, value in (("batch_size", self.batch_size), ("max_gen_toks", self.max_gen_toks)):
+            if value < 1:
+                problems.add(f"`{name}` is {value}", "Pass 1 or more", parameter=name)
+        for name, content in (("system_instruction", self.system_instruction), ("gen_kwargs", self.gen_kwargs)):
+            for text in broken_texts(content):
+                problems.add(
+                    f"`{name}` contains an unpaired surrogate, which is not a character: {text!r}",
+                    "Pass text that can be encoded as UTF-8",
+                    parameter=name,
+                )
+        if self.engine not in ENGINES:
+            problems.add(f"`engine` is {self.engine!r}", f"Choose from {', '.join(ENGINES)}", parameter="engine")
+        if self.engine_args and self.engine == ENGINES[0]:
+            problems.add(
+                "`engine_args` are settings of vLLM, but the engine is transformers",
+                "Pass `engine=vllm` too, or leave them out",
+                parameter="engine_args",
+            )
+        if tokenizer.eos_token_id is None:
+            problems.add(
+                "the tokenizer has no end-of-sequence token",
+                "Set eos_token in its tokenizer_config.json",
+                parameter="base_model",
+                kind=BaseModelError,
+            )
+        if self.apply_chat_template and not tokenizer.chat_template:
+            problems.add(
+                "`apply_chat_template` is set, but the tokenizer has no chat template",
+                "Leave out `apply_chat_template`, or save a chat template with the base's tokenizer",
+                parameter="apply_chat_template",
+            )
+        problems.raise_if_any()
+
+    def described(self) -> dict[str, Any]:
+        """As plain data for publication, without paths and without trust, which changes no result."""
+        content = asdict(self) | {"gen_kwargs": dict(self.gen_kwargs)}
+        del content["include_path"], content["trust_task_code"], content["engine"], content["engine_args"]
+        if self.engine != ENGINES[0]:  # whose results stay as they were before there was a choice
+            content["engine"] = {"name": self.engine, "arguments": dict(self.engine_args)}
+        if self.limit is not None and self.limit >= 1:
+            content["limit"] = int(self.limit)
+        return content
+
+
+class EvaluationOptions(FiniteModel):
+    """How a recipe has tasks evaluated; the names and their meaning are those of `adapterswap evaluate`."""
+
+    num_fewshot: int | None = Field(
+        default=None, ge=0, description="Number of shots. Default: each task's own; 8 for MGSM."
+    )
+    limit: float | None = Field(
+        default=None, gt=0, description="Evaluate only the first N documents of each task, or a fraction of them."
+    )
+    batch_size: int = Field(default=8, ge=1, description="Sequences per batch.")
+    max_gen_toks: int = Field(default=512, ge=1, description="Maximum length of an output, in tokens.")
+    apply_chat_template: bool = Field(default=False, description="Format prompts as a chat, with a turn per shot.")
+    system_instruction: str | None = Field(default=None, description="System message at the start of every prompt.")
+    truncate: bool = Field(default=False, description="Cut the beginning of prompts that do not fit.")
+    language_fidelity: bool = Field(
+        default=False, description="Also score how much of each answer is in the task's language."
+    )
+    include_path: str | None = Field(default=None, description="A folder with your own lm-eval task files.")
+
+    def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
+        """As `Settings`.
+
+        Args:
+            folder: the folder that `include_path` is relative to; None for the current folder.
+            more: settings that are not for recipes: only the user can allow a model's or a task's code to run.
+        """
+        content = {
+            name: getattr(self, name) for name in type(self).model_fields if name in Settings.__dataclass_fields__
+        }
+        if folder is not None and self.include_path is not None:
+            content["include_path"] = folder / expand(self.include_path)
+        return Settings(**content, **more)

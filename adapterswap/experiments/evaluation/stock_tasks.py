@@ -1,0 +1,402 @@
+"""Tasks of lm-evaluation-harness and of folders with task files; tasks that run code are refused unless allowed.
+
+Tasks that run code which the model writes are marked `unsafe_code: true`. Loading one already downloads and runs a
+metric from the Hub, so only their task files are read.
+
+A task file can name functions (`!function utils.docs`), which the harness imports when it loads the task. It can name a
+metric that the harness lacks, which the evaluate library then runs as a script. Its templates can reach all of Python
+unless they are rendered in Jinja's sandbox. The harness's own task files are installed code, and trusted. A recipe
+cannot trust code, because its author may also have written the code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    DataError,
+    NotFoundError,
+    Problems,
+    UnsupportedError,
+    did_you_mean,
+    reason_of,
+)
+from adapterswap.kit.files.folders import files_in
+from adapterswap.kit.files.hashes import Stamps, stamps
+
+_VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own permission, needed besides the harness's
+
+
+def unsafe_tasks(names: Iterable[str], index: Mapping[str, Any]) -> list[str]:
+    """Those of these tasks, and of the tasks in these groups and tags, that declare to run the model's code."""
+    unsafe: dict[str, None] = {}
+    waiting: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
+    seen = set()
+    for name, inline_config in waiting:  # grows while it is read
+        entry = index.get(name)
+        config = entry.cfg or {} if entry else {}
+        if inline_config.get("unsafe_code") or config.get("unsafe_code"):
+            unsafe[name] = None
+        members = [
+            member
+            for tasks in (inline_config.get("task"), config.get("task"))
+            if isinstance(tasks, list)
+            for member in tasks
+        ]
+        if entry and entry.cfg is None:  # a tag
+            members += sorted(entry.tags)
+        if name not in seen:
+            waiting += [_named(member) for member in members]
+        seen.add(name)
+    return list(unsafe)
+
+
+def _named(member: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A member of a group: its name, and the group's settings for it."""
+    if isinstance(member, str):
+        return member, {}
+    return str(member.get("group") or member.get("task")), member
+
+
+@contextmanager
+def code_allowed(allowed: bool) -> Iterator[None]:
+    """Set the evaluate library's permission inside the block, if the user has confirmed that code may run."""
+    before = os.environ.get(_VARIABLE)
+    if allowed:
+        os.environ[_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if allowed and before is None:
+            del os.environ[_VARIABLE]
+        elif before is not None:
+            os.environ[_VARIABLE] = before
+
+
+_SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PYTHON = "tag:yaml.org,2002:python/"  # PyYAML's own tags for Python objects
+_REMEDY = "Review the code, and pass `trust_task_code=True` if you trust it"
+
+
+def harness_folder() -> Path | None:
+    """The folder of the harness's own task files; None if the harness is not installed."""
+    spec = importlib.util.find_spec("lm_eval")
+    places = (spec.submodule_search_locations if spec else None) or ()
+    return next((Path(place).resolve() / "tasks" for place in places), None)
+
+
+def refuse_task_code(names: Iterable[str], index: Mapping[str, Any], problems: Problems) -> None:
+    """Find the code that would run if these tasks, groups and tags were loaded from the user's task files.
+
+    The files are read with everything that they include, and nothing is imported.
+    """
+    waiting = list(names)
+    seen = set()
+    for name in waiting:  # grows while it is read
+        entry = index.get(name)
+        if entry is None or name in seen:
+            continue
+        seen.add(name)
+        if entry.yaml_path is None:  # a tag
+            waiting += sorted(entry.tags)
+        elif _is_ours(entry.yaml_path):
+            waiting += _members(entry.cfg or {})
+        else:
+            waiting += _members(_read(entry.yaml_path, problems, set()))
+
+
+def _is_ours(path: Path) -> bool:
+    folder = harness_folder()
+    return folder is not None and path.expanduser().resolve().is_relative_to(folder)
+
+
+def _members(config: Mapping[str, Any]) -> list[str]:
+    """The names of a group's members, with those of groups inside it."""
+    tasks = config.get("task")
+    names = []
+    for member in tasks if isinstance(tasks, list) else ():
+        if isinstance(member, str):
+            names.append(member)
+        elif isinstance(member, dict):
+            names += [name for key in ("group", "task") if isinstance(name := member.get(key), str)]
+            names += _members(member)
+    return names
+
+
+class _Function(str):
+    """The name after `!function`, which is not imported here."""
+
+
+def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
+    """A task file joined with its includes, as in the harness; each place that runs code is a problem."""
+    path = path.expanduser().resolve()
+    if path in seen:
+        return {}  # the harness refuses cycles
+    seen.add(path)
+    code_places: list[str] = []
+
+    class Loader(_SAFE):  # type: ignore[misc]
+        pass
+
+    def function(loader: Any, node: Any) -> _Function:
+        code_places.append(f"{path}, line {node.start_mark.line + 1}, runs Python code: !function {node.value}")
+        return _Function(node.value)
+
+    def python_object(loader: Any, suffix: str, node: Any) -> None:
+        code_places.append(f"{path}, line {node.start_mark.line + 1}, runs Python code: !!python/{suffix}")
+
+    Loader.add_constructor("!function", function)
+    Loader.add_multi_constructor(_PYTHON, python_object)
+    try:
+        content = yaml.load(path.read_bytes(), Loader=Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(
+            f"{path} cannot be read: {reason_of(error)}", "Correct the task file", parameter="include_path"
+        ) from None
+    content = content if isinstance(content, dict) else {}
+    if not _is_ours(path):
+        for problem in (*code_places, *(f"{path} {problem}" for problem in _scripts(content))):
+            problems.add(problem, _REMEDY, parameter="trust_task_code", kind=ArgumentError)
+    includes = content.pop("include", None) or []
+    merged: dict[str, Any] = {}
+    for include in includes if isinstance(includes, list) else [includes]:
+        merged |= _read(path.parent / str(include), problems, seen)
+    return merged | content
+
+
+def _scripts(content: Any) -> Iterator[str]:
+    """Other places in a task file that make the harness's libraries run code of the file's author."""
+    from lm_eval.api import metrics  # noqa: F401  registers the harness's metrics
+    from lm_eval.api.registry import metric_registry
+
+    if isinstance(content, list):
+        for item in content:
+            yield from _scripts(item)
+    if not isinstance(content, dict):
+        return
+    if content.get("dataset_path") == "pandas":
+        yield "reads pickled data, which may run Python code: dataset_path: pandas"
+    listed = content.get("metric_list")
+    for metric in listed if isinstance(listed, list) else ():
+        name = metric.get("metric") if isinstance(metric, dict) else None
+        known = isinstance(name, _Function) or (isinstance(name, str) and name in metric_registry)
+        if name is not None and (not known or metric.get("hf_evaluate") is True):
+            yield f"runs a metric as Python code: metric: {name}"
+    for value in content.values():
+        yield from _scripts(value)
+
+
+@contextmanager
+def rendering(*, sandboxed: bool) -> Iterator[None]:
+    """Render the tasks' templates inside the block; in Jinja's sandbox, where they cannot reach Python, if asked to."""
+    from jinja2 import TemplateError
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    before = utils.env
+    if sandboxed:
+        utils.env = SandboxedEnvironment(
+            loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
+        )
+        utils.env.filters = before.filters
+    try:
+        yield
+    except SecurityError as error:
+        raise ArgumentError(
+            f"a task's template runs Python code: {reason_of(error)}", _REMEDY, parameter="trust_task_code"
+        ) from None
+    except TemplateError as error:
+        raise DataError(
+            f"a task's template cannot be rendered: {reason_of(error)}",
+            "Correct the template in the task file",
+            parameter="tasks",
+        ) from None
+    finally:
+        utils.env = before
+
+
+@contextmanager
+def from_source() -> Iterator[None]:
+    """Import modules inside the block from their source: bytecode caches are neither read nor written.
+
+    Python takes a cache for current if the source has the same size and the same second of change. A run could score
+    with an edited file's old functions, and record the hash of the new ones.
+    """
+    before = sys.dont_write_bytecode, sys.pycache_prefix
+    with TemporaryDirectory(prefix="adapterswap-") as empty:
+        sys.dont_write_bytecode, sys.pycache_prefix = True, empty
+        try:
+            yield
+        finally:
+            sys.dont_write_bytecode, sys.pycache_prefix = before
+
+
+_NAMES = re.compile(rb"^(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
+_TASK = os.path.join("lm_eval", "api", "task.py")  # the harness's file that calls a task's templates and functions
+_PATTERN = set("*?[")
+_LISTED = "Run `lm_eval ls tasks` to list the tasks of lm-evaluation-harness"
+
+
+def _manager(include_path: str | None) -> Any:
+    return _indexed(include_path, () if include_path is None else stamps(files_in(Path(include_path))))
+
+
+@lru_cache(maxsize=2)
+def _indexed(include_path: str | None, files: Stamps) -> Any:
+    """The harness's index of its tasks and of those in a folder with these files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path)  # indexing the harness's tasks takes seconds
+
+
+def _task_files(folder: Path) -> bytes:
+    """The text of all task files (YAML) in a folder, and of what they include, whose names often end in `_yaml`."""
+    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*y*ml")) if path.is_file())
+
+
+@lru_cache(maxsize=1)
+def _harness_files() -> bytes:
+    folder = harness_folder()
+    return b"" if folder is None else _task_files(folder)
+
+
+def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
+    """Refuse names that no task file of the harness or of `include_path` mentions.
+
+    Searching the files as text takes a tenth of the time that the harness takes to index them, so a misspelt name is
+    reported at once. Patterns pass; `check_known` is exact.
+    """
+    _check_folder(include_path)
+    text = _harness_files() + (_task_files(Path(include_path)) if include_path is not None else b"")
+    problems = Problems(ArgumentError)
+    for name in names:
+        if not _PATTERN & set(name) and name.encode("utf-8", "surrogatepass") not in text:
+            known = {*others, *(mentioned.decode() for mentioned in _NAMES.findall(text))}
+            _add_unknown(name, sorted(known), problems)
+    problems.raise_if_any()
+
+
+def mentioned_names(start: str) -> list[str]:
+    """The names in the harness's task files that begin with `start`; none if the harness is not installed."""
+    known = {name.decode() for name in _NAMES.findall(_harness_files())}
+    return sorted(name for name in known if name.startswith(start))
+
+
+def _add_unknown(name: str, known: Sequence[str], problems: Problems) -> None:
+    remedy = did_you_mean(name, known, _LISTED, at_most=3)
+    problems.add(f"There is no task {name!r}", remedy, parameter="tasks")
+
+
+def _check_folder(include_path: str | Path | None) -> None:
+    if include_path is not None and not Path(include_path).is_dir():
+        raise NotFoundError(
+            f"`include_path` is {include_path}, which is not a folder",
+            "Pass the folder that holds your task files (YAML)",
+            parameter="include_path",
+        )
+
+
+def check_known(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
+    """Refuse names and patterns that match no task, group or tag."""
+    problems = Problems(ArgumentError)
+    _check_folder(include_path)
+    manager = _manager(str(include_path) if include_path else None)
+    known = sorted({*others, *manager.all_tasks})
+    for name in names:
+        if not manager.match_tasks([name]):
+            _add_unknown(name, known, problems)
+    problems.raise_if_any()
+
+
+def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool, trust_task_code: bool) -> Any:
+    """The tasks and groups of these names, as the harness loads them."""
+    from datasets.exceptions import DatasetsError
+
+    manager = _manager(include_path)
+    matched = manager.match_tasks(list(names))
+    problems = Problems(ArgumentError)
+    if include_path is not None and not trust_task_code:
+        refuse_task_code(matched, manager.task_index, problems)
+    if not unsafe_code:
+        with problems.collect():
+            _refuse_code(unsafe_tasks(matched, manager.task_index))
+    problems.raise_if_any()
+    try:
+        with (
+            code_allowed(unsafe_code),
+            rendering(sandboxed=include_path is not None and not trust_task_code),
+            from_source() if include_path is not None else nullcontext(),
+        ):
+            loaded = manager.load(matched)
+    except AdapterswapError:
+        raise
+    except UnicodeError as error:
+        raise DataError(
+            f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
+            "Save the task's files and data as UTF-8 text, without unpaired surrogates such as \\ud800",
+            parameter="tasks",
+        ) from None
+    except DatasetsError as error:
+        raise DataError(
+            f"the data of {', '.join(names)} cannot be read: {reason_of(error.__cause__ or error)}",
+            "Correct the data file that the task names, or download it again",
+            parameter="tasks",
+        ) from None
+    except Exception as error:  # a task's data loader and its own code may raise anything
+        raise DataError(
+            f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
+            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and install the packages that the task "
+            "needs. For your own task, check its files and data",
+            parameter="tasks",
+        ) from error
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "MULTIMODAL", False):
+            raise UnsupportedError(
+                f"the task {name} needs images or audio", "Run it with lm_eval instead", parameter="tasks"
+            )
+    if not unsafe_code:  # tasks written in Python declare it only once they are loaded
+        _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
+    return loaded
+
+
+@contextmanager
+def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
+    """Turn errors raised inside a task into `DataError`: its templates or its code may not fit its data."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (AdapterswapError, TemplateError):  # `rendering` explains errors of templates
+        raise
+    except Exception as error:
+        if not any(frame.filename.endswith(_TASK) for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise DataError(
+            f"a document of {', '.join(names)} cannot be evaluated: {reason_of(error)}",
+            "Correct the task's files or its data",
+            parameter="tasks",
+        ) from error
+
+
+def _refuse_code(names: Sequence[str]) -> None:
+    if names:
+        raise ArgumentError(
+            f"{', '.join(names)} would run code written by the model on this machine, with your permissions",
+            "Use a container or another isolated machine, and pass `confirm_run_unsafe_code=True`",
+            parameter="confirm_run_unsafe_code",
+        )

@@ -1,0 +1,451 @@
+"""Evaluate a base, an adapter or a composition by path or Hub id: check everything first, then load it.
+
+Loads it from folders or the Hub, as safetensors and without running code of a repository, and describes it without
+local paths.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.core.experts.adapter import Adapter, read_adapter
+from adapterswap.core.experts.config import is_plain
+from adapterswap.core.model.layers import check_depth_of, num_layers_in_config
+from adapterswap.core.model.loading import OpenedBase, choose_device, load_weights, open_base, quiet_peft
+from adapterswap.core.model.sources import (
+    CONFIG,
+    PROVENANCE,
+    TRAINING_RECORD,
+    WEIGHTS,
+    Source,
+    find_source,
+    identity_of,
+    recorded_base,
+)
+from adapterswap.core.planning.base import check_base_weights
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.writing.records import CompositionRecord, adapter_source, composition_record, read_record
+from adapterswap.experiments.evaluation import evaluating
+from adapterswap.experiments.evaluation.languages import check_languages
+from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationResult, write_result
+from adapterswap.experiments.evaluation.settings import SEED, Settings
+from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import ArgumentError, ExpertError, check_type, reason_of
+from adapterswap.kit.files.folders import check_target, scratch_folder
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.tensorfile import read_header
+from adapterswap.kit.files.text import read_json
+from adapterswap.kit.processes import Processes
+
+if TYPE_CHECKING:
+    from adapterswap.experiments.evaluation.evaluating import TaskPreview
+
+_MADE_OF = ("num_layers", "composition", "experts", "rules", "output")  # fields of a record
+_SECONDS = 10.0  # for the regexes of a config on all modules; ordinary ones take milliseconds
+_PLAIN_NAMES = "Use module names instead of regexes"
+_REGEXES = {  # as PEFT 0.21 builds them
+    "target_modules": "%s",
+    "exclude_modules": "%s",
+    "layers_pattern": r"(?:^|.*?\.)%s\.(\d+)\..*",
+    "modules_to_save": r"(?:^|.*\.)%s(?:$|\..*)",
+    "rank_pattern": r"(.*\.)?(%s)$",
+    "alpha_pattern": r"(.*\.)?(%s)$",
+}
+_TRY = """
+import json, re, sys
+regexes, names = json.load(sys.stdin)
+for key in regexes:
+    print(key, flush=True)
+    for regex in regexes[key]:
+        for name in names:
+            re.fullmatch(regex, name)
+"""
+
+
+def find_adapter(reference: str) -> Source:
+    """The folder of a PEFT adapter, or the one that a Hub id `org/name[@revision]` names."""
+    source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE, TRAINING_RECORD], what="adapter")
+    for name in (WEIGHTS, CONFIG):
+        if not (source.folder / name).is_file():
+            raise ExpertError(
+                f"{reference} has no {name}", "Pass an adapter that PEFT saved as safetensors", parameter="adapter"
+            )
+    return source
+
+
+@contextmanager
+def load_subject(
+    base: OpenedBase,
+    *,
+    adapter: Source | None = None,
+    plan: Plan | None = None,
+    max_rank: int | None = None,
+    max_error: float | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Iterator[Any]:
+    """Yield the model: the base alone, with `adapter`, or with the composition of `plan`.
+
+    If possible, a composition is made live: its experts are loaded side by side and no adapter is written. One that
+    needs tensors of its own (see `why_not_live`) or a bound on its rank is written to a temporary folder first.
+    """
+    from adapterswap.core.writing.adapter import write_adapter
+    from adapterswap.engines.live import LiveComposer, load_experts, why_not_live
+
+    target = choose_device(device)
+    depth = _depth(base)
+    if plan is not None:
+        check_depth_of(base.reference, depth, plan.num_layers, "Leave out `num_layers`")
+    with ExitStack() as stack:
+        if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
+            folder = stack.enter_context(scratch_folder("evaluation")) / "composed"
+            adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
+            plan = None
+        if adapter is not None:
+            check_base_weights({str(adapter): recorded_base(adapter.folder)}, base.source)
+        model = load_weights(base, dtype=dtype).to(target)
+        if adapter is not None:
+            model = _with_adapter(model, adapter)
+        if plan is not None:
+            model = load_experts(model, plan)
+            stack.enter_context(LiveComposer(model).use(plan))
+        yield model.eval()
+
+
+def _depth(base: OpenedBase) -> int | None:
+    return num_layers_in_config(base.config.to_dict())
+
+
+def describe_subject(
+    base: OpenedBase,
+    *,
+    adapter: Source | None = None,
+    plan: Plan | None = None,
+    max_rank: int | None = None,
+    max_error: float | None = None,
+) -> dict[str, Any]:
+    """What `load_subject` loads, as plain data without local paths; adapters by their SHA-256."""
+    named = {"source": base.source.name, "revision": base.source.revision}
+    prints = identity_of(base.source)  # another local base may have the same name
+    subject: dict[str, Any] = {"base_model": {**named, **({"fingerprints": prints} if prints else {})}}
+    if adapter is not None:
+        subject["adapter"] = _describe(adapter)
+        if isinstance(record := read_record(adapter.folder), CompositionRecord):
+            subject["composition"] = _made_of(record)
+    if plan is not None:
+        hashes = {name: sha256_of(expert.file.path) for name, expert in plan.adapters.items()}
+        experts = {name: adapter_source(expert, hashes[name]) for name, expert in plan.adapters.items()}
+        output = {"max_rank": max_rank, "max_error": max_error}
+        record = composition_record(plan, experts, None, output=output, measured={})
+        subject["composition"] = _made_of(record)
+    return subject
+
+
+def _describe(source: Source) -> dict[str, Any]:
+    hashes = {name: sha256_of(source.folder / name) for name in (WEIGHTS, CONFIG)}
+    return {"source": source.name, "revision": source.revision, "sha256": hashes}
+
+
+def _with_adapter(model: Any, adapter: Source) -> Any:
+    """`model` with one adapter. Every tensor of its file must find its place, except copies of the model's own."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    from adapterswap.engines.live.loading import check_copies, folder_without_copies
+
+    file = read_header(adapter.folder / WEIGHTS)
+    modules = dict(model.named_modules())
+    _check_regexes(adapter, list(modules))
+    check_copies(file, f"the adapter {adapter}", modules)
+    try:
+        with quiet_peft(), folder_without_copies(file) as folder:
+            # Keys that the file lacks, or that PEFT renames so that it loses them (for laguna, among other types).
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            model = PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError, KeyError, TypeError, UserWarning) as error:
+        raise ExpertError(
+            f"the adapter {adapter} does not fit the base model: {reason_of(error)}",
+            "Use the base that the adapter was trained on. If it is, merge the adapter into it with `merge`",
+            parameter="adapter",
+        ) from None
+    placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    stored = {key for key in file.tensors if ".base_layer." not in key}
+    if odd := sorted(placed ^ stored):
+        reason = "the base has no such module" if odd[0] in stored else "the file does not contain it"
+        raise ExpertError(
+            f"the adapter {adapter} does not fit the base model: {odd[0]}: {reason}",
+            "Use the base that the adapter was trained on",
+            parameter="adapter",
+        )
+    return model
+
+
+def _check_regexes(adapter: Source, modules: list[str]) -> None:
+    """Refuse regexes in an adapter's config that would take PEFT too long to match against all modules.
+
+    PEFT uses `re`, which is slow for other patterns than `regex` and cannot be interrupted, so a process of its own
+    tries them first.
+    """
+    config, regexes = read_json(adapter.folder / CONFIG), {}
+    for key, in_peft in _REGEXES.items():
+        value = config.get(key) or ()
+        texts = [value] if isinstance(value, str) else value if in_peft != "%s" else ()  # a list of targets has names
+        regexes[key] = [in_peft % text for text in texts if isinstance(text, str) and not is_plain(text)]
+    if not any(regexes.values()):
+        return
+    command, content = [sys.executable, "-I", "-c", _TRY], json.dumps([regexes, modules]).encode()
+    try:
+        subprocess.run(command, input=content, capture_output=True, check=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        tried, reason = error.stdout, "the regexes take too long to match"
+    except subprocess.CalledProcessError as error:
+        tried, said = error.stdout, error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = f"PEFT cannot match the regexes: {said}"
+    else:
+        return
+    key = (tried or b"a key\n").decode().splitlines()[-1]  # the last that it began
+    raise ExpertError(f"{key} of the adapter {adapter}: {reason}", _PLAIN_NAMES, parameter="adapter")
+
+
+def _made_of(record: CompositionRecord) -> dict[str, Any]:
+    """The part of a record that results include."""
+    content = record.content()
+    return {key: content[key] for key in _MADE_OF if key in content}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that is ready to run: everything that needs no weights has been checked.
+
+    Attributes:
+        base: its config and tokenizer.
+        tasks: the loaded tasks.
+        settings: how they are evaluated.
+        subject: a description of what is evaluated, as plain data.
+        adapter: the adapter on the base, if any.
+        plan: the composition on the base, if any.
+        max_rank, max_error: see `write_adapter`.
+        inputs: paths that the output may not overlap.
+    """
+
+    base: OpenedBase
+    tasks: LoadedTasks
+    settings: Settings
+    subject: Mapping[str, Any]
+    adapter: Source | None = None
+    plan: Plan | None = None
+    max_rank: int | None = None
+    max_error: float | None = None
+    inputs: tuple[str | Path | None, ...] = ()
+
+    def preview(self) -> list[TaskPreview]:
+        """The documents, the requests and the first prompt of each task; see `preview.preview`."""
+        from adapterswap.experiments.evaluation.evaluating import preview
+
+        return preview(self.base.tokenizer, self.base.config, self.tasks, self.settings)
+
+    def run(
+        self,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        out_path: str | Path | None = None,
+        overwrite: bool = False,
+        processes: Processes | None = None,
+        on_loaded: Callable[[], None] = lambda: None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> EvaluationResult:
+        """Load the model, evaluate it, and write the result to `out_path` if set.
+
+        Args:
+            device, dtype, out_path, overwrite, processes, on_progress: see `adapterswap.evaluate`.
+            on_loaded: called when the weights are loaded.
+        """
+        if self.settings.engine == "vllm":
+            if processes is not None and processes.count > 1:
+                raise one_engine(processes.count)
+            result = self._in_vllm(device, dtype, on_loaded, on_progress)
+        else:
+            with load_subject(
+                self.base, adapter=self.adapter, plan=self.plan, max_rank=self.max_rank, max_error=self.max_error,
+                device=device, dtype=dtype,
+            ) as model:  # fmt: skip
+                on_loaded()
+                result = evaluating.evaluate(
+                    model, self.base.tokenizer, self.tasks, self.settings, processes=processes, on_progress=on_progress
+                )
+        if out_path is not None and (processes is None or processes.main):
+            write_result(result, out_path, subject=self.subject, overwrite=overwrite, inputs=self.inputs)
+        return result
+
+    def _in_vllm(
+        self, device: str, dtype: str, on_loaded: Callable[[], None], on_progress: Callable[[int, int], None] | None
+    ) -> EvaluationResult:
+        """The result by vLLM; an adapter is composed with nothing, so that vLLM gets a layout that it reads."""
+        from adapterswap.experiments.evaluation.asking import Job, Questions, evaluated, written
+        from adapterswap.experiments.evaluation.vllm_engine import VLLMEngine, fits_vllm, needs_of, shapes_of
+
+        require("vllm")
+        plan, base = self.plan, self.base
+        name = "the adapter" if self.adapter is not None else "the composition"
+        if self.adapter is not None:
+            check_base_weights({str(self.adapter): recorded_base(self.adapter.folder)}, base.source)
+            alone = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
+            plan = make_plan(alone, {"adapter": read_adapter(self.adapter)}, num_layers=_depth(base))
+        output = {name: value for name in ("max_rank", "max_error") if (value := getattr(self, name)) is not None}
+        shapes = shapes_of(base)
+        full = plan is not None and not all(fits_vllm(one, name, shapes) for name, one in plan.adapters.items())
+        questions = Questions(base, self.tasks, self.settings)
+        requests = questions.requests()
+        needs = needs_of({} if plan is None or full else {name: (plan, output)}, requests, 1, shapes)
+        arguments, seed = self.settings.engine_args, self.settings.seed
+        with VLLMEngine(base, needs, arguments, device=device, dtype=dtype, seed=seed) as engine:
+            on_loaded()
+            place = partial(written, plan, output, full=full, base_model=base.reference)
+            ((result, _),) = evaluated(engine, [Job(name, place, questions, requests)], on_progress=on_progress)
+        return result
+
+
+def one_engine(processes: int) -> ArgumentError:
+    """The refusal of several processes that would each start an engine."""
+    return ArgumentError(
+        f"{processes} processes were started, and each would start an engine",
+        "Start one process; vLLM uses several devices with `engine_args.tensor_parallel_size`",
+        parameter="engine",
+    )
+
+
+def evaluate(
+    base_model: str | Path,
+    tasks: str | Sequence[str],
+    *,
+    adapter: Adapter | str | Path | None = None,
+    plan: Plan | None = None,
+    max_rank: int | None = None,
+    max_error: float | None = None,
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    batch_size: int = 8,
+    max_gen_toks: int = 512,
+    gen_kwargs: Mapping[str, Any] | None = None,
+    apply_chat_template: bool = False,
+    system_instruction: str | None = None,
+    truncate: bool = False,
+    include_path: str | Path | None = None,
+    trust_task_code: bool = False,
+    confirm_run_unsafe_code: bool = False,
+    language_fidelity: bool = False,
+    engine: str = "transformers",
+    engine_args: Mapping[str, Any] | None = None,
+    sampling_seed: int = SEED,
+    device: str = "auto",
+    dtype: str = "auto",
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+    processes: Processes | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> EvaluationResult:
+    """Evaluate a base, an adapter on it or a composition on it with lm-evaluation-harness.
+
+    For a model in memory see `adapterswap.experiments.evaluation.evaluate`.
+
+    Args:
+        base_model: the base: a folder or Hub id.
+        tasks: names of tasks, as a list or separated by commas.
+        adapter: an adapter of any kind that PEFT can load: opened, a folder or a Hub id.
+        plan: a composition of adapters, instead of `adapter`. With neither, the base alone is evaluated.
+        max_rank, max_error: truncate the composition; see `write_adapter`.
+        num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction, truncate,
+            include_path, trust_task_code, confirm_run_unsafe_code, language_fidelity, engine, engine_args: see
+            `Settings` in `adapterswap.experiments.evaluation`.
+        sampling_seed: for shots and for sampling.
+        device: where torch computes: auto, cpu, cuda, cuda:N or mps.
+        dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
+        out_path: a folder to write results.json and samples.jsonl to; nothing is written by default.
+        overwrite: replace that folder if an evaluation wrote it.
+        processes: the processes that evaluate together, from `adapterswap.kit.processes.joined`; by default only
+            this one.
+        on_progress: called with the number of finished requests and the total.
+
+    Returns:
+        Scores with standard errors, and every sample.
+
+    Raises:
+        ArgumentError: both an adapter and a plan; bounds without a plan; unknown tasks; settings out of their range.
+        BaseModelError, ExpertError, NotFoundError: the base or the adapter cannot be opened, or they do not fit each
+            other.
+        OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+            written.
+        DependencyError: the `eval` extra is not installed, or vLLM for `engine="vllm"`.
+        RunError: vLLM does not start, or fails.
+        AdapterswapError: a plan of full weights; see also `load_subject` and `evaluation.evaluate`.
+    """
+    settings = Settings(
+        num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks,
+        gen_kwargs=gen_kwargs or {}, apply_chat_template=apply_chat_template, system_instruction=system_instruction,
+        truncate=truncate, include_path=include_path, trust_task_code=trust_task_code,
+        confirm_run_unsafe_code=confirm_run_unsafe_code, seed=sampling_seed, language_fidelity=language_fidelity,
+        engine=engine, engine_args=engine_args or {},
+    )  # fmt: skip
+    prepared = prepare_evaluation(
+        base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
+        out_path=out_path, overwrite=overwrite,
+    )  # fmt: skip
+    return prepared.run(
+        device=device, dtype=dtype, out_path=out_path, overwrite=overwrite, processes=processes, on_progress=on_progress
+    )
+
+
+def prepare_evaluation(
+    base_model: str | Path,
+    tasks: str | Sequence[str],
+    *,
+    adapter: Adapter | str | Path | None = None,
+    plan: Plan | None = None,
+    max_rank: int | None = None,
+    max_error: float | None = None,
+    settings: Settings | None = None,
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+) -> Evaluation:
+    """Open and check everything that `evaluate` needs, except the weights; the arguments are `evaluate`'s."""
+    check_type(base_model, (str, Path), "base_model", "Pass a local folder or a Hub id such as org/name")
+    check_type(plan, (Plan, type(None)), "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
+    check_type(
+        adapter, (Adapter, str, Path, type(None)), "adapter", "Pass a local folder, a Hub id or an opened adapter"
+    )
+    settings = settings or Settings()
+    names = [name for name in tasks.split(",") if name] if isinstance(tasks, str) else list(tasks)
+    check_task_names(names, settings.include_path)
+    if adapter is not None and plan is not None:
+        raise ArgumentError(
+            "`adapter` cannot be combined with a composition", "Pass either `adapter` or `plan`", parameter="plan"
+        )
+    if plan is None and (max_rank is not None or max_error is not None):
+        name = "max_rank" if max_rank is not None else "max_error"
+        raise ArgumentError(f"`{name}` can only be used with a composition", "Pass `plan` as well", parameter=name)
+    if plan is not None:
+        plan.check_adapter()
+    source = adapter.source if isinstance(adapter, Adapter) else find_adapter(str(adapter)) if adapter else None
+    inputs: list[str | Path | None] = [base_model, source.folder if source else None, settings.include_path]
+    inputs += plan.inputs if plan else []
+    if out_path is not None:
+        check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
+    base = open_base(str(base_model))
+    settings.check(base.tokenizer)
+    loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
+    if settings.language_fidelity:
+        check_languages(loaded["tasks"])
+    subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
+    return Evaluation(base, loaded, settings, subject, source, plan, max_rank, max_error, (*inputs, base.source.folder))

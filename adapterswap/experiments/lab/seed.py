@@ -1,0 +1,296 @@
+"""One seed of the lab, from base to scores: a base, two experts, their compositions, exact match of greedy answers.
+
+Experts are trained by `adapterswap.experiments.training` and composed by the library's plans and `LiveComposer`. The
+swap's b and u and the tuned sum's scale λ are chosen on the development set; nothing is chosen on the test set.
+
+The greedy answer is right exactly if each token of the right answer is the most likely one after the right tokens
+before it. So all positions are compared at once, with the right answer as input.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapterswap.core.experts.adapter import open_adapter
+from adapterswap.core.planning.composing import layer_swap, soup, task_arithmetic
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.writing.adapter import write_adapter
+from adapterswap.engines.live import LiveComposer, load_experts
+from adapterswap.experiments.lab.bases import BOS, EOS, NUM_LAYERS, PAD, ids_of, padded, shipped_file, write_base
+from adapterswap.experiments.lab.scenes import Scene, draw_problems, language_rows, math_rows
+from adapterswap.experiments.lab.tasks import LabRow
+from adapterswap.experiments.lab.world import LANGUAGES
+
+if TYPE_CHECKING:
+    from adapterswap.experiments.lab.world import WordProblem
+
+_BATCH = 250
+
+
+class Questions:
+    """Problems in one language, tokenised and batched once for many models.
+
+    Attributes:
+        number: how many problems.
+        batches: per batch the indices of its problems, the ids (problems, tokens), and a mask (problems, tokens - 1) of
+            the answers' tokens with the end of sequence, shifted by one like the model's predictions.
+    """
+
+    def __init__(self, problems: Sequence[WordProblem], language: str) -> None:
+        prompts = [[BOS, *ids_of(problem.prompt(language))] for problem in problems]
+        answers = [[*ids_of(problem.answer), EOS] for problem in problems]
+        order = sorted(range(len(problems)), key=lambda i: len(prompts[i]) + len(answers[i]))
+        self.number = len(problems)
+        self.batches: list[tuple[list[int], Any, Any]] = []
+        for start in range(0, len(order), _BATCH):
+            chosen = order[start : start + _BATCH]
+            ids = padded([prompts[i] + answers[i] for i in chosen], PAD)
+            in_answer = padded([[0] * (len(prompts[i]) - 1) + [1] * len(answers[i]) for i in chosen], 0).bool()
+            self.batches.append((chosen, ids, in_answer))
+
+
+def exact_match(model: Any, questions: Questions) -> NDArray[np.bool_]:
+    """Whether the model's greedy answer to each problem is right in every token (problems,)."""
+    import torch
+
+    right = np.zeros(questions.number, bool)
+    with torch.inference_mode():
+        for chosen, ids, in_answer in questions.batches:
+            likeliest = model(input_ids=ids).logits[:, :-1].argmax(-1)
+            right[chosen] = ((likeliest == ids[:, 1:]) | ~in_answer).all(-1).numpy()
+    return right
+
+
+# In the order of the table, with descriptions.
+METHODS = {
+    "base": "the pretrained model",
+    "math expert": "rsLoRA on English word problems",
+    "language expert": "rsLoRA on generic xx tasks",
+    "soup": "½ math + ½ language, in every layer",
+    "sum": "math + language, in every layer",
+    "tuned sum": "λ (math + language), with λ chosen on the development set",
+    "layer swap": "bottom b and top u layers from language, the middle from math",
+    "inverse swap": "the same b and u, with the experts exchanged",
+    "reset": "the same b and u, with the outer layers reset to the base",
+}
+
+# (b, u). (0, 0) is the math expert alone: scored for comparison, but never chosen.
+ZONES = tuple((bottom, top) for bottom in range(5) for top in range(3) if bottom + top < NUM_LAYERS)
+SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
+
+# Found on the development set: a minute of training, enough to learn the words without harming other skills.
+_ADAPTER = {"r": 8, "alpha": 16, "rslora": True}
+_TRAINING = {
+    "batch_size": 32, "gradient_accumulation": 1, "schedule": "cosine", "warmup": 0.05,
+    "adam_beta2": 0.99, "max_length": 128, "device": "cpu", "save_every_samples": None, "logging_steps": 50,
+}  # fmt: skip
+
+LEARNING_RATES = {"math": 1.5e-3, "language": 8e-4}
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of problems."""
+
+    development: int = 500
+    test: int = 1500
+
+
+DEFAULT_SIZES = Sizes()
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """The results of one seed.
+
+    Attributes:
+        grid: accuracy on the xx development set by (b, u).
+        scales: accuracy on the xx development set by λ.
+        bottom, top, scale: the best of each there; among equals the fewest layers and the largest λ.
+        right: method → language → whether each test problem was answered correctly (problems,).
+        unfamiliar: per test problem, how many of its verbs and number words the base hardly knows in xx (problems,).
+        losses: expert → its last training loss.
+    """
+
+    seed: int
+    grid: dict[tuple[int, int], float]
+    scales: dict[float, float]
+    bottom: int
+    top: int
+    scale: float
+    right: dict[str, dict[str, NDArray[np.bool_]]]
+    unfamiliar: NDArray[np.int64]
+    losses: dict[str, float]
+
+
+def run_seed(
+    scene: Scene,
+    seed: int,
+    folder: Path,
+    *,
+    rebuild_base: bool = False,
+    sizes: Sizes = DEFAULT_SIZES,
+    tell: Tell = lambda step, share: None,
+) -> SeedResult:
+    """Train and evaluate one seed; the base, the experts, the composed adapter and the training rows stay in `folder`.
+
+    Args:
+        folder: a missing or empty folder, for base/, math/, language/, math+language/, math.jsonl and language.jsonl.
+        rebuild_base: pretrain the base even if it is shipped.
+        sizes: numbers of problems.
+        tell: called with the current step, and with the finished share of the seed.
+    """
+    from adapterswap.experiments.training.run import isolated
+
+    pretrains = rebuild_base or not shipped_file(scene, seed).exists()
+    # The share of a seed's time at which each part begins.
+    math, language, compositions = (0.7, 0.72, 0.83) if pretrains else (0.0, 0.15, 0.65)
+    folder.mkdir(parents=True, exist_ok=True)
+    tell("base", 0.0)
+    with isolated():
+        write_base(
+            scene, seed, folder / "base", rebuild=pretrains,
+            progress=lambda step, steps: tell("pretraining the base", math * step / steps),
+        )  # fmt: skip
+    losses = {}
+    for name, rows, begin, end in (
+        ("math", math_rows(scene, seed), math, language),
+        ("language", language_rows(scene, seed), language, compositions),
+    ):
+        tell(f"{name} expert", begin)
+        move = partial(_within, tell, f"{name} expert", begin, end)
+        losses[name] = _train(folder, name, rows, seed, move)
+    tell("development set", compositions)
+    with isolated():
+        judge = _LoadedPair(folder)
+        development = Questions(draw_problems(scene, "development", sizes.development), "xx")
+        judged = count(1)
+        half = partial(_within, tell, "development set", compositions, (1 + compositions) / 2)
+
+        def accuracy(plan: Plan) -> float:
+            value = judge.accuracy(plan, development)
+            half(next(judged), len(ZONES) + len(SCALES))
+            return value
+
+        grid = {zone: accuracy(judge.swap(*zone)) for zone in ZONES}
+        scales = {scale: accuracy(judge.sum(scale)) for scale in SCALES}
+        bottom, top = max(ZONES[1:], key=lambda zone: (grid[zone], -sum(zone)))
+        scale = max(scales, key=lambda scale: (scales[scale], scale))
+        tell("test set", (1 + compositions) / 2)
+        plans = judge.plans(bottom, top, scale)
+        problems = draw_problems(scene, "test", sizes.test)
+        tests = {language: Questions(problems, language) for language in LANGUAGES}
+        right = {
+            name: {language: judge.right(plan, questions) for language, questions in tests.items()}
+            for name, plan in plans.items()
+        }
+    write_adapter(judge.swap(bottom, top), folder / "math+language")
+    unfamiliar = np.array([len(problem.key_words & scene.unfamiliar) for problem in problems])
+    return SeedResult(seed, grid, scales, bottom, top, scale, right, unfamiliar, losses)
+
+
+def _within(tell: Tell, step: str, begin: float, end: float, done: int, total: int) -> None:
+    """Tell how far a part of the seed is, between the shares at which it begins and ends."""
+    tell(step, begin + (end - begin) * done / total)
+
+
+def _train(folder: Path, name: str, rows: Iterable[LabRow], seed: int, progress: Callable[[int, int], None]) -> float:
+    """Train the expert `name` of the base in `folder`, and return its last training loss."""
+    return train_expert(
+        folder / "base", folder / name, rows, seed, learning_rate=LEARNING_RATES[name], progress=progress
+    )
+
+
+def train_expert(
+    base: Path,
+    out_path: Path,
+    rows: Iterable[LabRow],
+    seed: int,
+    *,
+    learning_rate: float,
+    progress: bool | Callable[[int, int], None] = False,
+    fields: Mapping[str, object] = {},
+    **options: object,
+) -> float:
+    """Train an expert with the lab's options; its rows are kept next to it in NAME.jsonl.
+
+    Args:
+        base: the base's folder.
+        out_path: the folder to write.
+        progress: see `train`.
+        fields: further fields of the recipe, such as `start`.
+        options: `TrainingOptions` that override the lab's.
+
+    Returns:
+        The last training loss.
+    """
+    from adapterswap.experiments.training import TrainRecipe, train
+
+    path = out_path.with_name(f"{out_path.name}.jsonl")
+    lines = (json.dumps({"prompt": row.prompt, "completion": row.completion}) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+    recipe = TrainRecipe.model_validate(
+        {
+            "base_model": str(base),
+            "adapter": _ADAPTER,
+            "datasets": [{"path": str(path), "prompt": "{prompt}", "completion": " {completion}"}],
+            "training": {**_TRAINING, "learning_rate": learning_rate, "seed": seed, "data_seed": seed, **options},
+            **fields,
+        }
+    )
+    return train(recipe, out_path=out_path, progress=progress).train_losses[-1][1]
+
+
+class _LoadedPair:
+    """A base with both experts loaded, and the plans and scores of their compositions."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.math, self.language = open_adapter(folder / "math"), open_adapter(folder / "language")
+        model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+        self.model = load_experts(model, self.sum(1.0))
+        self.composer = LiveComposer(self.model)
+
+    def swap(self, bottom: int, top: int) -> Plan:
+        language = self.language if bottom + top else BASE
+        return layer_swap(self.math, language, num_layers=NUM_LAYERS, bottom=bottom, top=top)
+
+    def sum(self, scale: float) -> Plan:
+        return task_arithmetic(self.math, self.language, num_layers=NUM_LAYERS, scale=scale)
+
+    def plans(self, bottom: int, top: int, scale: float) -> dict[str, Plan | None]:
+        """Method → plan; None is the base. An expert alone is a swap without any layer of the other."""
+        return {
+            "base": None,
+            "math expert": self.swap(0, 0),
+            "language expert": layer_swap(self.language, BASE, num_layers=NUM_LAYERS, bottom=0, top=0),
+            "soup": soup(self.math, self.language, num_layers=NUM_LAYERS),
+            "sum": self.sum(1.0),
+            "tuned sum": self.sum(scale),
+            "layer swap": self.swap(bottom, top),
+            "inverse swap": layer_swap(self.language, self.math, num_layers=NUM_LAYERS, bottom=bottom, top=top),
+            "reset": layer_swap(self.math, BASE, num_layers=NUM_LAYERS, bottom=bottom, top=top),
+        }
+
+    def right(self, plan: Plan | None, questions: Questions) -> NDArray[np.bool_]:
+        if plan is None:
+            with self.model.disable_adapter():
+                return exact_match(self.model, questions)
+        with self.composer.use(plan):
+            return exact_match(self.model, questions)
+
+    def accuracy(self, plan: Plan, questions: Questions) -> float:
+        return float(self.right(plan, questions).mean())

@@ -1,0 +1,229 @@
+"""Run seeds in parallel, each in its own process, and combine their results: means, spreads, paired differences.
+
+A seed is a base and its experts, so seeds are independent; they share their problems. Each seed runs on one thread, so
+its numbers do not depend on how many run at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapterswap.experiments.lab.scenes import Scene
+from adapterswap.experiments.lab.seed import DEFAULT_SIZES, SeedResult, Sizes, run_seed
+from adapterswap.kit.errors import RunError
+
+_NORMAL = 1.959964
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A score over seeds.
+
+    Attributes:
+        values: one per seed.
+        mean: their mean.
+        spread: their standard deviation (n - 1); None for one seed.
+        interval: half of the 95 % t interval of the mean over seeds; None for one seed.
+    """
+
+    values: tuple[float, ...]
+    mean: float
+    spread: float | None
+    interval: float | None
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """One method's accuracy minus another's, paired.
+
+    Attributes:
+        over_seeds: the summary of the seeds' differences.
+        over_problems: per seed, half of the 95 % interval of the difference over problems (paired, normal).
+        won, lost: numbers of seeds whose difference is above or below zero by more than that.
+    """
+
+    over_seeds: Summary
+    over_problems: tuple[float, ...]
+    won: int
+    lost: int
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Mean, standard deviation and the t interval t·s/√n."""
+    from scipy import stats
+
+    array = np.asarray(values, float)
+    number = len(array)
+    if number < 2:
+        return Summary(tuple(values), float(array.mean()), None, None)
+    spread = float(array.std(ddof=1))
+    return Summary(
+        tuple(values), float(array.mean()), spread, float(stats.t.ppf(0.975, number - 1)) * spread / number**0.5
+    )
+
+
+def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool_]]) -> PairedDifference:
+    """Compare two methods' answers.
+
+    Args:
+        one, other: per seed, whether each problem was answered correctly (problems,); the same problems in both.
+    """
+    pairs = [a.astype(float) - b.astype(float) for a, b in zip(one, other, strict=True)]
+    means = [float(pair.mean()) for pair in pairs]
+    halves = tuple(_NORMAL * float(pair.std(ddof=1)) / len(pair) ** 0.5 for pair in pairs)
+    return PairedDifference(
+        summarize(means),
+        halves,
+        won=sum(mean > half for mean, half in zip(means, halves, strict=True)),
+        lost=sum(mean < -half for mean, half in zip(means, halves, strict=True)),
+    )
+
+
+SeedReporter = Callable[[int, str, float], None]
+_Result = TypeVar("_Result")
+_SeedFunction = Callable[[int, Callable[[str, float], None]], _Result]
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Study:
+    """The results of all seeds. Accuracies are shares of the test problems, 0…1."""
+
+    scene: Scene
+    seeds: tuple[SeedResult, ...]
+
+    def score(self, method: str, language: str) -> Summary:
+        """A method's accuracy over seeds."""
+        return summarize([float(seed.right[method][language].mean()) for seed in self.seeds])
+
+    def against(self, method: str, *, language: str = "xx", than: str = "layer swap") -> PairedDifference:
+        """How much better `than` is than `method`, paired by seed and by problem."""
+        return difference(
+            [seed.right[than][language] for seed in self.seeds], [seed.right[method][language] for seed in self.seeds]
+        )
+
+    def by_unfamiliar(self, method: str) -> dict[str, Summary]:
+        """A method's accuracy in xx on problems with 0, 1, and 2 or more unfamiliar words, if there are any."""
+        counts = self.seeds[0].unfamiliar
+        groups = {"0": counts == 0, "1": counts == 1, "2+": counts >= 2}
+        return {
+            label: summarize([float(seed.right[method]["xx"][chosen].mean()) for seed in self.seeds])
+            for label, chosen in groups.items()
+            if chosen.any()
+        }
+
+
+def run_study(
+    scene: Scene,
+    seeds: int,
+    folder: Path,
+    *,
+    rebuild_base: bool = False,
+    sizes: Sizes = DEFAULT_SIZES,
+    jobs: int | None = None,
+    tell: SeedReporter = lambda seed, step, share: None,
+) -> Study:
+    """Run seeds 0…`seeds`-1, each in `folder`/seed-N.
+
+    Args:
+        rebuild_base: pretrain the bases even if they are shipped.
+        sizes: numbers of problems.
+        jobs: seeds at once; by default as many as there are cores.
+        tell: called with a seed, its current step, and its finished share.
+    """
+    run_one = partial(_run_one, scene, folder, rebuild_base, sizes)
+    return Study(scene, tuple(run_seeds(run_one, range(seeds), jobs=jobs, tell=tell)))
+
+
+def run_seeds(
+    function: _SeedFunction[_Result],
+    seeds: Sequence[int],
+    *,
+    jobs: int | None = None,
+    tell: SeedReporter = lambda seed, step, share: None,
+) -> list[_Result]:
+    """The results of `function(seed, tell)` for each seed, each in its own process, on one thread.
+
+    Args:
+        function: a function that can be pickled.
+        jobs, tell: as for `run_study`.
+    """
+    context = multiprocessing.get_context("spawn")  # a forked torch may hang
+    news: Any = context.Queue()
+    workers = max(1, min(len(seeds), jobs or os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(news,)) as pool:
+        futures = {seed: pool.submit(_run, function, seed) for seed in seeds}
+        try:
+            _follow(futures, news, tell)
+            return [future.result() for future in futures.values()]
+        except BrokenProcessPool:
+            raise RunError(
+                "a seed's process was killed", "Free some memory, or use fewer `jobs`", parameter="jobs"
+            ) from None
+        finally:
+            for future in futures.values():
+                future.cancel()
+
+
+_news: Any = None  # in a worker process: the queue to the parent
+
+
+def _begin(news: Any) -> None:
+    """Set up a worker process: its queue, one thread, and no traceback when the user interrupts."""
+    global _news
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    _news = news
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent process ends; if it was killed, the worker would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _run(run_one: _SeedFunction[_Result], seed: int) -> _Result:
+    def tell(step: str, share: float) -> None:
+        _news.put((seed, step, share))
+
+    return run_one(seed, tell)
+
+
+def _run_one(
+    scene: Scene, folder: Path, rebuild_base: bool, sizes: Sizes, seed: int, tell: Callable[[str, float], None]
+) -> SeedResult:
+    return run_seed(scene, seed, folder / f"seed-{seed}", rebuild_base=rebuild_base, sizes=sizes, tell=tell)
+
+
+def _follow(futures: dict[int, Future[_Result]], news: Any, tell: SeedReporter) -> None:
+    """Pass on the workers' news until all have finished or one has failed."""
+    pending = set(futures.values())
+    while pending and not any(future.done() and future.exception() for future in futures.values()):
+        _, pending = wait(pending, timeout=_POLL_SECONDS)
+        while True:
+            try:
+                tell(*news.get_nowait())
+            except queue.Empty:
+                break
+    for seed, future in futures.items():
+        if future.done() and not future.exception():
+            tell(seed, "done", 1.0)

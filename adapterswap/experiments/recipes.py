@@ -1,0 +1,211 @@
+"""Recipes as files: list the shipped ones, check one, resolve what it extends, and make a copy to edit.
+
+Each kind of recipe is checked by the model of its fields. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from ruamel.yaml.comments import CommentedMap
+
+from adapterswap.core.planning.checks import check_names, check_rules
+from adapterswap.core.planning.composition import Composition
+from adapterswap.experiments.sweeps.grid import composition_of, make_cells
+from adapterswap.experiments.sweeps.recipe import SWEEP_PATHS, SweepRecipe, SweepTasks, target_groups
+from adapterswap.experiments.training.recipe import ROW_PATHS, TrainRecipe
+from adapterswap.kit.errors import AdapterswapError, CompositionError, FieldError, NotFoundError, Problems
+from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.yaml import (
+    Layer,
+    dump_yaml,
+    find_fragment,
+    load_layers,
+    near_names,
+    read_content,
+    round_trip,
+    shipped_recipes,
+    take_names,
+    validate,
+    writer,
+)
+
+_DEPTH = 512  # layers to assume if a recipe does not say how many its base has: more than any model has
+_COMMENTS_AT = 60  # the column of comments; after a longer line they follow directly
+
+
+@dataclass(frozen=True)
+class RecipeKind:
+    """A kind of recipe.
+
+    Attributes:
+        model: what checks it.
+        mark: a key that every recipe of this kind has, and no recipe of another kind.
+        paths: its keys that may be local paths, as in `read_content`.
+        check: raises the other errors that the command would raise before it reads a model.
+    """
+
+    model: type[BaseModel]
+    mark: str
+    paths: tuple[str, ...]
+    check: Callable[[Any], None] = lambda recipe: None
+
+
+def _check_composition(composition: Composition) -> None:
+    problems = Problems(CompositionError)
+    check_names(composition.expert_names, composition.experts, problems, composition.allocation)
+    num_layers = composition.num_layers or _DEPTH
+    with problems.collect():
+        check_rules(composition.rules(num_layers), num_layers, problems)
+    problems.raise_if_any()
+
+
+def _check_sweep(recipe: SweepRecipe) -> None:
+    target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
+    num_layers = recipe.num_layers or _DEPTH
+    problems = Problems(CompositionError)
+    for cell in make_cells(recipe, SweepTasks(target, tuple(recipe.retention)), num_layers).cells:
+        composition = composition_of(cell)
+        if composition is not None:
+            with problems.collect():
+                composition.rules(num_layers)
+    problems.raise_if_any()
+
+
+_KINDS = {
+    "train": RecipeKind(TrainRecipe, "datasets", ROW_PATHS),
+    "compose": RecipeKind(Composition, "experts", ("experts.*",), _check_composition),
+    "sweep": RecipeKind(SweepRecipe, "task_experts", SWEEP_PATHS, _check_sweep),
+}
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """A recipe that comes with adapterswap: `about` is the first line of its comment."""
+
+    name: str
+    kind: str
+    about: str
+
+
+def list_recipes() -> list[ShippedRecipe]:
+    """The shipped recipes: whole ones (train, compose, sweep) and fragments (models, data, regimes)."""
+    return [
+        ShippedRecipe(name, name.partition("/")[0], path.read_text("utf-8").partition("\n")[0].removeprefix("# "))
+        for name, path in shipped_recipes().items()
+    ]
+
+
+def check_recipe(path: Path) -> str:
+    """Check the recipe at `path` and return its kind: train, compose or sweep."""
+    layers = load_layers(path)
+    keys = {key for layer in layers for key in layer.content}
+    kinds = [name for name, kind in _KINDS.items() if kind.mark in keys]
+    if len(kinds) != 1:
+        marks = ", ".join(f"`{kind.mark}` ({name})" for name, kind in _KINDS.items())
+        raise FieldError(
+            f"{path} must have exactly one of these keys, but has {'several' if kinds else 'none'}: {marks}",
+            "Pass a whole recipe; to check a fragment, check a recipe that extends it",
+            parameter="path",
+        )
+    kind = _KINDS[kinds[0]]
+    content, layers = read_content(path, paths=kind.paths)
+    recipe = validate(content, kind.model, where=str(path), layers=layers)
+    try:
+        kind.check(recipe)
+    except AdapterswapError as error:
+        raise error.within(str(path)) from None
+    return kinds[0]
+
+
+def resolve_recipe(path: Path) -> tuple[dict[str, Any], str]:
+    """The recipe at `path` with what it extends: as data, and as YAML with a comment that names each line's file."""
+    content, layers = read_content(path, paths=[pattern for kind in _KINDS.values() for pattern in kind.paths])
+    names: dict[Path | None, str] = {file: name for name, file in shipped_recipes().items()}
+    return content, dump_yaml(_commented(content, (), layers, names))
+
+
+def _commented(
+    content: dict[str, Any], location: tuple[str, ...], layers: Sequence[Layer], names: dict[Path | None, str]
+) -> CommentedMap:
+    """`content` with a comment after each key that names the file that set it."""
+    mapping = CommentedMap(content)
+    for key, value in content.items():
+        here = (*location, key)
+        written = {writer(layers, place) for place in _leaves(value, here)}
+        if isinstance(value, dict) and len(written) > 1:
+            mapping[key] = _commented(value, here, layers, names)
+        else:
+            (source,) = written
+            mapping.yaml_add_eol_comment(names.get(source, str(source)), key, column=_COMMENTS_AT)
+    return mapping
+
+
+def _leaves(value: Any, location: tuple[str, ...]) -> list[tuple[str, ...]]:
+    if isinstance(value, dict) and value:
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*location, key))]
+    return [location]
+
+
+def standalone_copy(names: Sequence[str]) -> dict[str, str]:
+    """The shipped recipes `names` and all that they extend, as relative path → text.
+
+    The files extend each other by relative paths, so you can put them anywhere, and they need no shipped recipe.
+    """
+    shipped = shipped_recipes()
+    problems = Problems(NotFoundError)
+    for name in names:
+        if name not in shipped:
+            problems.add(f"There is no shipped recipe {name!r}", f"Use {near_names(name)}", parameter="names")
+    problems.raise_if_any()
+    places = {file: f"{name}.yaml" for name, file in shipped.items()}
+    files = {layer.path for name in names for layer in load_layers(shipped[name])}
+    return {places[file]: _with_relative_names(file, places) for file in sorted(files)}
+
+
+COPIES = OutputKind(None, names=lambda: [f"{name}.yaml" for name in shipped_recipes()])
+"""The output of `recipes cp`."""
+
+
+def copy_recipes(
+    names: Sequence[str], folder: str | Path, *, overwrite: bool = False, dry_run: bool = False
+) -> list[str]:
+    """Write `standalone_copy(names)` into a folder.
+
+    Args:
+        names: shipped recipes.
+        folder: the folder to write; it appears whole or not at all.
+        overwrite: replace the folder, if it holds only copies of shipped recipes.
+        dry_run: check everything, but write nothing.
+
+    Returns:
+        The files' paths within the folder.
+    """
+    files = standalone_copy(names)
+    inputs = shipped_recipes().values()
+    if dry_run:
+        check_target(folder, kind=COPIES, overwrite=overwrite, inputs=inputs)
+    else:
+        with atomic_folder(folder, kind=COPIES, overwrite=overwrite, inputs=inputs) as place:
+            for name, text in files.items():
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
+                (place / name).write_text(text, encoding="utf-8")
+    return list(files)
+
+
+def _with_relative_names(file: Path, places: dict[Path, str]) -> str:
+    """The text of a shipped recipe, comments included, with relative paths in its `extends`."""
+    yaml, text = round_trip(), io.StringIO()
+    content = yaml.load(file.read_text(encoding="utf-8"))
+    if "extends" in content:
+        fragments = [places[find_fragment(name, file)] for name in take_names(dict(content), file)]
+        content["extends"] = [os.path.relpath(place, Path(places[file]).parent) for place in fragments]
+    yaml.default_flow_style = None  # the new list goes on one line; the rest keeps its style
+    yaml.dump(content, text)
+    return text.getvalue()

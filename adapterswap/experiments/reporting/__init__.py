@@ -1,0 +1,13 @@
+"""Statistics over a sweep or a lab run, and the report that shows them.
+
+`open_source` reads a run's folder, `make_report` computes the report, and `write_report` writes it. Importing this
+package imports neither scipy nor jinja2.
+"""
+
+from __future__ import annotations
+
+from adapterswap.experiments.reporting.reading import ReportSource, lab_source, open_source
+from adapterswap.experiments.reporting.report import Report, make_report
+from adapterswap.experiments.reporting.writing import write_files, write_report
+
+__all__ = ["Report", "ReportSource", "lab_source", "make_report", "open_source", "write_files", "write_report"]

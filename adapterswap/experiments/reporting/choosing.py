@@ -1,0 +1,332 @@
+"""The cells that represent a method, what enters the statistics, and the course of a selection.
+
+Methods are averaged over units: pairs of experts, single experts or seeds. Single experts, the base and controls are
+left out of tests over methods: they differ from compositions for other reasons than those under test, and every method
+that is far from the others raises Friedman's χ².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, best_of
+from adapterswap.kit.errors import ArgumentError, did_you_mean
+
+Unit = tuple[str | None, str | None, str | None, str | None]
+"""(task expert, language expert, variant, experts of other roles), each None if absent. The names of several experts
+of a side are joined by +. A variant is a seed of the lab, or one of several adapters in a row of their own."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cells, one per unit, that represent a family on a task.
+
+    Attributes:
+        family: the method.
+        kind: `only` if each unit has one configuration; `default`; `selected`, the best on the selection documents; or
+            `none` if there is neither a default nor a split, so only `best` can be reported.
+        cells: unit → finished cell.
+        best: unit → cell for the papers' protocol. For `selected` and `none` it is the best on all documents, including
+            the reported ones; otherwise it is the same as in `cells`.
+        expected: how many units the run asks for.
+    """
+
+    family: str
+    kind: str
+    cells: Mapping[Unit, CellResult]
+    best: Mapping[Unit, CellResult]
+    expected: int
+
+    @property
+    def label(self) -> str:
+        return {"default": f"{self.family}, default", "selected": f"{self.family}, selected"}.get(
+            self.kind, self.family
+        )
+
+
+def unit_of(cell: Cell) -> Unit:
+    task, language, others = (
+        "+".join(names) or None for names in (cell.task_expert, cell.language_expert, cell.other_experts)
+    )
+    alone = cell.composition and task is language is others is None
+    return task, language, cell.short.partition("@")[0] if alone else None, others
+
+
+def rungs_of(run: Run) -> dict[str, tuple[str, int]]:
+    """Each expert that is a checkpoint of a ladder → the ladder and the step."""
+    return {
+        name: (ladder, int(step))
+        for name, described in run.described.get("experts", {}).items()
+        for ladder, _, step in [name.rpartition("-")]
+        if step.isdecimal() and described.get("source") == f"checkpoint-{step}"
+    }
+
+
+def as_trained(units: Iterable[Unit], run: Run) -> list[Unit]:
+    """The units by training runs: checkpoints of one run are not independent experts, so a ladder is one."""
+    rungs = rungs_of(run)
+
+    def run_of(side: str | None) -> str | None:
+        return side and "+".join(rungs.get(name, (name,))[0] for name in side.split("+"))
+
+    return [(run_of(task), run_of(language), variant, run_of(others)) for task, language, variant, others in units]
+
+
+def has_split(task: TaskInfo) -> bool:
+    """Whether configurations can be selected on some documents and reported on others."""
+    return bool(task.select and task.report)
+
+
+def reported(task: TaskInfo) -> tuple[int, ...]:
+    """The documents whose scores are reported: the report part, or all documents if there is no split."""
+    return task.report if has_split(task) else tuple(range(task.num_docs))
+
+
+def score(result: CellResult, task: TaskInfo, part: str = "report") -> float | None:
+    """A cell's primary score on the documents of a part: `select`, `report` or `all`.
+
+    Corpus-level scores (BLEU, chrF++) are the same for `report` and `all`, and None for `select`.
+    """
+    value = result.results.get(task.name)
+    if value is None:
+        return None
+    if not value.docs:
+        return None if part == "select" else value.value
+    return value.mean_over({"select": task.select, "report": reported(task), "all": tuple(value.docs)}[part])
+
+
+def choices(run: Run, task: TaskInfo) -> list[Choice]:
+    """Every family's choices on a task, in the run's order of families."""
+    finished = {result.cell.cell: result for result in run.results if score(result, task, "all") is not None}
+    families: dict[str, dict[Unit, list[Cell]]] = {}
+    for cell in run.cells:
+        if task.name in cell.tasks:
+            families.setdefault(cell.family, {}).setdefault(unit_of(cell), []).append(cell)
+    all_choices = []
+    for family, units in families.items():
+        evaluated = {
+            unit: [finished[cell.cell] for cell in cells if cell.cell in finished] for unit, cells in units.items()
+        }
+        evaluated = {unit: cells for unit, cells in evaluated.items() if cells}
+        if not evaluated:
+            continue
+        if all(len(cells) == 1 for cells in units.values()):
+            only = {unit: cells[0] for unit, cells in evaluated.items()}
+            all_choices.append(Choice(family, "only", only, only, len(units)))
+            continue
+        best = _best(evaluated, task, "all")
+        default = {unit: cell for unit, cells in evaluated.items() for cell in cells if cell.cell.default}
+        if default:
+            all_choices.append(Choice(family, "default", default, default, len(units)))
+        selected = _best(evaluated, task, "select") if has_split(task) else {}
+        if selected:
+            all_choices.append(Choice(family, "selected", selected, best, len(units)))
+        if not default and not selected:
+            all_choices.append(Choice(family, "none", {}, best, len(units)))
+    return all_choices
+
+
+def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> dict[Unit, CellResult]:
+    """Each unit's best cell on a part of the documents, see `best_of`; cells must be in the run's order."""
+    sign = 1 if task.higher_is_better else -1
+    best = {
+        unit: best_of(((score(cell, task, part), cell.cell.default, cell) for cell in cells), sign)
+        for unit, cells in units.items()
+    }
+    return {unit: cell for unit, cell in best.items() if cell is not None}
+
+
+def table_choice(choices: list[Choice], family: str, kind: str = "selected") -> Choice | None:
+    """A family's choice to compare with another family's choice of `kind`: of the same kind if the family has one."""
+    own = {choice.kind: choice for choice in choices if choice.family == family and choice.cells}
+    return own.get(kind) or own.get("only") or own.get("selected") or own.get("default")
+
+
+def matching(one: Iterable[Unit], other: Collection[Unit]) -> Iterator[tuple[Unit, Unit, Unit]]:
+    """(joint unit, its unit in `one`, its unit in `other`); a side without an expert matches every expert."""
+    for left in one:
+        for right in other:
+            sides = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+            if all(a == b for a, b in sides):
+                task, language, variant, others = (a or b for a, b in zip(left, right, strict=True))
+                yield (task, language, variant, others), left, right
+
+
+def paired(
+    one: Mapping[Unit, CellResult], other: Mapping[Unit, CellResult], task: TaskInfo
+) -> tuple[list[Unit], NDArray[np.float64]]:
+    """`one` minus `other` for every joint unit, on the reported documents that all of their cells have scores for.
+
+    Returns:
+        The units, and the differences (units, documents); without documents for corpus-level scores.
+    """
+    pairs = [(unit, one[a].results[task.name].docs, other[b].results[task.name].docs)
+             for unit, a, b in matching(one, other)]  # fmt: skip
+    documents = [doc for doc in reported(task) if all(doc in a and doc in b for _, a, b in pairs)]
+    differences = [[a[doc] - b[doc] for doc in documents] for _, a, b in pairs]
+    return [unit for unit, _, _ in pairs], np.array(differences, float).reshape(len(pairs), len(documents))
+
+
+COMPOSITIONS = "compositions"
+"""The name that selects every method that composes something."""
+
+
+def is_single(cell: Cell) -> bool:
+    """Whether a cell composes nothing: the base, an expert, another adapter."""
+    if cell.family == "base" or cell.family.endswith(" expert"):
+        return True
+    rules = cell.composition.get("allocation", ())
+    return len(rules) == 1 and list(rules[0]) == ["expert"]
+
+
+def unit_text(unit: Unit) -> str:
+    """A unit as text: `math1+sw1`, `seed 3`."""
+    return "+".join(part for part in unit if part is not None)
+
+
+def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]:
+    """The families to rank and test, in the run's order; all if `methods` is None."""
+    families = list(dict.fromkeys(result.cell.family for result in run.results))
+    if methods is None:
+        return tuple(families)
+    single = {result.cell.family for result in run.results if is_single(result.cell)}
+    wanted: set[str] = set()
+    for name in methods:
+        if name in families:
+            wanted.add(name)
+        elif name == COMPOSITIONS:
+            wanted |= {family for family in families if family not in single}
+        else:
+            remedy = did_you_mean(name, families, f"Use some of: {', '.join(families)}; or {COMPOSITIONS}")
+            raise ArgumentError(f"the run has no method {name!r}", remedy, parameter="methods")
+    if len(wanted) < 2:
+        raise ArgumentError(
+            f"`methods` leaves {len(wanted)} of the run's methods, but a comparison needs at least two",
+            f"Use two or more of: {', '.join(families)}",
+            parameter="methods",
+        )
+    return tuple(family for family in families if family in wanted)
+
+
+def with_units(run: Run, units: Sequence[str] | None) -> Run:
+    """The run with the cells of some units only; a cell without an expert on a side matches every unit.
+
+    Args:
+        units: pairs (`math1+sw1`), experts (`sw1`, for all pairs that include them), or seeds of a lab run (`seed 3`);
+            None for all.
+    """
+    if units is None:
+        return run
+    listed = full_units({unit_of(result.cell): None for result in run.results})
+    selected: dict[Unit, None] = {}
+    for name in units:
+        matches = [unit for unit in listed if name in (unit_text(unit), *unit)]
+        if not matches:
+            texts = [unit_text(unit) for unit in listed]
+            parts = [part for unit in listed for part in unit if part is not None]
+            names = list(dict.fromkeys([*texts, *parts]))
+            remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
+            raise ArgumentError(f"the run has no finished unit {name!r}", remedy, parameter="units")
+        selected |= dict.fromkeys(matches)
+    if not selected:
+        raise ArgumentError("`units` is empty", "Name a pair, an expert or a seed, or leave it out", parameter="units")
+
+    def stays(cell: Cell) -> bool:
+        return next(matching([unit_of(cell)], selected), None) is not None
+
+    return replace(
+        run,
+        cells=tuple(cell for cell in run.cells if stays(cell)),
+        results=tuple(result for result in run.results if stays(result.cell)),
+    )
+
+
+def full_units(units: Iterable[Unit]) -> list[Unit]:
+    """The units with the most sides; the other units match them."""
+    listed = list(units)
+    most = max((sum(side is not None for side in unit) for unit in listed), default=0)
+    return [unit for unit in listed if sum(side is not None for side in unit) == most]
+
+
+@dataclass(frozen=True)
+class SelectionCurve:
+    """The score of a family if its selection had ended after each number of configurations.
+
+    Attributes:
+        task: the target.
+        family: the method.
+        units: the number of units that have all of these configurations; each point is a mean over them.
+        points: (configurations evaluated, the mean of the best of them on the selection documents, the mean of the same
+            configurations on the others). Configurations are in each unit's order of evaluation.
+    """
+
+    task: str
+    family: str
+    units: int
+    points: tuple[tuple[int, float, float], ...]
+
+
+@dataclass(frozen=True)
+class Truncations:
+    """Cells of a family that were reduced to a lower rank, with the error of the reduction and the score.
+
+    Attributes:
+        task: the target.
+        family: the method.
+        points: (configuration, unit, largest relative error of a module's ΔW, score on the reported documents).
+    """
+
+    task: str
+    family: str
+    points: tuple[tuple[str, Unit, float, float], ...]
+
+
+def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
+    """A curve for each family with several configurations; none if there are no selection documents."""
+    if not has_split(task):
+        return []
+    places = {cell.cell: place for place, cell in enumerate(run.cells)}
+    families: dict[str, dict[Unit, list[CellResult]]] = {}
+    for result in run.results:  # in the order of evaluation
+        if score(result, task, "select") is not None and score(result, task) is not None:
+            families.setdefault(result.cell.family, {}).setdefault(unit_of(result.cell), []).append(result)
+    curves = []
+    for family, units in families.items():
+        most = max(map(len, units.values()))
+        complete = [cells for cells in units.values() if len(cells) == most]
+        if most > 1:
+            points = tuple(_curve_point(number, complete, task, places) for number in range(1, most + 1))
+            curves.append(SelectionCurve(task.name, family, len(complete), points))
+    return curves
+
+
+def _curve_point(
+    number: int, units: Sequence[Sequence[CellResult]], task: TaskInfo, places: dict[str, int]
+) -> tuple[int, float, float]:
+    sign = 1 if task.higher_is_better else -1
+    chosen: list[float] = []
+    reported: list[float] = []
+    for cells in units:
+        evaluated = sorted(cells[:number], key=lambda cell: places.get(cell.cell.cell, len(places)))
+        best = best_of(((score(cell, task, "select"), cell.cell.default, cell) for cell in evaluated), sign)
+        for values, part in ((chosen, "select"), (reported, "report")):
+            value = None if best is None else score(best, task, part)
+            if value is not None:
+                values.append(value)
+    return number, sum(chosen) / len(chosen), sum(reported) / len(reported)
+
+
+def truncations(run: Run, task: TaskInfo) -> list[Truncations]:
+    """Each family's cells whose error is recorded."""
+    families: dict[str, list[tuple[str, Unit, float, float]]] = {}
+    for result in run.results:
+        value = score(result, task)
+        if result.relative_error is not None and value is not None:
+            cell = result.cell
+            point = cell.configuration, unit_of(cell), result.relative_error, value
+            families.setdefault(cell.family, []).append(point)
+    return [Truncations(task.name, family, tuple(points)) for family, points in families.items()]

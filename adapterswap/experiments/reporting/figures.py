@@ -1,0 +1,643 @@
+"""The figures of a report, for print: scores, differences, landscapes, ranks, indicators, selections, truncations.
+
+`plan_figures` lists a report's figures, each with its caption and its data; `draw` draws one. A figure shows its data
+and nothing else, so tests can check them and readers can draw them differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.experiments.reporting.choosing import Unit, unit_text
+from adapterswap.experiments.reporting.headline import MethodRow, Target, resampled
+from adapterswap.experiments.reporting.relations import Indicator, ZoneGrid
+from adapterswap.experiments.reporting.report import Report
+from adapterswap.experiments.reporting.statistics import MIN_UNITS, cliques
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.drawing import (
+    GREY,
+    INK,
+    LEAD,
+    NOTE,
+    SMALL,
+    hatch,
+    legend_shape,
+    looks,
+    new_figure,
+    readable_on,
+    style,
+    tidy,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+_LINE = 0.125  # height of a line of text in inches
+_EQUAL = 1e-9  # scores that differ by less differ by rounding only
+_PARTS = {"selection documents": ":", "other documents": "-"}  # and their lines
+_CHARACTER = 0.0585  # average width of a 7-point character in inches
+
+
+@dataclass(frozen=True)
+class PlannedFigure:
+    """A figure that can be drawn.
+
+    Attributes:
+        name: the stem of its files: `scores`, `landscape-2`.
+        kind: `scores`, `differences`, `landscape`, `critical-difference`, `indicators`, `selection` or `truncation`.
+        place: the index of the target or landscape that it shows.
+        caption: a caption for a paper.
+        data: the numbers and names that it shows.
+    """
+
+    name: str
+    kind: str
+    place: int
+    caption: str
+    data: Mapping[str, Any]
+
+
+def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
+    """The figures of a report, and for each kind that it lacks the reason: kind → reason."""
+    figures: list[PlannedFigure] = []
+    lacking: dict[str, str] = {}
+
+    def add(kind: str, contents: Sequence[tuple[str, Mapping[str, Any]] | None], reason: str) -> None:
+        available = [(place, content) for place, content in enumerate(contents) if content is not None]
+        for place, (caption, data) in available:
+            name = kind if len(contents) == 1 else f"{kind}-{place + 1}"
+            figures.append(PlannedFigure(name, kind, place, caption, data))
+        if not available:
+            lacking[kind] = reason
+
+    add("scores", [_scores(report, target) for target in report.targets], "no method has a score to report")
+    add("differences", [_differences(report, target) for target in report.targets], "no method shares a unit with the "
+        "reference")  # fmt: skip
+    better = {target.task: target.higher_is_better for target in report.targets}
+    maps = [_landscape(report, grid, better[grid.task]) for grid in report.grids]
+    add("landscape", maps, "no method has several values of b and u")
+    add("critical-difference", [_ranks(report)], _why_no_ranks(report))
+    add("indicators", [_indicators(report, target) for target in report.targets], "fewer than three single "
+        "experts were evaluated")  # fmt: skip
+    add("selection", [_selection(report, target) for target in report.targets], "no configuration was selected "
+        "on separate documents")  # fmt: skip
+    add("truncation", [_truncation(report, target) for target in report.targets], "no composition was reduced to a "
+        "lower rank")  # fmt: skip
+    return figures, lacking
+
+
+def draw(planned: PlannedFigure, width: float) -> Figure:
+    """Draw a figure `width` inches wide; its height depends on its content."""
+    require("plots")
+    with style():
+        return _DRAW[planned.kind](planned.data, width)
+
+
+# Captions and data.
+
+
+def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    rows = [
+        _row(report, row, row.spread.mean, row.interval, [(chosen.unit, chosen.score) for chosen in row.chosen])
+        for row in target.rows
+        if row.spread is not None
+    ]
+    if not rows:
+        return None
+    drawn = f"{_interval_kind(report, target)}, not corrected for the number of methods"
+    intervals = f", with {drawn}" if any(row["interval"] for row in rows) else ""
+    missing = (
+        "; no interval if there are too few experts or documents"
+        if intervals and not all(row["interval"] for row in rows)
+        else ""
+    )
+    caption = (
+        f"{target.task} ({target.metric}): the score of each method, {_documents(target)}. Filled: the mean over "
+        f"{_units(report, target)}{intervals}{missing}. Open: the individual {report.units}."
+    )
+    return caption, {"axis": _axis(target), "rows": rows}
+
+
+def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    rows = [
+        _row(report, row, row.difference.mean, row.difference.interval, row.difference.by_unit)
+        for row in target.rows
+        if row.difference is not None
+    ]
+    if not rows:
+        return None
+    intervals = (
+        f" Lines: {_interval_kind(report, target)}, not corrected for the number of methods."
+        if any(row["interval"] for row in rows)
+        else ""
+    )
+    singular = report.units.removesuffix("s")
+    caption = (
+        f"{target.task} ({target.metric}): each method's score minus that of {report.reference}, {_documents(target)}. "
+        f"Filled: the mean over {_units(report, target)}; open: the difference in one {singular}, paired by document."
+        f"{intervals}"
+    )
+    return caption, {"axis": f"{_axis(target)}\nminus {report.reference}", "rows": rows}
+
+
+def _row(
+    report: Report,
+    row: MethodRow,
+    mean: float,
+    interval: tuple[float, float] | None,
+    units: Sequence[tuple[Unit, float | None]],
+) -> dict[str, Any]:
+    shown = [{"unit": unit_text(unit), "value": value} for unit, value in units if value is not None]
+    return {"label": row.label, "lead": row.family == report.lead, "mean": mean, "interval": interval, "units": shown}
+
+
+def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[str, dict[str, Any]]:
+    """All landscapes of a task and a method have one scale; a shade is 0 for its worst score and 1 for its best."""
+    alike = [other for other in report.grids if (other.task, other.family) == (grid.task, grid.family)]
+    means = [cell.mean for other in alike for cell in other.cells]
+    low, high = min(means), max(means)
+    worst, best = (low, high) if higher_is_better else (high, low)
+    bottoms, tops = {cell.bottom for cell in grid.cells}, {cell.top for cell in grid.cells}
+    most = max(cell.units for cell in grid.cells)
+    cells = [
+        {
+            "bottom": cell.bottom, "top": cell.top, "mean": cell.mean, "units": cell.units, "chosen": cell.selected,
+            "shade": 0.5 if worst == best else round((cell.mean - worst) / (best - worst), 3),
+        }
+        for cell in sorted(grid.cells, key=lambda cell: (-cell.top, cell.bottom))
+    ]  # fmt: skip
+    complete = len(cells) == len(tops) * len(bottoms)
+    where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
+    fewer = any(cell.units < most for cell in grid.cells)
+    method = f"{grid.family}{f' ({grid.settings})' if grid.settings else ''}"
+    axes = [f"{name}, steps" for name in grid.ladders] or ["b, bottom layers", "u, top layers"]
+    by = "number of bottom layers b and top layers u from the language expert"
+    over = f"Means over {most} {_counted(report.units, most)}"
+    if grid.ladders:
+        by, over = f"steps of the checkpoints of {' and '.join(grid.ladders)}", "One pair in each cell"
+    caption = (
+        f"{grid.task}: {method} by the {by}. {over}, on {where}. "
+        f"{'Darker is better' if higher_is_better else 'Darker is better (lower)'}."
+        + f" ×n: selected for n of the {report.units}." * any(cell.selected for cell in grid.cells)
+        + f" *: a mean over fewer {report.units} than in the other cells." * fewer
+        + " Hatched: not evaluated." * (not complete)
+    )
+    return caption, {
+        "bottoms": sorted(bottoms), "tops": sorted(tops), "cells": cells, "most": most, "scale": [low, high],
+        "higher_is_better": higher_is_better, "axis": f"{grid.task}: {method}", "axes": axes,
+    }  # fmt: skip
+
+
+def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
+    ranks = None if report.ranking is None else report.ranking.ranks
+    if ranks is None or ranks.critical_difference is None or ranks.p is None:
+        return None
+    step = ranks.critical_difference
+    caption = (
+        f"Mean ranks of {len(ranks.mean_ranks)} methods over {ranks.settings} settings (1 is best; Friedman χ² = "
+        f"{ranks.statistic:.2f}, {_p(ranks.p)}, Kendall's W = {ranks.agreement:.2f}). Methods joined by a line do not "
+        f"differ at the 0.05 level by Nemenyi's test, which corrects for all pairs of methods: their mean ranks differ "
+        f"by no more than the critical difference (CD), {step:.2f}. A setting is a target task and one of the "
+        f"{report.units}. The tests assume independent settings; settings that share an expert or documents are not."
+    )
+    return caption, {
+        "mean_ranks": dict(ranks.mean_ranks), "critical_difference": step,
+        "cliques": [list(clique) for clique in cliques(ranks.mean_ranks, step)],
+        "lead": [row.label for target in report.targets for row in target.rows if row.family == report.lead],
+    }  # fmt: skip
+
+
+def _why_no_ranks(report: Report) -> str:
+    ranks = report.ranking.ranks if report.ranking is not None else None
+    if ranks is None or ranks.statistic is None:
+        return f"a critical difference needs three methods and {MIN_UNITS} settings that they share"
+    return f"{ranks.settings} settings are fewer than {MIN_UNITS}"
+
+
+def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    indicators = [indicator for indicator in lead_indicators(report) if indicator.target == target.task]
+    if not indicators:
+        return None
+    merged = indicators[0].merged
+    panels = [
+        {
+            "experts": indicator.experts, "signal": indicator.signal,
+            "points": [list(point) for point in indicator.points],
+            "pearson": indicator.correlation.pearson, "pearson_holm": indicator.pearson_holm,
+        }
+        for indicator in indicators if indicator.merged == merged
+    ]  # fmt: skip
+    tested = "one indicator" if len(panels) == 1 else f"{len(panels)} indicators"
+    caption = (
+        f"Merging indicators for {target.task}: an expert's own score on a task (horizontal) against the mean of "
+        f"{merged} over the {report.units} that include it (vertical). Each point is an expert. r: Pearson's "
+        f"correlation; p: two-sided, corrected by Holm's method over {tested}, and omitted with "
+        f"fewer than {MIN_UNITS} distinct points."
+    )
+    return caption, {"panels": panels, "axis": f"{merged}\non {target.task}"}
+
+
+def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    curves = [
+        {"family": curve.family, "units": curve.units, "points": [list(point) for point in curve.points]}
+        for curve in report.curves if curve.task == target.task
+    ]  # fmt: skip
+    if not curves:
+        return None
+    caption = (
+        f"{target.task}: the course of the selection. Score of the best configuration so far on the {target.select} "
+        f"selection documents (dotted), and of the same configuration on the {target.report} other documents (solid); "
+        f"means over {report.units}. The gap between the two is what selecting on the test documents would add."
+    )
+    return caption, {"curves": curves, "axis": _axis(target)}
+
+
+def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    families = [
+        {
+            "family": truncation.family,
+            "points": [
+                {"configuration": configuration, "unit": unit_text(unit), "error": error, "score": score}
+                for configuration, unit, error, score in truncation.points
+            ],
+        }
+        for truncation in report.truncations if truncation.task == target.task
+    ]  # fmt: skip
+    if not families:
+        return None
+    caption = (
+        f"{target.task}: compositions that were reduced to a lower rank before they were evaluated. Horizontal: the "
+        f"largest relative error of a module's ΔW (Frobenius norm). Vertical: the score {_documents(target)}. Each "
+        f"point is one configuration with one of the {report.units} "
+        f"(n = {sum(len(family['points']) for family in families)})."
+    )
+    return caption, {"families": families, "axis": _axis(target)}
+
+
+def lead_indicators(report: Report) -> list[Indicator]:
+    """The lead's indicators with three points or more; if it has none, those of all compositions."""
+    shown = [indicator for indicator in report.indicators if indicator.correlation.points > 2]
+    return [indicator for indicator in shown if indicator.merged in labels_of(report, report.lead)] or shown
+
+
+def labels_of(report: Report, family: str) -> list[str]:
+    """The labels of a family's rows."""
+    return [row.label for target in report.targets for row in target.rows if row.family == family]
+
+
+def number_text(value: float, *, signed: bool = False) -> str:
+    """Shares with three decimals, scores on other scales with one; zero after rounding has no sign."""
+    form = ".3f" if abs(value) <= 1 else ".1f"
+    text = format(value, f"+{form}" if signed else form)
+    return (text.lstrip("+-") if float(text) == 0 else text).replace("-", "−")
+
+
+def _axis(target: Target) -> str:
+    return f"{target.task}: {target.metric}{'' if target.higher_is_better else ' (lower is better)'}"
+
+
+def _documents(target: Target) -> str:
+    if target.of_corpus:
+        return f"over the whole corpus of {target.report} documents"
+    return f"on {target.report} documents{' not used for selection' if target.select else ''}"
+
+
+def _all_documents(report: Report, task: str) -> str:
+    """All documents of a task, with their number and, if there are any, the number of selection documents."""
+    (target,) = (target for target in report.targets if target.task == task)
+    chosen_on = f", {target.select} of them used for selection" if target.select else ""
+    return f"all {target.select + target.report} documents{chosen_on}"
+
+
+def _units(report: Report, target: Target) -> str:
+    """`9 pairs`, or `up to 9 pairs` if methods have different numbers of them."""
+    numbers = {row.spread.units for row in target.rows if row.spread is not None}
+    most = max(numbers, default=0)
+    return f"{'up to ' if len(numbers) > 1 else ''}{most} {_counted(report.units, most)}"
+
+
+def _counted(units: str, number: int) -> str:
+    return units.removesuffix("s") if number == 1 else units
+
+
+def _interval_kind(report: Report, target: Target) -> str:
+    return f"95 % intervals (pigeonhole bootstrap over {resampled(target)}, {report.draws:,} draws)"
+
+
+def p_value(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _p(value: float) -> str:
+    return f"p {'' if value < 0.001 else '= '}{p_value(value)}"
+
+
+# Drawing.
+
+
+def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
+    """A row for each method: its units, its mean with the interval, and the mean as a number on the right."""
+    rows = data["rows"]
+    labels = [wrapped(row["label"], max(12, int(width * 0.36 / _CHARACTER))) for row in rows]
+    lines = [label.count("\n") + 1 for label in labels]
+    axis = _wrapped_lines(data["axis"], width * 0.62)
+    row_heights = [max(1.35, 0.35 + count) * _LINE for count in lines]
+    figure = new_figure(width, sum(row_heights) + 0.34 + _LINE * (axis.count("\n") + 1))
+    axes = figure.add_subplot()
+    places, top = [], 0.0
+    for height in row_heights:
+        places.append(top + height / 2)
+        top += height
+    ends = [value for row in rows for value in (row["mean"], *(row["interval"] or ()))]
+    ends += [unit["value"] for row in rows for unit in row["units"]]
+    low, high = _limits(ends, zero=zero)
+    if zero:
+        axes.axvline(0, color=GREY, linewidth=0.8, zorder=1)
+    for row, place in zip(rows, places, strict=True):
+        colour = LEAD if row["lead"] else INK
+        axes.plot(
+            [unit["value"] for unit in row["units"]], [place] * len(row["units"]), linestyle="none", marker="o",
+            markersize=2.8, markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=0.5, clip_on=False, zorder=2,
+        )  # fmt: skip
+        if row["interval"] is not None:
+            axes.plot(row["interval"], [place, place], color=colour, linewidth=1.4, solid_capstyle="butt", zorder=3)
+        axes.plot(
+            [row["mean"]], [place], marker="D" if row["lead"] else "o", markersize=4.6, color=colour,
+            markeredgecolor="white", markeredgewidth=0.5, clip_on=False, zorder=4,
+        )  # fmt: skip
+        axes.text(
+            1.03, place, number_text(row["mean"], signed=zero), transform=axes.get_yaxis_transform(), va="center",
+            fontsize=SMALL, color=colour, fontweight="bold" if row["lead"] else "normal",
+        )  # fmt: skip
+    axes.set_yticks(places, labels)
+    for text, row in zip(axes.get_yticklabels(), rows, strict=True):
+        text.set(color=LEAD if row["lead"] else INK, fontweight="bold" if row["lead"] else "normal")
+    axes.set_ylim(top, 0)
+    axes.set_xlim(low, high)
+    _few_ticks(axes.xaxis, int(width * 0.45 / 0.42))
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(axis)
+    tidy(axes, grid="x")
+    return figure
+
+
+def _limits(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
+    """The limits of an axis: not below 0 if no value is, and not above 1 for shares."""
+    low, high = min(values), max(values)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    room = 0.05 * (high - low) if high - low > _EQUAL else 0.05 * max(abs(high), 0.2)
+    first, last = low - room, high + room
+    if not zero and low >= 0:
+        first = max(first, 0.0)
+        last = min(last, 1.0) if high <= 1 else last
+    return first, last
+
+
+def _few_ticks(axis: Any, number: int, *, whole: bool = False) -> None:
+    """About `number` ticks at round values, and two at least, as an axis needs to show its scale."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(max(2, min(5, number)), steps=[1, 2, 2.5, 5, 10], integer=whole))
+
+
+def _wrapped_lines(text: str, inches: float) -> str:
+    """`text` with each line wrapped to a width of `inches`."""
+    return "\n".join(wrapped(line, int(inches / _CHARACTER)) for line in text.split("\n"))
+
+
+def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
+    import matplotlib as mpl
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.patches import Rectangle
+
+    bottoms, tops = data["bottoms"], data["tops"]
+    # White text is readable on the darkest; the lightest is darker than paper, so no cell looks missing.
+    blues = mpl.colormaps["Blues"]
+    colours = ListedColormap([blues(0.08 + 0.84 * i / 255) for i in range(256)])
+    axis = _wrapped_lines(data["axis"], width * 0.8)
+    side = (width - 0.95) / len(bottoms)
+    height = min(max(0.24, side * 0.62), 0.42)
+    figure = new_figure(width, height * len(tops) + 0.45 + _LINE)
+    axes = figure.add_subplot()
+    evaluated = {(cell["bottom"], cell["top"]) for cell in data["cells"]}
+    for x, y in ((x, y) for x in range(len(bottoms)) for y in range(len(tops))):
+        if (bottoms[x], tops[y]) not in evaluated:
+            hatch(axes, x, y)
+    size = min(SMALL, 72 * side / 3.3)
+    for cell in data["cells"]:
+        x, y = bottoms.index(cell["bottom"]), tops.index(cell["top"])
+        colour = colours(cell["shade"])
+        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8))
+        chosen = f"×{cell['chosen']}" if cell["chosen"] else ""
+        mark = "*" if cell["units"] < data["most"] else ""
+        if size >= NOTE - 0.01:
+            number = number_text(cell["mean"]).removeprefix("0") + mark
+            text = f"{number}\n{chosen}" if chosen and height > 0.3 else f"{number} {chosen}".strip()
+            if len(text.split("\n")[0]) * _CHARACTER > side:
+                text = number
+            axes.text(x, y, text, ha="center", va="center", fontsize=size, color=readable_on(colour), linespacing=1.05)
+    axes.set_xlim(-0.5, len(bottoms) - 0.5)
+    axes.set_ylim(-0.5, len(tops) - 0.5)
+    every = max(1, math.ceil(0.16 / side))
+    axes.set_xticks(range(0, len(bottoms), every), [str(bottom) for bottom in bottoms[::every]])
+    axes.set_yticks(range(len(tops)), [str(top) for top in tops])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel(data["axes"][0])
+    axes.set_ylabel(data["axes"][1])
+    low, high = data["scale"]
+    if high - low > 1e-12:
+        ordered = colours if data["higher_is_better"] else colours.reversed()
+        scale = ScalarMappable(Normalize(low, high), ordered)
+        bar = figure.colorbar(scale, ax=axes, pad=0.02, aspect=14, fraction=0.08)
+        bar.outline.set_visible(False)
+        _few_ticks(bar.ax.yaxis, 3)
+        bar.ax.tick_params(labelsize=NOTE + 0.5, length=1.5)
+    axes.set_title(axis, loc="left", fontsize=SMALL)
+    return figure
+
+
+def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
+    """Mean ranks on an axis, names on both sides, lines under methods that do not differ (Demšar 2006, figure 1)."""
+    ranks: Mapping[str, float] = data["mean_ranks"]
+    ordered = sorted(ranks, key=lambda method: (ranks[method], method))
+    left = ordered[: (len(ordered) + 1) // 2]
+    right = ordered[len(left) :][::-1]
+    characters = max(10, int(width * 0.3 / _CHARACTER))
+    labels = {method: wrapped(method, characters) for method in ordered}
+    step = max(label.count("\n") + 1 for label in labels.values()) * 1.05 + 0.45
+    joined = 0.75 * len(data["cliques"]) + 0.6
+    depth = joined + step * len(left)
+    figure = new_figure(width, (depth + 4.2) * _LINE)
+    axes = figure.add_subplot()
+    number = len(ordered)
+    axes.set_xlim(1, number)
+    axes.set_ylim(-depth - 0.6, 3.6)
+    axes.axis("off")
+    line: dict[str, Any] = {"clip_on": False, "solid_capstyle": "butt"}
+    axes.plot([1, number], [0, 0], color=INK, linewidth=0.8, **line)
+    # A number takes 0.17 inches; the shortest axis is a quarter of the width.
+    every = max(1, math.ceil(0.17 * (number - 1) / (width * 0.25)))
+    for place in range(1, number + 1):
+        axes.plot([place, place], [0, 0.4], color=INK, linewidth=0.8, **line)
+        if (place - 1) % every == 0:
+            axes.text(place, 0.55, str(place), ha="center", va="bottom", fontsize=SMALL)
+    distance = data["critical_difference"]
+    end = min(1 + distance, number)
+    axes.plot([1, end], [2.1, 2.1], color=INK, linewidth=1.2, **line)
+    cut = "" if end == 1 + distance else " (longer than the axis)"
+    for place in (1, end):
+        axes.plot([place, place], [1.9, 2.3], color=INK, linewidth=0.8, **line)
+    axes.text(1, 2.5, f"CD = {distance:.2f}{cut}", ha="left", va="bottom", fontsize=SMALL)
+    for place, clique in enumerate(data["cliques"]):
+        y = -0.55 - 0.75 * place
+        first, last = ranks[clique[0]], ranks[clique[-1]]
+        axes.plot([first - 0.04, last + 0.04], [y, y], color=GREY, linewidth=2.6, **line)
+    pad = 0.035 * (number - 1)
+    for names, x, side, align in ((left, 1 - pad, -1, "right"), (right, number + pad, 1, "left")):
+        for place, method in enumerate(names):
+            y = -joined - step * (place + 0.5)
+            lead = method in data["lead"]
+            colour = LEAD if lead else INK
+            axes.plot([ranks[method], ranks[method], x], [0, y, y], color=colour, linewidth=1.2 if lead else 0.7,
+                      clip_on=False)  # fmt: skip
+            axes.text(
+                x + side * pad * 0.6, y, f"{labels[method]} {ranks[method]:.2f}", ha=align, va="center", fontsize=SMALL,
+                color=colour, fontweight="bold" if lead else "normal", linespacing=1.05,
+            )  # fmt: skip
+    return figure
+
+
+def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
+    panels = data["panels"]
+    across = min(len(panels), max(1, int(width / 1.45)))
+    down = -(-len(panels) // across)
+    room = width / across
+    experts = list(dict.fromkeys(point[0] for panel in panels for point in panel["points"]))
+    look = dict(zip(experts, looks(len(experts)), strict=True))
+    legend_columns, legend_lines = _legend_shape(experts, width)
+    titles = []
+    for panel in panels:
+        r, p = panel["pearson"], panel["pearson_holm"]
+        correlation = "no r (constant)" if r is None else f"r = {r:.2f}".replace("-", "−")
+        correlation += "" if p is None else f", {_p(p)}"
+        where = _wrapped_lines(f"{panel['experts']} on\n{panel['signal']}", room * 0.8)
+        titles.append(f"{where}\n{correlation}")
+    tallest = max(title.count("\n") + 1 for title in titles)
+    axis = _wrapped_lines(data["axis"], down * (0.85 + _LINE * tallest) * 0.95)
+    figure = new_figure(width, down * (1.08 + _LINE * tallest) + 0.1 + legend_lines * _LINE * 1.35)
+    grid = figure.subplots(down, across, squeeze=False)
+    for axes, panel, title in zip(grid.flat, panels, titles, strict=False):
+        xs, ys = [point[1] for point in panel["points"]], [point[2] for point in panel["points"]]
+        for name, x, y in panel["points"]:
+            axes.plot(
+                x, y, marker=look[name].marker, color=look[name].colour, linestyle="none", markersize=4.5, clip_on=False
+            )
+        for values, axis_of, limit in ((xs, axes.xaxis, axes.set_xlim), (ys, axes.yaxis, axes.set_ylim)):
+            low, high = min(values), max(values)
+            space = 0.12 * (high - low) if high - low > _EQUAL else 0.01
+            limit(low - space, high + space)
+            _few_ticks(axis_of, 3)
+        axes.set_title(title, loc="left", fontsize=NOTE + 0.5, linespacing=1.05)
+        axes.tick_params(labelsize=NOTE)
+        tidy(axes, grid="both")
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    figure.supylabel(axis, fontsize=SMALL)
+    handles = [_handle(name, color=look[name].colour, marker=look[name].marker) for name in experts]
+    _legend(figure, handles, legend_columns)
+    return figure
+
+
+def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
+    curves = data["curves"]
+    figure, axes, columns = _panel([*(curve["family"] for curve in curves), *_PARTS], width)
+    handles = []
+    for curve, look in zip(curves, looks(len(curves)), strict=True):
+        steps = [point[0] for point in curve["points"]]
+        marker_step = max(1, len(steps) // 8)
+        axes.plot(steps, [point[1] for point in curve["points"]], color=look.colour, linestyle=":", linewidth=1.0)
+        axes.plot(
+            steps, [point[2] for point in curve["points"]], color=look.colour, marker=look.marker, markevery=marker_step
+        )
+        handles.append(_handle(curve["family"], color=look.colour, marker=look.marker))
+    for name, line in _PARTS.items():
+        handles.append(_handle(name, color=INK, linestyle=line))
+    last = max(len(curve["points"]) for curve in curves)
+    _few_ticks(axes.xaxis, 5, whole=True)
+    axes.set_xticks([1, *(place for place in axes.get_xticks() if 1 < place <= last)])
+    return _finished(figure, axes, handles, columns, "configurations evaluated", data["axis"], width)
+
+
+def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
+    families = data["families"]
+    figure, axes, columns = _panel([family["family"] for family in families], width)
+    handles = []
+    for family, look in zip(families, looks(len(families)), strict=True):
+        xs, ys = ([point[key] for point in family["points"]] for key in ("error", "score"))
+        marker: dict[str, Any] = {"marker": look.marker, "color": look.colour, "markerfacecolor": "none"}
+        axes.plot(xs, ys, linestyle="none", markersize=3.6, clip_on=False, **marker)
+        handles.append(_handle(family["family"], **marker))
+    errors = [point["error"] for family in families for point in family["points"]]
+    if min(errors) > 0 and max(errors) > 30 * min(errors):
+        axes.set_xscale("log")
+    else:
+        low, high = _limits(errors, zero=False)
+        axes.set_xlim(low, high if max(errors) <= 1 else max(errors) * 1.05)
+        _few_ticks(axes.xaxis, 5)
+    return _finished(figure, axes, handles, columns, "largest relative error of a module's ΔW", data["axis"], width)
+
+
+def _panel(names: Sequence[str], width: float) -> tuple[Figure, Axes, int]:
+    """A figure with one panel, its axes, and the columns of the legend below it, with an entry for each name."""
+    columns, lines = _legend_shape(names, width)
+    figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
+    return figure, figure.add_subplot(), columns
+
+
+def _finished(
+    figure: Figure, axes: Axes, handles: list[Any], columns: int, across: str, title: str, width: float
+) -> Figure:
+    """Label the panel of `_panel`, set the ticks of its scores, and draw its legend."""
+    axes.set_xlabel(_wrapped_lines(across, width * 0.8))
+    axes.set_title(_wrapped_lines(title, width * 0.85), loc="left", fontsize=SMALL)
+    _few_ticks(axes.yaxis, 4)
+    tidy(axes, grid="both")
+    _legend(figure, handles, columns)
+    return figure
+
+
+def _legend(figure: Figure, handles: list[Any], columns: int) -> None:
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handletextpad=0.4)
+
+
+def _legend_shape(names: Sequence[str], width: float) -> tuple[int, int]:
+    return legend_shape(names, width, cut=30, inches=_CHARACTER * 1.12, room=0.45)
+
+
+def _handle(name: str, **look: Any) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **{"linestyle": "none", "label": wrapped(name, 30), **look})
+
+
+_DRAW: Mapping[str, Callable[[Mapping[str, Any], float], Figure]] = {
+    "scores": lambda data, width: _draw_rows(data, width, zero=False),
+    "differences": lambda data, width: _draw_rows(data, width, zero=True),
+    "landscape": _draw_landscape,
+    "critical-difference": _draw_ranks,
+    "indicators": _draw_indicators,
+    "selection": _draw_selection,
+    "truncation": _draw_truncation,
+}

@@ -1,0 +1,321 @@
+"""The main table of a target task: each method's scores over its units, its retention, and its differences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adapterswap.experiments.evaluation.languages import METRIC, is_same_language
+from adapterswap.experiments.reporting.choosing import (
+    Choice,
+    Unit,
+    as_trained,
+    choices,
+    has_split,
+    matching,
+    paired,
+    reported,
+    score,
+    table_choice,
+)
+from adapterswap.experiments.reporting.statistics import bootstrap, standard_error
+from adapterswap.experiments.sweeps import CellResult, Run, TaskInfo
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A score over units.
+
+    Attributes:
+        units: the number of units.
+        min, mean, max: over the units.
+        stderr: the standard error of the documents' means over units, with the units held fixed; None for corpus-level
+            scores.
+    """
+
+    units: int
+    min: float
+    mean: float
+    max: float
+    stderr: float | None
+
+
+@dataclass(frozen=True)
+class ScoreDifference:
+    """A method's mean minus the reference's, paired by unit and document.
+
+    Attributes:
+        to: the label of the reference's row.
+        units: the number of units that both have.
+        mean: the mean difference.
+        low, high: its 95 % interval; None for corpus-level scores, for fewer than three documents, and if a side has
+            two experts (or there are two seeds).
+        by_unit: the difference in each unit that both have.
+        over: the factors that the interval resamples: `documents`, and `task experts`, `language experts`, `experts of
+            other roles`, `seeds` or `adapters` (of one row) if there are several. Empty if there is no interval.
+    """
+
+    to: str
+    units: int
+    mean: float
+    low: float | None
+    high: float | None
+    over: tuple[str, ...] = ()
+    by_unit: tuple[tuple[Unit, float], ...] = ()
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The cell that represents a method in one unit, and its score on the reported documents."""
+
+    unit: Unit
+    cell: str
+    configuration: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """A method on a target task.
+
+    Attributes:
+        family, kind, label: see `Choice`.
+        expected: how many units the run asks for.
+        spread: the scores on the reported documents; None if only `papers` can be reported.
+        interval: (low, high), the 95 % interval of the mean over units and documents, computed like that of a
+            difference; None if there is none. It stays between 0 and 1 if all documents' scores do, and at or above 0
+            if none is negative.
+        difference: to the reference; None for the reference itself, and if the two have no unit in common.
+        tasks: the scores of the same cells on every task of the run, on reported documents.
+        english: their mean on the target's benchmark in English; None if the run lacks it.
+        all_languages: their mean over all languages of the target's benchmark; None if there is only one.
+        papers: the papers' protocol: the scores of `Choice.best` on all documents.
+        chosen: the cells.
+        understanding: their mean on other benchmarks in the target's language that score the share of right answers,
+            such as Belebele; None if the run has none.
+        fidelity: the mean share of answers in the target's language, over all documents; None if it was not scored.
+        relative_error: the largest relative error of these cells, see `CellResult`; None if there are none.
+    """
+
+    family: str
+    kind: str
+    label: str
+    expected: int
+    spread: Spread | None
+    interval: tuple[float, float] | None
+    difference: ScoreDifference | None
+    tasks: Mapping[str, Spread]
+    english: float | None
+    all_languages: float | None
+    papers: Spread | None
+    chosen: tuple[Chosen, ...]
+    relative_error: float | None
+    understanding: float | None = None
+    fidelity: float | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The table of one target task.
+
+    Attributes:
+        task: its name.
+        language: its language's code.
+        metric: the score's metric and filter.
+        higher_is_better: whether higher scores are better.
+        select, report: the numbers of selection and of reported documents. `select` is 0 if there is no split, and for
+            corpus-level scores, which are over all documents.
+        languages: the tasks that `all_languages` averages: those of the same benchmark with the same score that all of
+            its cells were evaluated on.
+        tasks: every task for which a row has a score, the target first.
+        rows: grouped by family.
+        chosen: whether any family has several configurations.
+        of_corpus: whether the score is corpus-level (BLEU, chrF++), so single documents have none.
+    """
+
+    task: str
+    language: str | None
+    metric: str
+    higher_is_better: bool
+    select: int
+    report: int
+    languages: tuple[str, ...]
+    tasks: tuple[str, ...]
+    rows: tuple[MethodRow, ...]
+    chosen: bool
+    of_corpus: bool = False
+
+
+def is_english(task: TaskInfo) -> bool:
+    return (task.language or "").replace("-", "_").split("_")[0] in ("en", "eng")
+
+
+def benchmark_of(task: TaskInfo) -> str | None:
+    """A task's name without its language, the same for all languages of a benchmark; None without a language."""
+    if task.language is None:
+        return None
+    place = task.name.rfind(task.language)
+    return task.name if place < 0 else task.name[:place] + task.name[place + len(task.language) :]
+
+
+def resampled(target: Target) -> str:
+    """The factors that a table's intervals resample: `task experts, language experts and documents`.
+
+    A side with a single expert is not named, because it is not resampled: intervals then hold for that expert only.
+    Rows whose intervals are over other factors follow in parentheses.
+    """
+    by_row = {row.label: row.difference.over for row in target.rows if row.difference and row.difference.over}
+    most = max(by_row.values(), key=list(by_row.values()).count, default=("documents",))
+    exceptions = "; ".join(f"{label}: {_listed(over)}" for label, over in by_row.items() if over != most)
+    return _listed(most) + (f" ({exceptions})" if exceptions else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *some, last = names
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: int) -> Target:
+    """The table of `task`, with every method compared with the family `reference`."""
+    all_choices = choices(run, task)
+    of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
+    benchmark = benchmark_of(task)
+    common = set(run.tasks).intersection(*(cell.tasks for cell in run.cells if task.name in cell.tasks))
+    languages = [
+        info
+        for info in run.tasks.values()
+        if benchmark is not None
+        and benchmark_of(info) == benchmark
+        and info.primary == task.primary  # a mean over different scores would mean nothing
+        and info.name in common
+    ]
+    rows = [_row(run, task, choice, all_choices, languages, reference, draws, seed) for choice in all_choices]
+    scored = {name for row in rows for name in row.tasks} - {task.name}
+    return Target(
+        task.name,
+        task.language,
+        ", ".join(part for part in task.primary if part != "none"),
+        task.higher_is_better,
+        len(task.select) if has_split(task) and not of_corpus else 0,
+        task.num_docs if of_corpus else len(reported(task)),
+        tuple(info.name for info in languages) if len(languages) > 1 else (),
+        (task.name, *(name for name in run.tasks if name in scored)),
+        tuple(rows),
+        any(row.kind != "only" for row in rows),
+        of_corpus,
+    )
+
+
+def _row(
+    run: Run, task: TaskInfo, choice: Choice, all_choices: list[Choice], languages: Sequence[TaskInfo], reference: str,
+    draws: int, seed: int,
+) -> MethodRow:  # fmt: skip
+    cells = list(choice.cells.values())
+    errors = [cell.relative_error for cell in cells or choice.best.values() if cell.relative_error is not None]
+    tasks = {info.name: spread for info in run.tasks.values() if (spread := _spread(cells, info)) is not None}
+    english = [tasks[info.name].mean for info in languages if is_english(info) and info.name in tasks]
+    language_means = [tasks[info.name].mean for info in languages if info.name in tasks]
+    understanding = [
+        tasks[info.name].mean for info in run.tasks.values() if info.name in tasks and _is_understanding(info, task)
+    ]
+    metric = ",".join(METRIC)
+    shares = [cell.results[task.name].scores.get(metric) for cell in cells if task.name in cell.results]
+    fidelities = [share for share in shares if share is not None]
+    return MethodRow(
+        choice.family,
+        choice.kind,
+        choice.label,
+        choice.expected,
+        tasks.get(task.name),
+        _interval(run, choice, task, draws, seed),
+        _difference(run, task, choice, table_choice(all_choices, reference, choice.kind), draws, seed),
+        tasks,
+        english[0] if english else None,
+        sum(language_means) / len(language_means)
+        if len(language_means) > 1 and len(language_means) == len(languages)
+        else None,
+        _spread(list(choice.best.values()), task, "all"),
+        tuple(
+            Chosen(unit, result.cell.cell, result.cell.configuration, score(result, task))
+            for unit, result in choice.cells.items()
+        ),
+        max(errors, default=None),
+        sum(understanding) / len(understanding) if understanding else None,
+        sum(fidelities) / len(fidelities) if fidelities and len(fidelities) == len(cells) else None,
+    )
+
+
+def _is_understanding(task: TaskInfo, target: TaskInfo) -> bool:
+    """Whether a task is another benchmark in the target's language, scored by the share of right answers."""
+    if task.language is None or target.language is None or task.name == target.name:
+        return False
+    shares = task.primary[0] in ("acc", "acc_norm", "exact_match")
+    # mgsm_sw@2 and mgsm_sw@8 are one benchmark with different shots.
+    benchmark, target_benchmark = ((benchmark_of(info) or "").partition("@")[0] for info in (task, target))
+    return shares and benchmark != target_benchmark and is_same_language(task.language, target.language)
+
+
+def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -> Spread | None:
+    """A task's score over cells; None unless every cell has one."""
+    values = [value for cell in cells if (value := score(cell, task, part)) is not None]
+    if not values or len(values) < len(cells):
+        return None
+    documents = [cell.results[task.name].docs for cell in cells]
+    considered = reported(task) if part == "report" else tuple(documents[0])
+    common = [doc for doc in considered if all(doc in docs for docs in documents)]
+    means = [sum(docs[doc] for docs in documents) / len(documents) for doc in common]
+    return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means))
+
+
+def _interval(run: Run, choice: Choice, task: TaskInfo, draws: int, seed: int) -> tuple[float, float] | None:
+    units = as_trained(choice.cells, run)
+    docs = [cell.results[task.name].docs for cell in choice.cells.values()]
+    common = [doc for doc in reported(task) if docs and all(doc in scores for scores in docs)]
+    if not common:
+        return None
+    values = np.array([[scores[doc] for doc in common] for scores in docs])
+    interval = bootstrap(values, units, draws=draws, seed=seed)
+    if interval.low is None or interval.high is None:
+        return None
+    low = max(interval.low, 0.0) if values.min() >= 0 else interval.low
+    high = min(interval.high, 1.0) if values.min() >= 0 and values.max() <= 1 else interval.high
+    return low, high
+
+
+def _difference(
+    run: Run, task: TaskInfo, choice: Choice, reference: Choice | None, draws: int, seed: int
+) -> ScoreDifference | None:
+    if reference is None or not choice.cells or choice.family == reference.family:
+        return None
+    units, values = paired(choice.cells, reference.cells, task)
+    if not units:
+        return None
+    if not values.size:  # corpus-level scores, or no document in common
+        scores = [(unit, score(choice.cells[a], task), score(reference.cells[b], task))
+                  for unit, a, b in matching(choice.cells, reference.cells)]  # fmt: skip
+        differences = tuple((unit, own - other) for unit, own, other in scores if own is not None and other is not None)
+        if not differences:
+            return None
+        mean = sum(value for _, value in differences) / len(differences)
+        return ScoreDifference(reference.label, len(differences), mean, None, None, (), differences)
+    trained = as_trained(units, run)
+    interval = bootstrap(values, trained, draws=draws, seed=seed)
+    over = () if interval.low is None else _varying(trained)
+    by_unit = tuple(zip(units, values.mean(1).tolist(), strict=True))
+    return ScoreDifference(reference.label, len(units), interval.mean, interval.low, interval.high, over, by_unit)
+
+
+def _varying(units: Sequence[Unit]) -> tuple[str, ...]:
+    """The factors that a bootstrap over `units` and documents resamples."""
+    is_lab = all(unit[:2] == (None, None) for unit in units) and all(
+        (unit[2] or "").startswith("seed ") for unit in units
+    )
+    names = ("task experts", "language experts", "seeds" if is_lab else "adapters", "experts of other roles")
+    levels = (len({unit[place] for unit in units}) for place in range(4))
+    return (*(name for name, number in zip(names, levels, strict=True) if number > 1), "documents")

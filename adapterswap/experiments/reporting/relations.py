@@ -1,0 +1,282 @@
+"""Comparisons across methods and settings: ranks, merging indicators, and the landscape of zones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from adapterswap.core.planning.composition import Composition
+from adapterswap.experiments.reporting.choosing import (
+    Choice,
+    Unit,
+    as_trained,
+    choices,
+    full_units,
+    has_split,
+    is_single,
+    matching,
+    rungs_of,
+    score,
+    table_choice,
+    unit_of,
+)
+from adapterswap.experiments.reporting.statistics import Correlation, Ranks, correlate, holm, rank
+from adapterswap.experiments.sweeps import Cell, Run, TaskInfo
+from adapterswap.kit.files.yaml import validate
+
+_ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+_NAMES = {"method", "task", "language", "chains"}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Methods ranked over settings; a setting is a target task and a unit.
+
+    Attributes:
+        methods: the label of each family's row that was ranked.
+        single: those of `methods` that compose nothing: the base, an expert, another adapter. They are far from the
+            compositions, which raises χ² however the compositions compare.
+        excluded: the labels of families that were excluded on request.
+        left_out: the labels of families that are in fewer than half of the settings.
+        dropped: the number of settings that a ranked family lacks.
+        ranks: the tests; the sign of scores is reversed if lower is better.
+    """
+
+    methods: tuple[str, ...]
+    single: tuple[str, ...]
+    excluded: tuple[str, ...]
+    left_out: tuple[str, ...]
+    dropped: int
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Indicator:
+    """Experts' own scores on a task, and the scores of their compositions on the target.
+
+    Attributes:
+        experts: the family of the experts: `task expert`, `language expert`.
+        signal: the task of the expert's own score.
+        target: the target task.
+        merged: the row of the compositions.
+        points: (expert, its own score, the mean score of its compositions).
+        correlation: over the points.
+        pearson_holm, spearman_holm: both p corrected by Holm's method over all indicators of the same compositions on
+            the same target; None if p is None.
+    """
+
+    experts: str
+    signal: str
+    target: str
+    merged: str
+    points: tuple[tuple[str, float, float], ...]
+    correlation: Correlation
+    pearson_holm: float | None = None
+    spearman_holm: float | None = None
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """A choice of bottom and top layers, or the steps of two checkpoints: its mean over all documents and `units`, and
+    how many units selected it."""
+
+    bottom: int
+    top: int
+    mean: float
+    units: int
+    selected: int
+
+
+@dataclass(frozen=True)
+class ZoneGrid:
+    """The landscape of b and u for one family, its transition zones and its other settings; or of two ladders.
+
+    Attributes:
+        task: the task whose score it shows.
+        family: the method.
+        settings: the transition zones and other fixed settings: `bottom_transition=1, top_transition=0`.
+        cells: sorted by bottom, then top.
+        ladders: the experts whose checkpoints are compared, on the task and on the language side; then bottom and top
+            are the steps of a pair. Empty for zones.
+    """
+
+    task: str
+    family: str
+    settings: str
+    cells: tuple[GridCell, ...]
+    ladders: tuple[str, ...] = ()
+
+
+def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collection[str]) -> Ranking | None:
+    """Rank families over all settings by their selected configuration, or else by their default or only one.
+
+    Wilcoxon's test compares them with the family `reference`, or every pair if `reference` is not among `methods`.
+    """
+    table: dict[str, dict[tuple[str, Unit], float]] = {}
+    kinds: dict[str, dict[str, None]] = {}  # by family, as tasks without scores of documents have no selection
+    excluded: dict[str, None] = {}
+    single: set[str] = set()
+    settings: list[tuple[str, Unit]] = []
+    for task in targets:
+        all_choices = _one_per_family(choices(run, task))
+        excluded |= dict.fromkeys(choice.label for choice in all_choices if choice.family not in methods)
+        included = [choice for choice in all_choices if choice.family in methods]
+        units = full_units(dict.fromkeys(unit for choice in included for unit in choice.cells))
+        settings += [(task.name, unit) for unit in units]
+        sign = 1 if task.higher_is_better else -1
+        for choice in included:
+            kinds.setdefault(choice.family, {})[choice.label] = None
+            if all(is_single(result.cell) for result in choice.cells.values()):
+                single.add(choice.family)
+            for unit in units:
+                mean = _mean_at(unit, choice, task)
+                if mean is not None:
+                    table.setdefault(choice.family, {})[task.name, unit] = sign * mean
+    labels = {family: " or ".join(names) for family, names in kinds.items()}
+    ranked = [family for family in labels if len(table.get(family, ())) * 2 >= len(settings)]
+    complete = [setting for setting in settings if all(setting in table[family] for family in ranked)]
+    trained: dict[tuple[str, Unit], list[list[float]]] = {}  # a mean over the checkpoints of a ladder is one setting
+    for setting, unit in zip(complete, as_trained([unit for _, unit in complete], run), strict=True):
+        trained.setdefault((setting[0], unit), []).append([table[family][setting] for family in ranked])
+    scores = [[sum(column) / len(rows) for column in zip(*rows, strict=True)] for rows in trained.values()]
+    ranks = rank(scores, [labels[family] for family in ranked], labels.get(reference))
+    if ranks is None:
+        return None
+    left_out = tuple(labels[family] for family in labels if family not in ranked)
+    ranked_labels = tuple(labels[family] for family in ranked)
+    alone = tuple(labels[family] for family in ranked if family in single)
+    return Ranking(ranked_labels, alone, tuple(excluded), left_out, len(settings) - len(complete), ranks)
+
+
+def _one_per_family(all_choices: list[Choice]) -> list[Choice]:
+    families = dict.fromkeys(choice.family for choice in all_choices)
+    return [choice for family in families if (choice := table_choice(all_choices, family)) is not None]
+
+
+def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:
+    """The mean score of a choice's cells that match `unit`."""
+    values = [score(choice.cells[other], task) for _, _, other in matching([unit], choice.cells)]
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
+
+
+def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
+    """Correlations of experts' own scores, on every task, with the mean score of the compositions that include them.
+
+    If there is a split, experts are scored on the selection documents and compositions on the reported ones, because
+    chance on shared documents would look like a correlation. A point is an expert; a point for every pair would count
+    each expert many times.
+    """
+    shown = _one_per_family(choices(run, target))
+    corrected = []
+    for merged in shown:
+        if any(is_single(result.cell) for result in merged.cells.values()):
+            continue
+        computed: list[Indicator] = []
+        for family in dict.fromkeys(result.cell.family for result in run.results):
+            if not family.endswith(" expert"):
+                continue
+            own = {unit_of(result.cell): result for result in run.results if result.cell.family == family}
+            means = {unit: mean for unit in own if (mean := _mean_at(unit, merged, target)) is not None}
+            for signal in run.tasks.values():
+                part = "select" if has_split(signal) else "all"
+                points = [
+                    ("+".join(filter(None, unit)), value, mean)
+                    for unit, mean in means.items()
+                    if (value := score(own[unit], signal, part)) is not None
+                ]
+                if len(points) > 1:
+                    numbers = correlate([x for _, x, _ in points], [y for _, _, y in points])
+                    if len({*as_trained(means, run)}) < len(means):  # checkpoints of one run are not independent
+                        numbers = replace(numbers, pearson_p=None, spearman_p=None)
+                    computed.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
+        pearson = _corrected([indicator.correlation.pearson_p for indicator in computed])
+        spearman = _corrected([indicator.correlation.spearman_p for indicator in computed])
+        corrected += [
+            replace(indicator, pearson_holm=pearson_p, spearman_holm=spearman_p)
+            for indicator, pearson_p, spearman_p in zip(computed, pearson, spearman, strict=True)
+        ]
+    return corrected
+
+
+def _corrected(p_values: list[float | None]) -> list[float | None]:
+    """Holm's correction of the p-values that are not None."""
+    corrected = iter(holm([p for p in p_values if p is not None]))
+    return [None if p is None else next(corrected) for p in p_values]
+
+
+def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
+    """Every landscape of bottom and top layers, or of the checkpoints of two ladders, with at least two cells."""
+    values: dict[tuple[str, str], dict[tuple[int, int], list[float]]] = {}
+    votes: Counter[str] = Counter()
+    for choice in choices(run, target):
+        if choice.kind == "selected":
+            votes.update(result.cell.cell for result in choice.cells.values())
+    selected: Counter[tuple[str, str, int, int]] = Counter()
+    layers = run.described.get("num_layers")
+    for result in run.results:
+        mean = score(result, target, "all")
+        placed = _zones(result.cell, layers)
+        if mean is None or placed is None:
+            continue
+        (bottom, top), settings = placed
+        key = result.cell.family, settings
+        values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
+        selected[(*key, bottom, top)] += votes[result.cell.cell]
+    zones = [
+        ZoneGrid(
+            target.name,
+            family,
+            settings,
+            tuple(
+                GridCell(bottom, top, sum(means) / len(means), len(means), selected[family, settings, bottom, top])
+                for (bottom, top), means in sorted(by_zone.items())
+            ),
+        )
+        for (family, settings), by_zone in values.items()
+        if len(by_zone) > 1
+    ]
+    return [*zones, *_ladder_grids(run, target)]
+
+
+def _ladder_grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
+    """The landscape of the pairs of two ladders' checkpoints, for every family that has two pairs or more.
+
+    A pair has the score of the family's configuration in tables, on all documents.
+    """
+    steps = rungs_of(run)
+    found = []
+    for choice in _one_per_family(choices(run, target)):
+        pairs: dict[tuple[str, str], list[GridCell]] = {}
+        for (task, language, *_), result in choice.cells.items():
+            mean = score(result, target, "all")
+            if task in steps and language in steps and mean is not None:
+                (one, bottom), (other, top) = steps[task], steps[language]
+                pairs.setdefault((one, other), []).append(GridCell(bottom, top, mean, 1, 0))
+        found += [
+            ZoneGrid(target.name, choice.label, "", tuple(sorted(cells, key=_place)), ladders)
+            for ladders, cells in pairs.items()
+            if len(cells) > 1
+        ]
+    return found
+
+
+def _place(cell: GridCell) -> tuple[int, int]:
+    return cell.bottom, cell.top
+
+
+def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | None:
+    """A layer swap's (bottom, top) and its other settings as text; None for a cell without zones."""
+    if num_layers is None or not cell.task_expert or not cell.composition:
+        return None
+    composition = validate(dict(cell.composition), Composition, where=f"the cell {cell.short}")
+    if composition.method != "layer_swap" or composition.partition or composition.allocation is not None:
+        return None
+    bottom, top, *transition = composition.zones(num_layers)
+    settings: Mapping[str, object] = {
+        **dict(zip(_ZONES[2:], transition, strict=True)),
+        **{key: value for key, value in cell.composition.items() if key not in {*_ZONES, *_NAMES}},
+        **cell.output,
+    }
+    return (bottom, top), ", ".join(f"{key}={value}" for key, value in settings.items())

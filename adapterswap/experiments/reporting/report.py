@@ -1,0 +1,519 @@
+"""A report as plain data: its page, its tables, documents on which methods disagree, and commands to run it again.
+
+Prompts and samples come from models and data sets, so callers must escape them before they show them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from adapterswap import __version__
+from adapterswap.core.methods.method import flag_of
+from adapterswap.core.planning.rules import write_rule
+from adapterswap.experiments.evaluation.settings import SEED
+from adapterswap.experiments.reporting.choosing import (
+    Choice,
+    SelectionCurve,
+    Truncations,
+    Unit,
+    choices,
+    included_methods,
+    is_single,
+    matching,
+    reported,
+    selection_curves,
+    table_choice,
+    truncations,
+    with_units,
+)
+from adapterswap.experiments.reporting.headline import Target, target_table
+from adapterswap.experiments.reporting.reading import ReportSource
+from adapterswap.experiments.reporting.relations import (
+    GridCell,
+    Indicator,
+    Ranking,
+    ZoneGrid,
+    grids,
+    indicators,
+    ranking,
+)
+from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, read_samples
+from adapterswap.experiments.sweeps.grid import composition_of
+from adapterswap.experiments.sweeps.recording import REFERENCES, Preregistration, default_reference, read_frozen
+from adapterswap.experiments.sweeps.results import prompts_file, read_prompts, samples_file
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import ArgumentError, DataError
+from adapterswap.kit.files.text import exists
+
+_NOT_OPTIONS = {"task", "language", "allocation", "allow_negative", "chains"}
+_SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction", "dtype")
+_FLAGS = ("apply_chat_template", "truncate", "language_fidelity", "confirm_run_unsafe_code")
+
+
+def compose_command(run: Run, cell: Cell) -> str | None:
+    """The `adapterswap compose` that writes a cell's adapter, or the `adapterswap merge` that writes its full weights.
+
+    None if the cell composes nothing or is a reset.
+    """
+    content = cell.composition
+    experts = run.described.get("experts", {})
+    chains = content.get("chains", {})
+    named = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
+    expert_names = [part for name in named for part in chains.get(name, [name])]
+    if is_single(cell) or not experts.keys() >= {*expert_names}:
+        return None
+    words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
+    if "allocation" in content or chains:
+        rules = content.get("allocation")
+        if rules is None:
+            composition, full = composition_of(cell), any("files" in experts[name] for name in expert_names)
+            assert composition is not None
+            rules = [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=full)]
+            content = {key: content[key] for key in ("row_threshold", "seed", "allow_negative") if key in content}
+        for name in expert_names:
+            words += ["--expert", f"{name}={_source(experts[name])}"]
+        words += [word for name, parts in chains.items() for word in ("--chain", f"{name}={','.join(parts)}")]
+        for rule in rules:
+            words += ["--rule", write_rule(rule)]
+    elif not cell.task_expert or not cell.language_expert:
+        return None
+    else:
+        for option, names in (("-t", cell.task_expert), ("-l", cell.language_expert)):
+            for name in names:
+                words += [option, _source(experts[name])]
+    words += ["--base-model", _source(run.described["base_model"])]
+    for key, value in {**content, **cell.output}.items():
+        if key not in _NOT_OPTIONS | {"full_rank"} and (key, value) != ("method", "layer_swap"):
+            words += [flag_of(key), str(value)]
+    words += ["--allow-negative"] if content.get("allow_negative") else []
+    return shlex.join([*words, "--out-path", cell.cell])
+
+
+def evaluate_command(run: Run, cell: Cell) -> str:
+    """The `adapterswap evaluate` that evaluates the output of `compose_command` on the cell's tasks.
+
+    A line for each engine, if tasks that generate and the others were asked in two.
+    """
+    settings: Mapping[str, Any] = run.described.get("settings", {})
+    if "loglikelihood" not in (settings.get("engine") or {}):
+        return _evaluate_command(run, cell, cell.tasks, settings)
+    values = next(result.results for result in run.results if result.cell.cell == cell.cell)
+    generated = tuple(task for task in cell.tasks if values[task].cut is not None)
+    others = tuple(task for task in cell.tasks if task not in generated)
+    parts = (generated, settings), (others, {**settings, **settings.get("loglikelihood", {}), "engine": None})
+    return "\n".join(_evaluate_command(run, cell, tasks, own) for tasks, own in parts if tasks)
+
+
+def _evaluate_command(run: Run, cell: Cell, tasks: Sequence[str], settings: Mapping[str, Any]) -> str:
+    base_model = ["--base-model", _source(run.described["base_model"]), "--adapter", cell.cell]
+    words = ["adapterswap", "evaluate", *(["--base-model", cell.cell] if _is_merged(run, cell) else base_model)]
+    words += ["--tasks", ",".join(tasks)]
+    for key in _SETTINGS:
+        if settings.get(key) is not None:
+            words += [f"--{key.replace('_', '-')}", str(settings[key])]
+    words += [f"--{key.replace('_', '-')}" for key in _FLAGS if settings.get(key)]
+    if engine := settings.get("engine"):
+        words += ["--engine", engine["name"]]
+        words += [word for key, value in engine["arguments"].items() for word in ("--engine-args", f"{key}={value}")]
+    if own_tasks := run.described["recipe"].get("settings", {}).get("include_path"):
+        words += ["--include-path", str(own_tasks)]
+    if settings.get("seed", SEED) != SEED:
+        words += ["--sampling-seed", str(settings["seed"])]
+    if generation := settings.get("gen_kwargs"):
+        words += ["--gen-kwargs", ",".join(f"{key}={value}" for key, value in generation.items())]
+    return shlex.join(words)
+
+
+def _is_merged(run: Run, cell: Cell) -> bool:
+    """Whether a cell was evaluated as full weights: at full rank, or because an expert is a full checkpoint."""
+    experts = run.described.get("experts", {})
+    expert_names = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
+    return bool(cell.output.get("full_rank")) or any("files" in experts.get(name, {}) for name in expert_names)
+
+
+def _source(described: Mapping[str, Any]) -> str:
+    revision = described.get("revision")
+    return f"{described['source']}@{revision}" if revision else str(described["source"])
+
+
+_EACH_WAY = 3
+_LONGEST = 1500  # characters shown of a text
+
+
+@dataclass(frozen=True)
+class Output:
+    """A method's output for a document: its text, the answers that filters extracted from it, and its primary score.
+
+    If the task asks for likelihoods, they are the text and there are no answers.
+    """
+
+    method: str
+    text: str
+    answers: Mapping[str, str]
+    score: float | None
+
+
+@dataclass(frozen=True)
+class AnswerExample:
+    """A document: the end of its prompt, the right answer, and the outputs."""
+
+    doc_id: int
+    question: str
+    target: str
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class Disagreements:
+    """Where one method does better or worse than another in one unit.
+
+    Attributes:
+        task: the target task.
+        language: the code of its language.
+        unit: the experts.
+        one, other: the labels of the two methods' rows.
+        better, worse: the number of reported documents on which `one` does better, and worse.
+        examples: some of each, evenly spaced.
+    """
+
+    task: str
+    language: str | None
+    unit: Unit
+    one: str
+    other: str
+    better: int
+    worse: int
+    examples: tuple[AnswerExample, ...]
+
+
+def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagreements | None:
+    """Where the first two of `shown` disagree, and the outputs of all; None if they cannot be compared."""
+    common = _cells(shown, task)
+    if common is None:
+        return None
+    unit, cells = common
+    first, second = (cell.results[task.name].docs for cell in cells[:2])
+    sign = 1 if task.higher_is_better else -1
+    differences = {doc: sign * (first[doc] - second[doc]) for doc in reported(task) if doc in first and doc in second}
+    better = [doc for doc, difference in differences.items() if difference > 0]
+    worse = [doc for doc, difference in differences.items() if difference < 0]
+    chosen = [*_spaced(better), *_spaced(worse)]
+    folders = [run.folder_of(cell.cell.cell) for cell in cells]
+    files = [samples_file(folder, cell.cell) for folder, cell in zip(folders, cells, strict=True)]
+    examples: list[AnswerExample] = []
+    if chosen and all(map(exists, [*files, prompts_file(folders[0], task.name)])):
+        try:
+            prompts = read_prompts(folders[0], task.name)
+            samples = [
+                {row["doc_id"]: row for row in read_samples(folder, cell.cell.cell) if row["task"] == task.name}
+                for folder, cell in zip(folders, cells, strict=True)
+            ]
+            labels = [choice.label for choice in shown]
+            examples = [
+                _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
+                for doc in chosen
+                if all(doc in rows for rows in samples)
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"samples or prompts of {task.name} in {folders[0]} are damaged: {error!r}",
+                "Run the sweep again with `overwrite=True`",
+                parameter="run",
+            ) from None
+    return Disagreements(
+        task.name, task.language, unit, shown[0].label, shown[1].label, len(better), len(worse), tuple(examples)
+    )
+
+
+def _cells(shown: Sequence[Choice], task: TaskInfo) -> tuple[Unit, list[CellResult]] | None:
+    """The first unit that all of `shown` have, and their cells in it."""
+    if len(shown) < 2:
+        return None
+    for unit in shown[0].cells:
+        cells = []
+        for choice in shown:
+            matched = next((other for _, _, other in matching([unit], choice.cells)), None)
+            if matched is not None and choice.cells[matched].results[task.name].docs:
+                cells.append(choice.cells[matched])
+        if len(cells) == len(shown):
+            return unit, cells
+    return None
+
+
+def _spaced(documents: list[int]) -> list[int]:
+    """At most `_EACH_WAY` of the documents, evenly spaced."""
+    if len(documents) <= _EACH_WAY:
+        return documents
+    return [documents[place * len(documents) // _EACH_WAY] for place in range(_EACH_WAY)]
+
+
+def _example(
+    doc: int, prompt: str, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], cells: Sequence[CellResult],
+    task: TaskInfo,
+) -> AnswerExample:  # fmt: skip
+    outputs = tuple(
+        Output(
+            label,
+            _text(row["output"]),
+            {}
+            if _likelihoods(row["output"])
+            else {str(name): _text(answer) for name, answer in row["answers"].items()},
+            cell.results[task.name].docs.get(doc),
+        )
+        for label, row, cell in zip(labels, rows, cells, strict=True)
+    )
+    return AnswerExample(doc, _question(prompt), _text(rows[0]["target"]), outputs)
+
+
+def _question(prompt: str) -> str:
+    """The last paragraph of a prompt, which is the question after the shots."""
+    last = prompt.rstrip().rpartition("\n\n")[2]
+    return last if len(last) <= _LONGEST else f"…{last[-_LONGEST:]}"
+
+
+def _likelihoods(output: Any) -> list[tuple[float, bool]]:
+    """(log-likelihood, whether greedy decoding produces it) of each continuation, as lm-eval records likelihoods."""
+    pairs = output if isinstance(output, list) and output and isinstance(output[0], list) else [output]
+    are_pairs = [isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], bool) for pair in pairs]
+    return [(float(likelihood), greedy) for likelihood, greedy in pairs] if all(are_pairs) else []
+
+
+def _text(value: Any) -> str:
+    if likelihoods := _likelihoods(value):
+        lines = [f"log-likelihood {likelihood:.2f}" + ", greedy" * greedy for likelihood, greedy in likelihoods]
+        return lines[0] if len(lines) == 1 else "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = text.strip()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+DRAWS = 10_000
+REPORT_FORMAT = "adapterswap-report/1"
+_LEADS = ("layer_swap", "layer swap")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of a report.
+
+    Attributes:
+        name: the name of the run's folder, or the names of several: `swahili + ties`.
+        kind, units, remarks: see `ReportSource`.
+        reference: the family with which the others are compared.
+        lead: the family whose landscape, indicators and examples are shown first.
+        cells, finished: the number of cells in the run, and of finished ones.
+        missing: family → the number of its unfinished cells.
+        targets: a table for each target task.
+        ranking: over all targets and units; None if too few settings are complete.
+        indicators: correlations of experts' own scores with their compositions'.
+        grids: landscapes of bottom and top layers, and of pairs of checkpoints.
+        curves: the course of each selection, by number of configurations.
+        truncations: the errors and scores of compositions that were reduced to a lower rank.
+        disagreements: by target task.
+        commands: the commands that run it again.
+        compositions: (row, command to compose, command to evaluate) for each cell of the lead's last row.
+        draws, seed: of the bootstrap.
+        preregistration: what was registered before the run, and what differs from it; None if nothing was registered.
+        experts, recipe, settings, versions: as recorded by the run.
+    """
+
+    name: str
+    kind: str
+    units: str
+    remarks: tuple[str, ...]
+    reference: str
+    lead: str
+    cells: int
+    finished: int
+    missing: Mapping[str, int]
+    targets: tuple[Target, ...]
+    ranking: Ranking | None
+    indicators: tuple[Indicator, ...]
+    grids: tuple[ZoneGrid, ...]
+    curves: tuple[SelectionCurve, ...]
+    truncations: tuple[Truncations, ...]
+    disagreements: tuple[Disagreements, ...]
+    commands: tuple[str, ...]
+    compositions: tuple[tuple[str, str, str], ...]
+    draws: int
+    seed: int
+    preregistration: Preregistration | None
+    experts: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    versions: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        tasks = ", ".join(target.task for target in self.targets)
+        return f"<Report of {self.name!r}: {self.finished} of {self.cells} cells; {tasks}; against {self.reference!r}>"
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of summary.json: all numbers, but not the examples, whose text is not trusted."""
+        content = asdict(self)
+        content["disagreements"] = [
+            {key: value for key, value in disagreement.items() if key != "examples"}
+            for disagreement in content["disagreements"]
+        ]
+        return {"format": REPORT_FORMAT, "adapterswap_version": __version__, **content}
+
+
+def make_report(
+    source: ReportSource,
+    *,
+    reference: str | None = None,
+    methods: Sequence[str] | None = None,
+    units: Sequence[str] | None = None,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Report:
+    """Compute the report of a run.
+
+    Args:
+        source: from `open_source`.
+        reference: a family of the run; by default the task expert, or soup if `methods` leaves it out.
+        methods: the families to rank and test, see `included_methods`; tables show all.
+        units: the pairs, experts or seeds to compute everything over, see `with_units`.
+        draws: of the bootstrap.
+        seed: of the bootstrap; the same seed gives the same report.
+
+    Raises:
+        ArgumentError: the run has no such family or unit, fewer than two methods are left, more than one of several
+            runs was registered, or `seed` is not a whole number from 0 on.
+        DataError: no target task of the run is finished, or a file of samples or the pre-registration is damaged.
+        DependencyError: the `report` extra is not installed.
+    """
+    if type(seed) is not int or seed < 0:  # numpy takes None for another seed each time
+        raise ArgumentError(f"`seed` is {seed!r}", "Pass a whole number, 0 or above", parameter="seed")
+    require("report")
+    source = replace(source, run=with_units(source.run, units))
+    run = source.run
+    families = list(dict.fromkeys(result.cell.family for result in run.results))
+    ranked = included_methods(run, methods)
+    reference = default_reference(ranked) if reference is None else reference
+    if reference not in families:
+        raise ArgumentError(
+            f"the run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
+        )
+    lead = _lead(run, families, reference)
+    targets = [task for task in run.tasks.values() if task.role == "target" and choices(run, task)]
+    if not targets:
+        raise DataError(
+            f"no target task of {source.name} is finished",
+            "Run the sweep again; it resumes where it stopped",
+            parameter="run",
+        )
+    tables = [target_table(run, task, reference, draws=draws, seed=seed) for task in targets]
+    landscapes = [grid for task in targets for grid in grids(run, task)]
+    if source.development and units is None:  # this landscape is a mean over all seeds
+        landscapes.append(_development(source))
+    compared = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
+    described = run.described
+    registered = _registered(source, reference, ranked, units)
+    ranks = ranking(run, targets, reference, ranked)
+    remarks = source.remarks
+    if units is not None:
+        remarks = *remarks, f"This report covers only some of the run's {source.units}: {', '.join(units)}."
+    return Report(
+        source.name,
+        source.kind,
+        source.units,
+        remarks,
+        reference,
+        lead,
+        len(run.cells),
+        len(run.results),
+        dict(Counter(cell.family for cell in run.unfinished)),
+        tuple(tables),
+        ranks,
+        tuple(indicator for task in targets for indicator in indicators(run, task)),
+        tuple(landscapes),
+        tuple(curve for task in targets for curve in selection_curves(run, task)),
+        tuple(truncation for task in targets for truncation in truncations(run, task)),
+        tuple(disagreement for disagreement in compared if disagreement is not None),
+        (*source.commands, _command(source, reference, seed, methods, units)),
+        tuple(_compositions(run, tables, lead)),
+        draws,
+        seed,
+        registered,
+        described.get("experts", {}),
+        described.get("recipe", {}),
+        described.get("settings", {}),
+        described.get("versions", {}),
+    )
+
+
+def _registered(
+    source: ReportSource, reference: str, methods: Sequence[str], units: Sequence[str] | None
+) -> Preregistration | None:
+    """The pre-registration of the run. Of several runs, at most one may have one."""
+    if source.kind != "sweep":
+        return None
+    runs = source.parts or (source.run,)
+    registrations = [read_frozen(run.folder, run.described, reference, methods, units) for run in runs]
+    registered = [registration for registration in registrations if registration is not None]
+    if len(registered) > 1:
+        raise ArgumentError(
+            f"{len(registered)} of the runs were registered separately",
+            "Report each on its own",
+            parameter="run",
+        )
+    if not registered or not source.parts:
+        return registered[0] if registered else None
+    place = next(place for place, registration in enumerate(registrations) if registration is not None)
+    other_names = ", ".join(name for at, name in enumerate(source.names) if at != place)
+    (only,) = registered
+    return replace(only, differences=(*only.differences, f"it is reported together with {other_names}"))
+
+
+def _command(
+    source: ReportSource, reference: str, seed: int, methods: Sequence[str] | None, units: Sequence[str] | None
+) -> str:
+    words = ["adapterswap", "report", *source.names, "--reference", reference, "--bootstrap-seed", str(seed)]
+    for option, names in (("--methods", methods), ("--units", units)):
+        words += [word for name in names or () for word in (option, name)]
+    return shlex.join(words)
+
+
+def _lead(run: Run, families: list[str], reference: str) -> str:
+    """Layer swap by its usual names, or else the composition, or else the family, with the most cells."""
+    if usual := [name for name in _LEADS if name in families and name != reference]:
+        return usual[0]
+    candidates = [family for family in families if family != reference] or families
+    single = {result.cell.family for result in run.results if is_single(result.cell)}
+    composed = [family for family in candidates if family not in single] or candidates
+    counts = Counter(result.cell.family for result in run.results)
+    return max(composed, key=lambda family: counts[family])
+
+
+def _shown(all_choices: list[Choice], lead: str, reference: str) -> list[Choice]:
+    """The lead, the reference, and a third method for orientation: the first other one of `REFERENCES`."""
+    first, second, *others = (table_choice(all_choices, name) for name in dict.fromkeys([lead, reference, *REFERENCES]))
+    shown = [choice for choice in (first, second, *others) if choice is not None]
+    return shown[:3] if first is not None and second is not None else []
+
+
+def _development(source: ReportSource) -> ZoneGrid:
+    task = next(iter(source.run.tasks))
+    votes = Counter(result.cell.configuration for result in source.run.results if result.cell.family in _LEADS)
+    cells = tuple(
+        GridCell(bottom, top, mean, sum(votes.values()), votes[f"bottom={bottom},top={top}"])
+        for (bottom, top), mean in sorted(source.development.items())
+    )
+    return ZoneGrid(task, "layer swap", "development problems", cells)
+
+
+def _compositions(run: Run, tables: list[Target], lead: str) -> list[tuple[str, str, str]]:
+    by_id = {result.cell.cell: result.cell for result in run.results}
+    compositions: dict[str, tuple[str, str, str]] = {}
+    for table in tables:
+        rows = [row for row in table.rows if row.family == lead]
+        for chosen in rows[-1].chosen if rows else ():
+            cell = by_id[chosen.cell]
+            if command := compose_command(run, cell):
+                compositions.setdefault(chosen.cell, (cell.short, command, evaluate_command(run, cell)))
+    return list(compositions.values())

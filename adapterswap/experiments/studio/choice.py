@@ -1,0 +1,213 @@
+"""A visitor's choice: the fields of a composition, the layers set by hand, and the address that holds it.
+
+Plain data, converted from and to the page's address.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, get_args
+from urllib.parse import parse_qsl, urlencode
+
+from pydantic import Field, FiniteFloat
+from pydantic.dataclasses import dataclass
+
+from adapterswap.core.model.layers import NO_LAYER, Kind, format_layers, parse_layers
+from adapterswap.core.planning.composition import ZONES, Composition
+from adapterswap.core.planning.parameters import parameter_keys
+from adapterswap.core.planning.rules import Rule
+from adapterswap.kit.errors import ArgumentError, CompositionError
+from adapterswap.kit.files.yaml import validate
+
+Painted = Mapping[tuple[int, Kind], str]
+"""(layer, kind of module) → the expert that owns it, or `base`."""
+
+_KINDS: tuple[Kind, ...] = ("attention", "mlp", "other")
+_KEPT = {"experts", "base_model", "task_type", "num_layers", "row_threshold", "allow_negative"}
+
+
+def paint(composition: Composition, painted: Painted, num_layers: int) -> Composition:
+    """The composition as an allocation in which the painted modules have new owners and all others stay as before."""
+    if not painted:
+        return composition
+    if odd := sorted(layer for layer, _ in painted if not 0 <= layer < num_layers):
+        raise CompositionError(
+            f"layer {odd[0]} does not exist: the model has {num_layers} layers, counted from 0",
+            f"Choose a layer from 0 to {num_layers - 1}",
+            parameter="layers",
+        )
+    layers = {layer for layer, _ in painted}
+    rules = [*_painted_rules(painted), *(_lenient(rule, layers) for rule in composition.rules(num_layers))]
+    return _with_rules(composition, rules)
+
+
+def by_rules(composition: Composition, num_layers: int) -> Composition:
+    """The same composition as an allocation: its method and its sides are written as rules."""
+    return _with_rules(composition, composition.rules(num_layers))
+
+
+def _with_rules(composition: Composition, rules: Sequence[Rule]) -> Composition:
+    """An allocation with the composition's experts and base."""
+    fields = _KEPT | ({"seed"} if composition.is_random else set())
+    content: dict[str, Any] = {name: getattr(composition, name) for name in fields & composition.model_fields_set}
+    if any(weight < 0 for rule in rules for weight in (rule.blend or {}).values()):
+        content["allow_negative"] = True  # AdaMergeX subtracts an expert
+    return Composition(allocation=tuple(rules), **content)
+
+
+def _lenient(rule: Rule, layers: set[int]) -> Rule:
+    """The rule, made optional if painting these layers may leave it without a module."""
+    shrinks = rule.layers not in (None, NO_LAYER) and not layers.isdisjoint(parse_layers(rule.layers or ""))
+    return rule.model_copy(update={"optional": True}) if shrinks or rule.layers is None else rule
+
+
+def _painted_rules(painted: Painted) -> list[Rule]:
+    """A rule for each owner and set of kinds."""
+    by_layer: dict[tuple[int, str], set[Kind]] = {}
+    for (layer, kind), owner in painted.items():
+        by_layer.setdefault((layer, owner), set()).add(kind)
+    grouped: dict[tuple[str, tuple[Kind, ...]], list[int]] = {}
+    for (layer, owner), kinds in sorted(by_layer.items()):
+        named = tuple(kind for kind in _KINDS if kind in kinds)
+        grouped.setdefault((owner, named), []).append(layer)
+    return [
+        Rule(layers=format_layers(layers), modules=kinds, expert=owner) for (owner, kinds), layers in grouped.items()
+    ]
+
+
+FIELDS = (
+    "method", "partition", *ZONES, "task_weight", "language_weight", "weights", "outside", *parameter_keys(), "seed",
+    "allow_negative",
+)  # fmt: skip
+"""The fields of a composition that the page and its address can set, besides the experts."""
+
+_PAINT = re.compile(r"(attention|mlp|other)\.(\d[\d,-]*)=(.+)")
+_LONGEST = 8_000  # characters of an address
+LONGEST_PROMPT = 20_000
+"""The most characters of a prompt."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One visitor's composition.
+
+    Attributes:
+        task, language: the experts of each side.
+        fields: other fields of the `Composition`, by their names in `FIELDS`.
+        painted: (layer, kind) → the owner set by hand.
+        prompt: the current prompt, which is part of the address.
+    """
+
+    task: tuple[str, ...]
+    language: tuple[str, ...]
+    fields: Mapping[str, bool | int | FiniteFloat | str] = field(default_factory=dict)
+    painted: Mapping[tuple[int, Kind], str] = field(default_factory=dict)
+    prompt: Annotated[str, Field(max_length=LONGEST_PROMPT)] = ""
+
+    def content(self) -> dict[str, Any]:
+        """The fields of the composition without the layers set by hand."""
+        return {"task": list(self.task), "language": list(self.language), **self.fields}
+
+    def composition(self, num_layers: int, **more: Any) -> Composition:
+        """The composition, with the layers set by hand as rules."""
+        plain = validate({**self.content(), **more}, Composition, where="this composition")
+        return paint(plain, self.painted, num_layers)
+
+    def address(self) -> str:
+        """The query of an address that holds the choice: `?task=math&language=swahili&bottom=1`."""
+        items = [(key, value) for key in ("task", "language") for value in getattr(self, key)]
+        items += [(key, _text(value)) for key, value in self.fields.items()]
+        items += [("give", text) for text in self._painted_texts()]
+        items += [("prompt", self.prompt)] if self.prompt else []
+        return "?" + urlencode(items, safe=",+=")
+
+    def _painted_texts(self) -> Iterator[str]:
+        grouped: dict[tuple[Kind, str], list[int]] = {}
+        for (layer, kind), owner in self.painted.items():
+            grouped.setdefault((kind, owner), []).append(layer)
+        for (kind, owner), layers in sorted(grouped.items()):
+            yield f"{kind}.{format_layers(layers)}={owner}"
+
+
+def first_choice(experts: Sequence[str], num_layers: int | None = None) -> Choice:
+    """The choice that a page opens with: the paper's layer swap of the first two experts, or of one and the base.
+
+    Args:
+        num_layers: L. If it is too small for the paper's zones, one bottom layer is swapped instead.
+    """
+    names = [*experts, "base"]
+    fields: dict[str, Any] = {"method": "layer_swap"}
+    if num_layers is not None and not _has_paper_layers(num_layers):
+        fields |= {"bottom": min(1, num_layers), "top": 0}
+    return Choice((names[0],), (names[1],), fields)
+
+
+def _has_paper_layers(num_layers: int) -> bool:
+    try:
+        Composition(method="layer_swap").zones(num_layers)
+    except CompositionError:
+        return False
+    return True
+
+
+def from_address(query: str, fallback: Choice) -> Choice:
+    """The choice that an address holds; a side that it does not name is that of `fallback`."""
+    if len(query) > _LONGEST:
+        raise ArgumentError(f"the address has {len(query)} characters", f"Shorten it to {_LONGEST}", parameter="query")
+    sides: dict[str, list[str]] = {"task": [], "language": []}
+    fields: dict[str, Any] = {}
+    painted: dict[tuple[int, Kind], str] = {}
+    prompt = ""
+    for key, value in parse_qsl(query.removeprefix("?")):
+        if key in sides:
+            sides[key].append(value)
+        elif key == "prompt":
+            prompt = value
+        elif key == "give":
+            painted |= _read_painted(value)
+        elif key in FIELDS:
+            fields[key] = value
+        elif not key.startswith("__"):  # Gradio's own, such as __theme
+            raise ArgumentError(
+                f"the address has an unknown setting {key!r}", f"Remove it; the settings are {', '.join(FIELDS)}",
+                parameter="query",
+            )  # fmt: skip
+    if not (sides["task"] or sides["language"] or fields):
+        fields = dict(fallback.fields)
+    return Choice(
+        tuple(sides["task"]) or fallback.task, tuple(sides["language"]) or fallback.language, fields, painted, prompt
+    )
+
+
+def _read_painted(text: str) -> dict[tuple[int, Kind], str]:
+    match = _PAINT.fullmatch(text)
+    if match is None:
+        raise ArgumentError(
+            f"the address assigns layers with give={text!r}",
+            "Write KIND.LAYERS=EXPERT, as in mlp.0-2=math",
+            parameter="query",
+        )
+    kind = next(kind for kind in get_args(Kind) if kind == match[1])
+    try:
+        layers = parse_layers(match[2])
+    except ValueError as error:
+        raise ArgumentError(f"the address has give={text!r}: {error}", "Correct it", parameter="query") from None
+    return {(layer, kind): match[3] for layer in layers}
+
+
+def check_values(values: object) -> None:
+    """Raise `ArgumentError` if JSON values that a page sent hold what UTF-8 or JSON cannot express."""
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    except (RecursionError, ValueError):
+        raise ArgumentError(
+            "the page sent half a character, a number that is not finite, or lists that are too deep",
+            "Correct the last input",
+        ) from None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

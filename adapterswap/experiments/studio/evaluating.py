@@ -1,0 +1,271 @@
+"""Evaluations in the background: their tasks, their progress, and the table of results.
+
+Uses the workspace's model and the functions of `evaluation`. Scores are shares of correct answers, so the intervals are
+Wilson's (1927).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat
+from pydantic.dataclasses import dataclass
+
+from adapterswap.core.planning.composition import Composition
+from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation.answers import is_correct, parse_number
+from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
+from adapterswap.experiments.lab.scenes import draw_problems
+from adapterswap.experiments.lab.seed import Questions, exact_match
+from adapterswap.experiments.reporting.latex import harmless
+from adapterswap.experiments.studio.choice import check_values
+from adapterswap.experiments.studio.html import text
+from adapterswap.experiments.studio.workspace import Workspace
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, DataError, RunError, reason_of
+from adapterswap.kit.files.text import as_row, json_lines
+
+OWN_FILE = "your own file"
+_LAB = "lab problems in "
+_CHUNK = 50
+_TOKENS = 256
+_MOST_ROWS = 500
+LARGEST_FILE = 1_000_000
+"""The most bytes of a visitor's file."""
+_Z = 1.959964  # the normal distribution's 97.5 % quantile, for a 95 % interval
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How many documents of an evaluation are done."""
+
+    done: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One row of the table.
+
+    Attributes:
+        composition: a short label of the composition.
+        address: the query of the page that shows it.
+        task: the name of the task.
+        right, of: the number of documents answered correctly, and of all.
+        low, high: the 95 % interval of the share.
+    """
+
+    composition: str
+    address: Annotated[str, Field(pattern=r"^\?")]
+    task: str
+    right: Annotated[int | float, Field(ge=0, le=1_000_000)]
+    of: Annotated[int, Field(ge=1, le=1_000_000)]
+    low: FiniteFloat
+    high: FiniteFloat
+
+    @property
+    def share(self) -> float:
+        return self.right / self.of
+
+
+def read_rows(content: str) -> list[tuple[str, str]]:
+    """The (prompt, answer) pairs of a visitor's file: JSON Lines with `prompt` and `answer`.
+
+    Args:
+        content: the file's text; U+FFFD where it is not UTF-8.
+    """
+    remedy = 'Write lines such as {"prompt": "2 + 2 =", "answer": "4"}'
+    if len(content.encode(errors="replace")) > LARGEST_FILE:
+        raise DataError("the file is too large", f"Choose one of at most {LARGEST_FILE} bytes", parameter="file")
+    if "\ufffd" in content:
+        raise DataError("the file is not UTF-8", "Save it as UTF-8", parameter="file")
+    try:
+        found = [*json_lines(content.split("\n"), _pair)]
+    except (AdapterswapError, ValueError) as error:
+        raise DataError(reason_of(error), remedy, parameter="file") from None
+    if not 1 <= len(found) <= _MOST_ROWS:
+        raise DataError(f"the file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
+    return found
+
+
+def _pair(value: Any) -> tuple[str, str]:
+    row = as_row(value)
+    check_values(row)
+    prompt, answer = row["prompt"], row["answer"]
+    answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+    if not all(isinstance(value, str) and value.strip() for value in (prompt, answer)):
+        raise ValueError("the prompt or answer is empty or not text")
+    return prompt, answer.strip()
+
+
+def tasks(workspace: Workspace) -> list[str]:
+    """The tasks: the lab's problems if the models are the lab's, MGSM, and the visitor's own file."""
+    lab = [_LAB + language for language in workspace.lab.languages] if workspace.lab else []
+    return [*lab, *mgsm_task_names(), OWN_FILE]
+
+
+def interval(right: float, of: int) -> tuple[float, float]:
+    """Wilson's (1927) 95 % interval of the share `right / of`."""
+    share, square = right / of, _Z * _Z
+    middle = share + square / (2 * of)
+    half = _Z * math.sqrt(share * (1 - share) / of + square / (4 * of * of))
+    scale = 1 + square / of
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def evaluate_live(
+    workspace: Workspace,
+    composition: Composition | None,
+    task: str,
+    limit: int,
+    *,
+    label: str,
+    address: str,
+    stopped: threading.Event,
+    rows: Sequence[tuple[str, str]] = (),
+) -> Iterator[Progress | Evaluated]:
+    """Evaluate a composition on a task, in its own thread; others may use the model between batches.
+
+    Args:
+        label, address: the row's `composition` and `address`.
+        stopped: set it to stop after the current batch.
+        rows: the rows of the visitor's file, for the task `OWN_FILE`.
+
+    Yields:
+        Progress, and the row at the end unless it was stopped.
+    """
+    if task not in tasks(workspace):
+        raise ArgumentError(f"there is no task {task}", "Choose one of the list", parameter="task")
+    news: queue.Queue[Progress | Evaluated | BaseException | None] = queue.Queue()
+
+    def step(step_aside: Callable[[], None], done: int, of: int) -> None:
+        news.put(Progress(done, of))
+        if stopped.is_set():
+            raise _Stopped
+        step_aside()
+
+    def work() -> None:
+        try:
+            if task == OWN_FILE:
+                right, of = _score_rows(workspace, composition, rows[:limit], news.put, stopped)
+            else:
+                with workspace.holding(composition) as step_aside:
+                    lab = task.startswith(_LAB)
+                    right, of = (_score_lab if lab else _score_task)(workspace, task, limit, partial(step, step_aside))
+            news.put(Evaluated(label, address, task, right, of, *interval(right, of)))
+        except _Stopped:
+            pass
+        except BaseException as error:  # the reader raises it
+            news.put(error)
+        finally:
+            news.put(None)
+
+    threading.Thread(target=work, daemon=True, name="adapterswap-evaluate").start()
+    try:
+        while (item := news.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item if isinstance(item, AdapterswapError) else _explained(item)
+            yield item
+    finally:
+        stopped.set()
+
+
+class _Stopped(BaseException):
+    """The visitor left or pressed Stop. A BaseException, so that no library handles it as an error."""
+
+
+def _score_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
+    assert workspace.lab is not None
+    problems = draw_problems(workspace.lab.scene, "development", limit)
+    right = 0
+    step(0, len(problems))
+    for start in range(0, len(problems), _CHUNK):
+        chunk = problems[start : start + _CHUNK]
+        right += int(exact_match(workspace.live.model, Questions(chunk, task.removeprefix(_LAB))).sum())
+        step(start + len(chunk), len(problems))
+    return right, len(problems)
+
+
+def _score_rows(
+    workspace: Workspace,
+    composition: Composition | None,
+    rows: Sequence[tuple[str, str]],
+    tell: Callable[[Progress], None],
+    stopped: threading.Event,
+) -> tuple[float, int]:
+    """Score greedy answers, each in its own turn; see `is_right`."""
+    right = 0
+    for number, (prompt, answer) in enumerate(rows):
+        tell(Progress(number, len(rows)))
+        if stopped.is_set():
+            raise _Stopped
+        *_, last = workspace.answers(prompt, [composition], max_new_tokens=_TOKENS, chat=False)
+        right += is_right(last.texts[0], answer)
+    return right, len(rows)
+
+
+def is_right(written: str, answer: str) -> bool:
+    """Whether a text is the answer, or gives the same number if the answer is nothing but a number."""
+    number = parse_number(answer)
+    return written.strip() == answer or (number is not None and is_correct(written, number))
+
+
+def _score_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
+    result = evaluate(
+        workspace.live.model, workspace.tokenizer, [task], Settings(limit=limit), on_progress=step
+    ).tasks[task]  # fmt: skip
+    names = [score.filter for score in result.scores]
+    if not names:
+        raise ArgumentError(f"{task} has no automatic score", "Choose another task", parameter="task")
+    best = result.score("normalized" if "normalized" in names else names[0])
+    return round(best.value * result.num_docs, 6), result.num_docs
+
+
+def _explained(error: BaseException) -> BaseException:
+    if isinstance(error, MemoryError) or "memory" in str(error).lower():
+        return RunError("Out of memory while evaluating", "Evaluate fewer documents at once, or use a smaller model")
+    return error
+
+
+def table_html(rows: Sequence[Evaluated]) -> str:
+    """The results as a table, latest first."""
+    if not rows:
+        return '<p class="timing">Nothing has been evaluated yet.</p>'
+    body = "".join(
+        f'<tr><td><a href="{text(row.address)}">{text(row.composition)}</a></td><td>{text(row.task)}</td>'
+        f'<td class="number">{row.right:g} / {row.of}</td><td class="number"><b>{row.share:.1%}</b></td>'
+        f'<td class="number">{row.low:.1%} – {row.high:.1%}</td></tr>'
+        for row in reversed(rows)
+    )
+    head = "".join(
+        f'<th scope="col">{name}</th>' for name in ("composition", "task", "correct", "accuracy", "95 % interval")
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="evaluated scroll" tabindex="0">{table}</div>'
+
+
+def as_csv(rows: Sequence[Evaluated]) -> str:
+    """The results as CSV, oldest first."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["composition", "task", "right", "of", "share", "low", "high", "address"])
+    for row in rows:
+        numbers = [row.right, row.of, row.share, row.low, row.high]
+        writer.writerow([harmless(row.composition), row.task, *numbers, row.address])
+    return stream.getvalue()
+
+
+def as_rows(kept: object) -> list[Evaluated]:
+    """The rows that a browser stored; anything else is left out."""
+    found = []
+    for content in kept if isinstance(kept, list) else []:
+        with suppress(TypeError, ValueError):
+            found.append(Evaluated(**content))
+    return found

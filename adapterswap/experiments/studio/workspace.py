@@ -1,0 +1,451 @@
+"""A studio's workspace: a base in memory, experts by name, their live composer, and one queue for the model.
+
+An expert that cannot be opened or loaded is kept with its error, and the others still work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.core.experts.adapter import Adapter, open_adapter
+from adapterswap.core.model.layers import known_depth
+from adapterswap.core.model.loading import OpenedBase, choose_device, load_weights, open_base
+from adapterswap.core.planning.composing import compose
+from adapterswap.core.planning.composition import Composition, own_name
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.engines.live import LiveComposer, stream
+from adapterswap.engines.live.inventory import layers_of_base
+from adapterswap.engines.serving.names import check_expert_name, read_manifest
+from adapterswap.experiments.analysis.analyzing import Analysis, analyze
+from adapterswap.experiments.analysis.suggesting import Suggestion, suggest
+from adapterswap.experiments.lab.run import LAB_FORMAT
+from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems
+from adapterswap.experiments.lab.seed import Questions, exact_match
+from adapterswap.experiments.lab.world import LANGUAGES
+from adapterswap.experiments.studio.choice import Choice
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    DataError,
+    NotFoundError,
+    UnsupportedError,
+)
+from adapterswap.kit.files.text import exists, expand, is_folder
+
+if TYPE_CHECKING:
+    from adapterswap.engines.live.batching import Answers
+    from adapterswap.engines.live.catalogue import Composable
+    from adapterswap.experiments.lab.world import WordProblem
+
+
+Scores = dict[str, tuple[int, int]]
+"""Language → the number of problems answered correctly, and of all."""
+
+
+def alone(name: str) -> Composition:
+    """One expert as a composition."""
+    return Composition(allocation=(Rule(expert=name),))
+
+
+class Turns:
+    """A lock that is acquired in the order of requests.
+
+    A long task that holds it can let others go first between its steps with `step_aside`.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+        self._held = False
+
+    @property
+    def waiting(self) -> int:
+        """The number of waiting threads."""
+        return len(self._waiting)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the lock and hold it inside the block."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def step_aside(self) -> None:
+        """Let everyone who is waiting now go first; call it only while holding the lock."""
+        if self._waiting:
+            self._release()
+            self._acquire()
+
+    def _acquire(self) -> None:
+        with self._guard:
+            if not self._held and not self._waiting:
+                self._held = True
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        mine.wait()
+
+    def _release(self) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().set()  # the lock passes to the next thread
+            else:
+                self._held = False
+
+
+class Visitors:
+    """For each visitor, the event that stops what is running for them."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, threading.Event] = {}
+        self._guard = threading.Lock()
+
+    @contextmanager
+    def work(self, visitor: str) -> Iterator[threading.Event]:
+        """Stop what is running for the visitor, and yield the event that stops the work inside the block."""
+        self.leave(visitor)
+        self._ends[visitor] = mine = threading.Event()
+        try:
+            yield mine
+        finally:
+            mine.set()
+            with self._guard:
+                if self._ends.get(visitor) is mine:
+                    del self._ends[visitor]
+
+    def leave(self, visitor: str) -> None:
+        """Stop what is running for the visitor."""
+        with self._guard:
+            if (before := self._ends.pop(visitor, None)) is not None:
+                before.set()
+
+
+_SHOWN_PROBLEMS = 100
+_STEP = 25
+
+
+@dataclass(frozen=True)
+class LabProblems:
+    """The lab's word problems with their right answers, from the development set on which it makes its choices."""
+
+    scene: Scene
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """The constructed language first, because the experts are made for it."""
+        return tuple(reversed(LANGUAGES))
+
+    @cached_property
+    def questions(self) -> dict[str, list[Questions]]:
+        """By language, in batches; others may use the model in between."""
+        starts = range(0, len(self.problems), _STEP)
+        return {
+            language: [Questions(self.problems[start : start + _STEP], language) for start in starts]
+            for language in self.languages
+        }
+
+    @cached_property
+    def problems(self) -> list[WordProblem]:
+        return draw_problems(self.scene, "development", _SHOWN_PROBLEMS)
+
+    @cached_property
+    def known(self) -> dict[str, tuple[str, int]]:
+        """Prompt → its language and its place among the problems."""
+        places = enumerate(self.problems)
+        return {each.prompt(language): (language, place) for place, each in places for language in self.languages}
+
+
+@dataclass
+class Workspace:
+    """A base with its experts, open and loaded.
+
+    Attributes:
+        base_model: folder or Hub id of the base.
+        base: its config and tokenizer.
+        num_layers: L.
+        references: expert → its folder or Hub id.
+        experts: the experts that could be opened.
+        faults: expert → why it could not be opened; it cannot be used at all.
+        not_live: expert → why it could not be loaded into the model; it can be composed but cannot answer.
+        composer: the model's live composer; None if no expert could be loaded.
+        lab: word problems, if the models are the lab's.
+        allow_paths: whether visitors may open more experts by folder or Hub id.
+        turns: the queue for the model.
+    """
+
+    base_model: str
+    base: OpenedBase
+    num_layers: int
+    references: dict[str, str]
+    experts: dict[str, Adapter]
+    faults: dict[str, AdapterswapError]
+    not_live: dict[str, AdapterswapError]
+    composer: LiveComposer | None
+    lab: LabProblems | None = None
+    allow_paths: bool = False
+    turns: Turns = field(default_factory=Turns)
+    _analysis: dict[tuple[str, ...], Analysis] = field(default_factory=dict)
+    _scores_alone: dict[str, Scores] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.base.tokenizer
+
+    def composition(self, choice: Choice) -> Composition:
+        """The composition of a choice, with the folders or Hub ids of its experts and the base, as in a recipe."""
+        named = {*choice.task, *choice.language, *choice.painted.values()}
+        places = {name: reference for name, reference in self.references.items() if name in named}
+        return choice.composition(self.num_layers, experts=places, base_model=self.base_model)
+
+    def plan(self, composition: Composition) -> Plan:
+        """The plan, by `adapterswap.compose` with the opened experts."""
+        for name in composition.expert_names:
+            if name in self.faults:
+                raise self.faults[name]
+        return compose(composition, self.experts)
+
+    def answers(
+        self,
+        prompt: str,
+        compositions: Sequence[Composable],
+        *,
+        max_new_tokens: int,
+        chat: bool,
+        stopped: threading.Event | None = None,
+    ) -> Iterator[Answers]:
+        """Stream answers by `adapterswap.engines.live.stream`, in turn with all other visitors."""
+        for composition in compositions:
+            if isinstance(composition, Composition):
+                for name in composition.expert_names:
+                    self.check_live(name)
+        return stream(
+            self.live, self.tokenizer, prompt, compositions, max_new_tokens=max_new_tokens, chat=chat,
+            turn=self.turns.turn, stopped=stopped,
+        )  # fmt: skip
+
+    @contextmanager
+    def holding(self, composition: Composition | None) -> Iterator[Callable[[], None]]:
+        """Hold the turn with the model set to a composition; yields a function that lets others go first."""
+        for name in composition.expert_names if composition else ():
+            self.check_live(name)
+        with self.turns.turn(), ExitStack() as using:
+            using.enter_context(self.live.use(composition))
+
+            def step_aside() -> None:
+                if self.turns.waiting:  # the next visitor sets another composition
+                    using.close()
+                    self.turns.step_aside()
+                    using.enter_context(self.live.use(composition))
+
+            yield step_aside
+
+    @property
+    def changes_outside(self) -> bool:
+        """Whether an expert changes an embedding, a head or another module outside the layers."""
+        return any(part.layer is None for expert in self.experts.values() for part in expert.parts.values())
+
+    def first_problem(self, composition: Composition) -> int:
+        """The place of the first of the lab's problems that the composition solves, but no expert and not the base.
+
+        The problem is in the constructed language; the place is 0 if there is none.
+        """
+        assert self.lab is not None
+        for batch, questions in enumerate(self.lab.questions[self.lab.languages[0]]):
+            with self.holding(composition):
+                only = exact_match(self.live.model, questions)
+            for other in (None, *map(alone, composition.expert_names)):
+                if only.any():
+                    with self.holding(other):
+                        only &= ~exact_match(self.live.model, questions)
+            if only.any():
+                return batch * _STEP + int(only.argmax())
+        return 0
+
+    def scores_alone(self, name: str, *, stopped: threading.Event | None = None) -> Scores | None:
+        """`scores` of one expert, or of `base`, computed once."""
+        if name not in self._scores_alone:
+            found = self.scores(None if name == BASE else alone(name), stopped=stopped)
+            if found is None:
+                return None
+            self._scores_alone[name] = found
+        return self._scores_alone[name]
+
+    def scores(self, composition: Composition | None, *, stopped: threading.Event | None = None) -> Scores | None:
+        """(correct, all) of the lab's problems for a composition, by language; None if `stopped` was set."""
+        assert self.lab is not None
+        found = {}
+        with self.holding(composition) as step_aside:
+            for language, chunks in self.lab.questions.items():
+                right = 0
+                for asked in chunks:
+                    if stopped is not None and stopped.is_set():
+                        return None
+                    right += int(exact_match(self.live.model, asked).sum())
+                    step_aside()
+                found[language] = (right, len(self.lab.problems))
+        return found
+
+    def check_live(self, name: str) -> None:
+        """Raise the error that kept an expert from being loaded into the model, if any."""
+        fault = self.faults.get(name) or self.not_live.get(name)
+        if fault is not None:
+            raise fault
+
+    @property
+    def live(self) -> LiveComposer:
+        """The composer. If no expert could be loaded, the first error is raised."""
+        if self.composer is None:
+            raise next(iter([*self.not_live.values(), *self.faults.values()]))
+        return self.composer
+
+    def analysis(self, names: Sequence[str]) -> Analysis:
+        """The result of `adapterswap.analyze` for these experts; recent results are cached."""
+        key = tuple(names)
+        if key not in self._analysis:
+            if len(self._analysis) > 16:
+                self._analysis.pop(next(iter(self._analysis)))
+            self._analysis[key] = analyze({name: self.experts[name] for name in names})
+        return self._analysis[key]
+
+    def suggestion(self, task: str, language: str) -> Suggestion:
+        """The result of `adapterswap.suggest` for two experts, by their weights."""
+        return suggest(self.experts[task], self.experts[language], num_layers=self.num_layers)
+
+    def add(self, reference: str) -> str:
+        """Open and load another expert by its folder or Hub id, and return its name."""
+        if not self.allow_paths:
+            raise ArgumentError("this studio does not open further experts", "Start it with `allow_paths=True`")
+        name = own_name(reference)
+        check_expert_name(name)
+        if name in self.references:
+            raise ArgumentError(f"an expert named {name!r} is already open", "Rename its folder", parameter="reference")
+        adapter = open_adapter(expand(reference) if is_folder(expand(reference)) else reference)
+        with self.turns.turn():
+            self.live.load_expert(adapter, name)
+        self.references[name], self.experts[name] = _short(reference), adapter
+        return name
+
+
+def open_workspace(
+    base_model: str,
+    experts: str | Path | Mapping[str, str],
+    *,
+    lab: Scene | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    allow_paths: bool = False,
+) -> Workspace:
+    """Open a base and experts, and load the experts into one model.
+
+    Args:
+        base_model: folder or Hub id of the base.
+        experts: a folder of adapter folders, a file experts.yaml, or folders and Hub ids by name.
+        lab: the scene, if the models are the lab's.
+        device: torch's device, or `auto`.
+        dtype: dtype of the base's weights, or `auto`.
+        allow_paths: let visitors open more experts by folder or Hub id.
+
+    Raises:
+        BaseModelError: the base cannot be opened or loaded, or does not say how many layers it has.
+        ArgumentError, FieldError, NotFoundError: see `read_manifest`.
+        ExpertError: no expert can be opened.
+        UnsupportedError: the base has an encoder and a decoder.
+    """
+    target = choose_device(device)
+    if isinstance(experts, Mapping):
+        named = dict(experts)
+    elif chains := (manifest := read_manifest(experts)).chains:
+        raise UnsupportedError(
+            f"{', '.join(chains)} is a chain of adapters, but the studio shows single ones",
+            "Write the chain as one adapter with `compose`",
+            parameter="experts",
+        )
+    else:
+        named = manifest.adapters
+    base = open_base(base_model)
+    num_layers = known_depth(layers_of_base(base), base_model, "Use another base")
+    if not isinstance(num_layers, int):
+        raise UnsupportedError(
+            f"{base_model} has an encoder and a decoder, but the studio shows a single stack of layers",
+            "Use `compose` with `stack`",
+            parameter="base_model",
+        )
+    opened: dict[str, Adapter] = {}
+    faults: dict[str, AdapterswapError] = {}
+    for name, reference in named.items():
+        try:
+            opened[name] = open_adapter(reference)
+        except AdapterswapError as error:
+            faults[name] = error.within(name)
+    if not opened:
+        raise next(iter(faults.values()))
+    composer, not_live = _load(load_weights(base, dtype=dtype).to(target).eval(), opened)
+    references = {name: _short(reference) for name, reference in named.items()}
+    return Workspace(
+        _short(base_model), base, num_layers, references, opened, faults, not_live, composer,
+        LabProblems(lab) if lab else None, allow_paths,
+    )  # fmt: skip
+
+
+def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
+    """Open the models that `adapterswap lab` wrote to a folder."""
+    place = expand(folder)
+    record = place / "results.json"
+    if not exists(record):
+        whole = place.absolute().parent
+        above = exists(whole / "results.json")
+        remedy = f"Pass the folder above it: `lab={whole}`" if above else "Run `adapterswap lab` first"
+        raise NotFoundError(f"{place} contains no results.json", remedy, parameter="lab")
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        scene = SCENES[content["scene"]["name"]] if content["format"] == LAB_FORMAT else None
+    except (ValueError, KeyError, TypeError):
+        scene = None
+    if scene is None:
+        raise DataError(
+            f"{record} was not written by `adapterswap lab`", "Pass a folder that it wrote", parameter="lab"
+        )
+    models = place / f"seed-{seed}"
+    if not is_folder(models):
+        there = sorted(path.name.removeprefix("seed-") for path in place.glob("seed-*"))
+        raise NotFoundError(
+            f"{place} has no seed {seed}", f"Choose among {', '.join(there) or 'none'}", parameter="lab_seed"
+        )
+    named = {name: str(models / name) for name in ("math", "language")}
+    return open_workspace(str(models / "base"), named, lab=scene, **options)
+
+
+def _load(model: Any, experts: Mapping[str, Adapter]) -> tuple[LiveComposer | None, dict[str, AdapterswapError]]:
+    """A composer with the experts that fit the model, and the errors of the others."""
+    composer: LiveComposer | None = None
+    not_live: dict[str, AdapterswapError] = {}
+    for name, adapter in experts.items():
+        try:
+            if composer is None:
+                composer = LiveComposer.from_experts(model, {name: adapter})
+            else:
+                composer.load_expert(adapter, name)
+        except AdapterswapError as error:
+            not_live[name] = error
+    return composer, not_live
+
+
+def _short(reference: str) -> str:
+    """A reference for commands: a folder below the current one as a relative path, other folders as absolute."""
+    path = expand(reference)
+    if not is_folder(path):
+        return reference
+    place, here = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(place, here) if place.startswith(here + os.sep) else place

@@ -1,0 +1,45 @@
+"""Sweeps: evaluate many compositions over one loaded base, in a folder that can be resumed and read back.
+
+`sweep` runs a recipe, `read_run` reads its folder, and `summarize` reduces it to a row for each family. Imports neither
+torch nor lm-evaluation-harness until something is evaluated.
+"""
+
+from __future__ import annotations
+
+from adapterswap.experiments.sweeps.grid import Cell
+from adapterswap.experiments.sweeps.preparing import prepare
+from adapterswap.experiments.sweeps.recipe import SweepRecipe, read_sweep_recipe
+from adapterswap.experiments.sweeps.results import (
+    CellResult,
+    Run,
+    RungResult,
+    TaskInfo,
+    TaskValue,
+    read_prompts,
+    read_run,
+    read_samples,
+)
+from adapterswap.experiments.sweeps.running import SweepProgress, sweep
+from adapterswap.experiments.sweeps.summary import Row, best_of, combined, remarks, summarize
+
+__all__ = [
+    "Cell",
+    "CellResult",
+    "Row",
+    "Run",
+    "RungResult",
+    "SweepProgress",
+    "SweepRecipe",
+    "TaskInfo",
+    "TaskValue",
+    "best_of",
+    "combined",
+    "prepare",
+    "read_prompts",
+    "read_run",
+    "read_samples",
+    "read_sweep_recipe",
+    "remarks",
+    "summarize",
+    "sweep",
+]

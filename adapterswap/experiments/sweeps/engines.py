@@ -1,0 +1,214 @@
+"""Evaluate cells in vLLM, several at once; see `Judge`.
+
+Each composition is an adapter in a temporary folder while its cell is in flight. What an adapter cannot hold there is
+merged, and evaluated alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.experiments.sweeps.grid import Assignment, Cell
+from adapterswap.experiments.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, as_judged, way_of
+from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.recipe import EngineByKind
+from adapterswap.experiments.sweeps.results import CellResult
+from adapterswap.kit.dependencies import require
+
+if TYPE_CHECKING:
+    from adapterswap.core.planning.plan import Plan
+    from adapterswap.experiments.evaluation.asking import Questions, Request, Subject
+    from adapterswap.experiments.evaluation.vllm_engine import Needs, VLLMEngine
+
+    Asked = Mapping[tuple[tuple[str, ...], Any], tuple[Questions, tuple[Request, ...]]]
+
+
+@contextmanager
+def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[Judge]:
+    """The judge of a sweep in this process, by its engine; for `device` and `dtype` see `sweep`."""
+    if prepared.settings.engine == "transformers":
+        yield LocalJudge(prepared, device, dtype)
+        return
+    from adapterswap.experiments.evaluation.vllm_engine import VLLMEngine
+
+    require("vllm")
+    _check_merged(prepared)
+    settings = prepared.settings
+    asked = asked_of_all(prepared)
+    split = isinstance(prepared.recipe.settings.engine, EngineByKind)
+    local = replace(prepared, settings=replace(settings, engine="transformers", engine_args={}))
+    others = LocalJudge(local, device, dtype) if split else None  # first, so that vLLM sees what memory is left
+    with VLLMEngine(
+        prepared.base, needs(prepared, asked), settings.engine_args, device=device, dtype=dtype, seed=settings.seed
+    ) as engine:
+        judge = EngineJudge(prepared, engine, asked)
+        yield judge if others is None else SplitJudge(judge, others, _generating(prepared))
+
+
+def asked_of_all(prepared: PreparedSweep) -> Asked:
+    """What the tasks ask vLLM of cells on all documents, by the cells' tasks."""
+    mine = _generating(prepared) if isinstance(prepared.recipe.settings.engine, EngineByKind) else prepared.tasks
+    by_cell = (tuple(task for task in cell.tasks if task in mine) for cell in prepared.grid.cells)
+    return {(tasks, None): _asked(prepared, tasks) for tasks in dict.fromkeys(by_cell) if tasks}
+
+
+def _generating(prepared: PreparedSweep) -> frozenset[str]:
+    """The tasks whose answers are generated."""
+    return frozenset(name for name, task in prepared.harness_tasks.items() if task.OUTPUT_TYPE == "generate_until")
+
+
+def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
+    """What vLLM must be able to hold for all cells of a sweep."""
+    from adapterswap.experiments.evaluation.vllm_engine import needs_of
+
+    requests = (request for _, of_tasks in asked.values() for request in of_tasks)
+    return needs_of(_as_adapters(prepared), requests, prepared.recipe.settings.in_flight, prepared.shapes)
+
+
+def _as_adapters(prepared: PreparedSweep) -> dict[str, tuple[Plan, Mapping[str, Any]]]:
+    """The compositions that vLLM holds as adapters, by their short names, and how each is reduced.
+
+    Of those that differ only in their zones, the checked ones: they have every layer with each of its rules.
+    """
+    return {
+        cell.short: (plan, cell.output)
+        for cell in prepared.plans.checked
+        if (plan := prepared.plans[cell.cell]) is not None and way_of(prepared, cell) != "merged"
+    }
+
+
+def needed(prepared: PreparedSweep) -> dict[str, Any]:
+    """vLLM's settings for a sweep, the numbers in its slots for adapters, and the cell with the highest rank."""
+    from adapterswap.experiments.evaluation.vllm_engine import rank_of
+
+    all_needs = needs(prepared, asked_of_all(prepared))
+    ranks = {name: rank_of(plan, output) for name, (plan, output) in _as_adapters(prepared).items()}
+    highest = max(ranks, key=lambda name: ranks[name], default=None)
+    settings = {**all_needs.settings(), **prepared.settings.engine_args}
+    return {**settings, "slots": all_needs.slots(), "highest_rank": highest and {highest: ranks[highest]}}
+
+
+class EngineJudge:
+    """Cells in vLLM, with a window of them in flight; see `Judge`."""
+
+    def __init__(self, prepared: PreparedSweep, engine: VLLMEngine, asked: Asked) -> None:
+        self._prepared, self._engine = prepared, engine
+        self._in_flight = prepared.recipe.settings.in_flight
+        self._asked = dict(asked)
+        self._errors: dict[str, float] = {}
+        around = engine.described
+        versions = around.pop("versions")
+        exactly = around["batch_invariant"] or (around["device"] == "cpu" and self._in_flight == 1)
+        around["repeats"] = "exactly" if exactly else "up to the engine's rounding"
+        settings = {**prepared.described["settings"], **around}
+        self.described: Mapping[str, Any] = {**prepared.described, "settings": settings, "versions": versions}
+
+    def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
+        """See `Judge`. A cell's seconds are those since the one before was finished."""
+        from adapterswap.experiments.evaluation.asking import evaluated
+
+        jobs = map(self._job, assignments)
+        results = evaluated(self._engine, jobs, in_flight=self._in_flight, on_progress=on_progress)
+        for assignment, (evaluation, seconds) in zip(assignments, results, strict=True):
+            cell = assignment.cell
+            yield as_judged(cell, evaluation, self._prepared, seconds, self._errors.pop(cell.cell, None))
+
+    def _job(self, assignment: Assignment) -> Any:
+        from adapterswap.experiments.evaluation.asking import Job
+
+        cell, documents = assignment.cell, assignment.documents
+        tasks = cell.tasks if documents is None else tuple(documents)
+        key = tasks, None if documents is None else tuple(tuple(documents[task]) for task in tasks)
+        if key not in self._asked:
+            self._asked[key] = _asked(self._prepared, tasks, documents)
+        alone = way_of(self._prepared, cell) == "merged"
+        name = f"{cell.short} ({cell.cell})"
+        return Job(name, partial(self._written, cell, alone), *self._asked[key], alone=alone)
+
+    def _written(self, cell: Cell, full: bool) -> AbstractContextManager[Subject]:
+        from adapterswap.experiments.evaluation.asking import written
+
+        prepared = self._prepared
+        described = prepared.described["experts"]
+        hashes = {name: described[name]["sha256"] for name in prepared.adapters}
+        return written(
+            prepared.plans[cell.cell],
+            cell.output,
+            full=full,
+            base_model=prepared.recipe.base_model,
+            hashes=hashes,
+            tell=lambda error: self._errors.update({cell.cell: error}),
+        )
+
+
+class SplitJudge:
+    """Tasks that generate in vLLM, the others in transformers; see `Judge`.
+
+    Args:
+        engine, local: the judges of the two kinds.
+        generating: the tasks that generate.
+    """
+
+    def __init__(self, engine: EngineJudge, local: LocalJudge, generating: Collection[str]) -> None:
+        self._engine, self._local, self._generating = engine, local, generating
+        theirs = local.described["settings"]
+        settings = {**engine.described["settings"], "loglikelihood": {key: theirs[key] for key in ("device", "dtype")}}
+        self.described: Mapping[str, Any] = {**engine.described, "settings": settings}
+
+    def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
+        """See `Judge`. The documents of tasks in transformers are evaluated while vLLM waits."""
+        pairs = [(self._part(one, True), self._part(one, False)) for one in assignments]
+        generated = self._engine.judged([one for one, _ in pairs if one is not None], on_progress)
+        compared = self._local.judged([one for _, one in pairs if one is not None], on_progress)
+        for assignment, (first, second) in zip(assignments, pairs, strict=True):
+            parts = [*([next(generated)] if first else []), *([next(compared)] if second else [])]
+            yield _joined(assignment.cell, parts)
+
+    def _part(self, assignment: Assignment, generates: bool) -> Assignment | None:
+        """An assignment with one kind of tasks; None without any."""
+        cell, documents = assignment.cell, assignment.documents
+        tasks = tuple(task for task in cell.tasks if (task in self._generating) is generates)
+        if documents is not None:
+            tasks = tuple(task for task in tasks if task in documents)
+            documents = {task: documents[task] for task in tasks}
+        return Assignment(replace(cell, tasks=tasks), documents) if tasks else None
+
+
+def _joined(cell: Cell, parts: Sequence[Judged]) -> Judged:
+    """The results of one cell in two engines."""
+    results = {task: value for part in parts for task, value in part.result.results.items()}
+    questions = {task: rows for part in parts for task, rows in part.questions.items()}
+    order = [task for task in cell.tasks if task in results]
+    seconds = {name: sum(part.result.seconds[name] for part in parts) for name in parts[0].result.seconds}
+    samples = sorted((row for part in parts for row in part.samples), key=lambda row: order.index(row["task"]))
+    error = next((part.result.relative_error for part in parts if part.result.relative_error is not None), None)
+    result = CellResult(cell, {task: results[task] for task in order}, seconds, error)
+    return Judged(result, samples, {task: questions[task] for task in order})
+
+
+def _asked(
+    prepared: PreparedSweep, tasks: tuple[str, ...], documents: Mapping[str, Any] | None = None
+) -> tuple[Questions, tuple[Request, ...]]:
+    from adapterswap.experiments.evaluation.asking import Questions
+
+    questions = Questions(prepared.base, prepared.loaded(tasks), prepared.settings, documents)
+    return questions, questions.requests()
+
+
+def _check_merged(prepared: PreparedSweep) -> None:
+    """Check cells that only vLLM needs as full weights; `prepare` has checked the others."""
+    from adapterswap.core.model.checkpoints import open_checkpoint
+    from adapterswap.core.planning.making import merge_plan
+
+    for cell in prepared.plans.checked:
+        plan = prepared.plans[cell.cell]
+        if (
+            plan is not None
+            and not (plan.is_model or cell.output.get("full_rank"))
+            and way_of(prepared, cell) == "merged"
+        ):
+            merge_plan(plan, open_checkpoint(prepared.recipe.base_model))

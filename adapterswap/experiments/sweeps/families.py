@@ -1,0 +1,297 @@
+"""Families of compositions in a sweep's recipe: grids over fields, rules, pairs, and baselines.
+
+Checks the values of single fields. `Composition` checks whether they are valid together.
+
+A name in a rule is that of an expert or of a role (`task`, `language`, or one of the recipe's `roles`). A role stands
+for each of its experts in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
+
+from adapterswap.core.methods.method import Parameter
+from adapterswap.core.planning.composition import Method, Outside, Partition, fits_peft, fits_short_names
+from adapterswap.core.planning.parameters import MethodFields, kind_of
+from adapterswap.core.planning.rules import BASE, Rule, mean_label
+from adapterswap.kit.errors import FieldError
+from adapterswap.kit.files.yaml import FieldMistake, StrictModel
+
+Baseline = Literal["base", "task", "language", "roles", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
+BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "soup": ("soup", {"method": "soup"}),
+    "magnitude_soup": ("magnitude soup", {"method": "soup", "weights": "magnitude"}),
+    "task_arithmetic": ("task_arithmetic", {"method": "task_arithmetic"}),
+    "slerp": ("slerp", {"method": "slerp"}),
+}
+"""The baselines that are compositions → the name of their row, and the composition."""
+
+_Value = TypeVar("_Value")
+
+EXTRA = "extra-"
+"""The prefix of the names under which the adapters of `extra` are loaded."""
+
+
+def _expert_name(name: str) -> str:
+    if not fits_short_names(name) or not fits_peft(name) or name.startswith(EXTRA):
+        raise ValueError(
+            f"{name!r} cannot name an expert: use letters, digits, - and _, but not {BASE!r}, 'lora' or a name that "
+            f"begins with {EXTRA!r}"
+        )
+    return name
+
+
+def as_list(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _named(value: Any) -> Any:
+    """A mapping from names to families, as a list of families; null removes a family of a fragment."""
+    if not isinstance(value, dict):
+        return value
+    items = {name: item for name, item in value.items() if item is not None}
+    return [{"name": name, **item} if isinstance(item, dict) else item for name, item in items.items()]
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A grid's values without duplicates."""
+    if not values:
+        raise ValueError("give at least one value")
+    return tuple(dict.fromkeys(values))
+
+
+Name = Annotated[str, AfterValidator(_expert_name)]
+Values = Annotated[tuple[_Value, ...], BeforeValidator(as_list), AfterValidator(_distinct)]
+"""A value, or a list of values that are tried in turn; empty if the recipe does not have the field."""
+Count = Annotated[int, Field(ge=0)]
+
+
+@cache
+def _values_of(parameter: Parameter) -> TypeAdapter[Any]:
+    kind: Any = tuple[kind_of(parameter), ...]  # type: ignore[misc]
+    return TypeAdapter(Annotated[kind, BeforeValidator(as_list), AfterValidator(_distinct)])
+
+
+class Family(MethodFields):
+    """Compositions that belong together: fields of a composition, each with a value or a list of values.
+
+    The parameters of methods are fields too: {method: ties, density: [0.2, 0.5]}.
+
+    All combinations are evaluated, with every pair, except zones that need more layers than the base has: these are
+    counted.
+    """
+
+    as_lists: ClassVar[bool] = True
+
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The name of its row in tables. Default: the method; `partition A`; `magnitude soup`; `reset`.",
+    )
+    language: Literal["base"] | None = Field(
+        default=None, description="base: no language expert; the layers that it would have are reset to the base."
+    )
+    rules: tuple[Rule, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Instead of zones and methods: rules over any experts, such as `swahili: 0-4`, or mappings. "
+        "`task`, `language` and other roles stand for each of their experts in turn.",
+    )
+    method: Values[Method] = ()
+    bottom: Values[Count] = ()
+    top: Values[Count] = ()
+    bottom_transition: Values[Count] = ()
+    top_transition: Values[Count] = ()
+    partition: Values[Partition] = ()
+    outside: Values[Outside] = ()
+    norms: Values[Literal["average", "layer"]] = ()
+    task_weight: Values[float] = ()
+    language_weight: Values[float] = ()
+    weights: Values[Literal["equal", "magnitude"]] = ()
+    parameters: dict[str, Any] = Field(default={}, description="The methods' parameters, each with its values.")
+    seed: Values[Count] = ()
+    row_threshold: Values[float] = ()
+    allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
+    max_rank: int | None = Field(default=None, ge=1, description="Reduce each composition to an adapter of this rank.")
+    max_error: float | None = Field(
+        default=None, gt=0, lt=1, description="Reduce each composition as far as this relative error of ΔW allows."
+    )
+    full_rank: bool = Field(
+        default=False,
+        description="Evaluate each composition exactly, as merged weights; each is written and loaded as a model.",
+    )
+
+    @property
+    def output(self) -> dict[str, Any]:
+        """The bound on the rank, or `full_rank`; empty if the family has neither."""
+        output = {"max_rank": self.max_rank, "max_error": self.max_error, "full_rank": self.full_rank or None}
+        return {key: value for key, value in output.items() if value is not None}
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one configuration."""
+        return any(len(values) > 1 for values in self.grid.values())
+
+    @property
+    def grid(self) -> dict[str, tuple[Any, ...]]:
+        """Field or parameter → its values, in the order of `GRID_FIELDS`; without those that have no value."""
+        grid: dict[str, tuple[Any, ...]] = {}
+        for field in GRID_FIELDS:
+            grid |= self.parameters if field == "parameters" else {field: getattr(self, field)}
+        return {field: values for field, values in grid.items() if values}
+
+    @classmethod
+    def _read(cls, parameter: Parameter, value: Any) -> Any:
+        return _values_of(parameter).validate_python(value)
+
+    @model_validator(mode="after")
+    def _rules_alone(self) -> Family:
+        if self.rules is not None and (extra := sorted(self.grid.keys() - {"seed", "row_threshold"})):
+            raise FieldMistake(f"{', '.join(extra)} cannot be combined with `rules`: leave it out", extra[0])
+        if self.rules is not None and self.language is not None:
+            raise FieldMistake(
+                "language cannot be combined with `rules`: reset layers with a rule, such as `base: 30-31`", "language"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_output(self) -> Family:
+        if len(self.output) > 1:
+            raise ValueError(f"{' and '.join(self.output)} exclude each other: set only one of them")
+        return self
+
+
+GRID_FIELDS = (
+    "method", "bottom", "top", "bottom_transition", "top_transition", "partition", "outside", "norms", "task_weight",
+    "language_weight",
+    "weights", "parameters", "seed", "row_threshold",
+)  # fmt: skip
+"""The fields of a `Family` that take lists, in a grid's order: the last one varies fastest."""
+
+
+class ExpertPair(StrictModel):
+    """A task expert and a language expert; several names on a side are averaged first."""
+
+    task: Values[str]
+    language: Values[str]
+
+
+Families = Annotated[list[Family], BeforeValidator(_named)]
+"""A list of families, or a mapping from their names."""
+
+
+TASK, LANGUAGE = "task", "language"
+
+Sides = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The experts that the names in a family's rules stand for in one composition.
+
+    Attributes:
+        sides: role → its experts in the composition; several are averaged first.
+        experts: name in the rules → the experts that it stands for.
+    """
+
+    sides: Sides
+    experts: Mapping[str, tuple[str, ...]]
+
+    def of(self, role: str) -> tuple[str, ...]:
+        return self.sides.get(role, ())
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The experts of all roles but task and language."""
+        return tuple(name for role, names in self.sides.items() if role not in (TASK, LANGUAGE) for name in names)
+
+
+def expert_row(role: str) -> str:
+    """The name of the row of a role's experts alone."""
+    return f"{role} expert"
+
+
+def named_in(rules: Sequence[Rule]) -> tuple[str, ...]:
+    """The names in rules, each once, without `base`."""
+    return tuple(dict.fromkeys(name for rule in rules for name in rule.experts))
+
+
+def check_roles(names: Sequence[str], roles: Mapping[str, Sequence[str]]) -> str | None:
+    """An error message if a name in rules is both a role and an expert, otherwise None."""
+    experts = {name: role for role, members in roles.items() for name in members}
+    for name in names:
+        if name in experts and name in roles and list(roles[name]) != [name]:
+            return f"{name!r} in a rule is both a role and a {experts[name]} expert: rename the expert"
+    return None
+
+
+def casts(
+    names: Sequence[str],
+    roles: Mapping[str, Sequence[str]],
+    pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...]]],
+) -> Iterator[Cast]:
+    """Every choice of experts for the names in a family's rules.
+
+    Args:
+        names: the names of experts or roles; see `named_in`.
+        roles: role → the names of its experts.
+        pairs: (task side, language side). If the rules name only one of the two roles, pairs that share that side count
+            once; if they name neither, the pairs are ignored.
+    """
+    home = {name: role for role, members in roles.items() for name in members}
+    free = [name for name in names if name not in home]
+    sided = [role for role in (TASK, LANGUAGE) if role in free]
+    chosen = [{TASK: task, LANGUAGE: language} for task, language in pairs]
+    sides = dict.fromkeys(tuple(pair[role] for role in sided) for pair in chosen) if sided else {(): None}
+    others = [role for role in free if role not in sided]
+    for side, added in product(sides, product(*(roles[role] for role in others))):
+        experts = dict(zip(sided, side, strict=True)) | {
+            role: (member,) for role, member in zip(others, added, strict=True)
+        }
+        experts |= {name: (name,) for name in names if name in home}
+        by_role: dict[str, tuple[str, ...]] = {}
+        for name in names:
+            role = home.get(name, name)
+            by_role[role] = tuple(dict.fromkeys((*by_role.get(role, ()), *experts[name])))
+        yield Cast(by_role, experts)
+
+
+def bound(rules: Sequence[Rule], cast: Cast) -> list[Rule]:
+    """The rules with roles replaced by experts; a side of several experts is replaced by their average."""
+    return [_bound(rule, cast) for rule in rules]
+
+
+def _bound(rule: Rule, cast: Cast) -> Rule:
+    averages: dict[str, list[str]] = {}
+
+    def renamed(name: str) -> str:
+        if name in rule.averages:
+            members = [expert for member in rule.averages[name] for expert in cast.experts.get(member, (member,))]
+            label = name if members == list(rule.averages[name]) else mean_label(members)
+        elif name == BASE or len(members := list(cast.experts[name])) == 1:
+            return name if name == BASE else cast.experts[name][0]
+        else:
+            label = mean_label(members)
+        averages[label] = members
+        return label
+
+    content = rule.as_data()
+    if rule.expert is not None:
+        content["expert"] = renamed(rule.expert)
+    else:
+        weights = {name: renamed(name) for name in rule.blend or {}}
+        if len(set(weights.values())) < len(weights):
+            raise FieldError(
+                f"the rule {rule.text!r} blends {', '.join(weights)}, which are the same expert here",
+                "Name each expert once: by its own name or by its role",
+                parameter="compositions",
+            )
+        content["blend"] = {weights[name]: weight for name, weight in (rule.blend or {}).items()}
+    content.pop("averages", None)
+    return Rule.model_validate({**content, **({"averages": averages} if averages else {})})

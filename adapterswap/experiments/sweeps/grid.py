@@ -1,0 +1,500 @@
+"""The cells of a recipe: every baseline, and every composition of every pair.
+
+Pure data: no expert, task or model is opened. `Composition` checks the settings of a cell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
+
+from adapterswap.core.methods.registry import find_method, own_parameters
+from adapterswap.core.planning.composition import Composition, scaled_default
+from adapterswap.core.planning.rules import BASE
+from adapterswap.experiments.sweeps.families import (
+    BASELINES,
+    LANGUAGE,
+    TASK,
+    Family,
+    bound,
+    casts,
+    expert_row,
+    named_in,
+)
+from adapterswap.experiments.sweeps.recipe import SweepRecipe, SweepTasks, extra_experts, pairs_of
+from adapterswap.kit.errors import CompositionError, FieldError, Problems
+from adapterswap.kit.files.yaml import validate
+
+
+class Carrier:
+    """A frozen dataclass that sweeps write as JSON, field by field."""
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(_adapter(type(self)).dump_python(self, mode="json"))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Raises ValueError, which names the field, for a field that is missing or has another type."""
+        try:
+            carrier: Self = _adapter(cls).validate_python(content)
+            return carrier
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def _names(side: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (side,) if isinstance(side, str) else tuple(side or ())
+
+
+def _side(names: tuple[str, ...]) -> str | list[str] | None:
+    return list(names) if len(names) > 1 else names[0] if names else None
+
+
+Side = Annotated[tuple[str, ...], BeforeValidator(_names), PlainSerializer(_side)]
+"""The experts of a side: in JSON a name, a list of names that are averaged, or null."""
+_UNLESS_EMPTY = Field(exclude_if=lambda value: not value)
+
+
+@dataclass(frozen=True)
+class Cell(Carrier):
+    """The base, an expert alone, or a composition of a pair.
+
+    Attributes:
+        cell: the id: 12 hexadecimal digits of a SHA-256 of the other attributes.
+        family: the name of its row in tables: base, task expert, language expert, layer_swap, soup, partition A, ….
+        task_expert: the names of the experts on the task side. Several are averaged; empty if there is none.
+        language_expert: the same for the language side; also empty for a reset to the base.
+        composition: the fields of a `Composition` that are not its defaults; empty for the base.
+        short: the short name: `math1+sw1@bottom=3,top=1`; an expert's name; or `base`.
+        default: whether it is the papers' default configuration of its family; see `defaults.default_of`.
+        tasks: the tasks that it is evaluated on: target tasks, then retention.
+        output: `max_rank` or `max_error` if the composition is first reduced to an adapter; `full_rank` if it is
+            merged into full weights.
+        other_experts: the experts of all other roles.
+    """
+
+    cell: str
+    family: str
+    task_expert: Side
+    language_expert: Side
+    composition: Mapping[str, Any]
+    short: str
+    default: bool
+    tasks: tuple[str, ...]
+    output: Annotated[Mapping[str, Any], _UNLESS_EMPTY] = field(default_factory=dict)
+    other_experts: Annotated[tuple[str, ...], _UNLESS_EMPTY] = ()
+
+    @property
+    def configuration(self) -> str:
+        """The settings without the experts: `bottom=3,top=1`. Cells of one configuration differ only in their pair."""
+        return self.short.partition("@")[2] if self.composition else ""
+
+    @property
+    def identity(self) -> str:
+        """Equal for cells of different families that are the same composition: only one of them is evaluated."""
+        return repr((sorted(self.composition.items()), sorted(self.output.items()), self.tasks))
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the rank is bounded, so that the evaluated adapter is an approximation."""
+        return bool(self.output.keys() - {"full_rank"})
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A cell to evaluate, on all documents or on those of a rung of successive halving.
+
+    Attributes:
+        cell: the cell.
+        documents: target task → the documents to evaluate on, the same number for each task; None for all documents.
+    """
+
+    cell: Cell
+    documents: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def rung(self) -> int | None:
+        """The number of documents of each task; None for all."""
+        return None if self.documents is None else len(next(iter(self.documents.values())))
+
+
+def default_of(configurations: Sequence[Composition], num_layers: int) -> int | None:
+    """The index of the papers' default among the configurations that one pair has in one row of a table.
+
+    For a layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, without transitions. For methods: the values that
+    their paper published, otherwise their parameters' defaults (`Method.published`). Weights are equal in both. A
+    single configuration without zones is always the default. None if no configuration is the default, or more than one
+    (partitions A and B, TIES at two ranks).
+    """
+    is_only = len(configurations) == 1
+    defaults = [
+        index
+        for index, composition in enumerate(configurations)
+        if _is_default(composition, num_layers, is_only=is_only)
+    ]
+    return defaults[0] if len(defaults) == 1 else None
+
+
+def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> bool:
+    free = {"task_weight", "language_weight", "weights", "norms", "row_threshold", "seed"}
+    changed = composition.model_dump(exclude_defaults=True).keys() & free
+    if _has_zones(composition):
+        return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
+    if is_only:
+        return True
+    defaults = {p.name: None if p.required else p.default for p in own_parameters(composition.method)}
+    return not changed and composition.parameters == {**defaults, **find_method(composition.method).published}
+
+
+def overlaps(composition: Composition, num_layers: int) -> bool:
+    """Whether a layer swap's zones need more layers than the base has."""
+    return _has_zones(composition) and sum(_zones(composition, num_layers)) > num_layers
+
+
+def _has_zones(composition: Composition) -> bool:
+    return composition.method == "layer_swap" and composition.partition is None and composition.allocation is None
+
+
+def _paper_zones(num_layers: int) -> tuple[int, int]:
+    return scaled_default(5, num_layers), scaled_default(2, num_layers)
+
+
+def _zones(composition: Composition, num_layers: int) -> tuple[int, int, int, int]:
+    """(b, u, t_b, t_u) as in `Composition.zones`, but without its errors: here zones may overlap."""
+    bottom, top = _paper_zones(num_layers)
+    bottom = bottom if composition.bottom is None else composition.bottom
+    top = top if composition.top is None else composition.top
+    return bottom, top, composition.bottom_transition, composition.top_transition
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration of a family: field → value, and the ids of its cells, one for each pair."""
+
+    values: Mapping[str, Any]
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """A family's name in the recipe, and its configurations without those whose zones overlap."""
+
+    family: str | None
+    trials: tuple[Trial, ...]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A composition of a pair, before it is known whether it is its row's default. Its id is appended to `trial`."""
+
+    row: str
+    composition: Composition
+    output: Mapping[str, Any]
+    short: str
+    tasks: tuple[str, ...]
+    trial: list[str]
+    task: tuple[str, ...]
+    language: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def setting(self) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Its row and its experts. At most one of the compositions that share them is the default."""
+        return self.row, self.task, self.language, self.others
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells of a recipe.
+
+    Attributes:
+        cells: in the order in which they are evaluated.
+        left_out: the number of skipped compositions, over all pairs: their zones need more layers than the base has.
+        repeated: the number of duplicates within families, over all pairs.
+        spaces: the cells of compositions of pairs, by family and configuration.
+    """
+
+    cells: tuple[Cell, ...]
+    left_out: int
+    repeated: int
+    spaces: tuple[Space, ...]
+
+
+def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Collection[str] = ()) -> Grid:
+    """Every cell of a recipe: baselines first, then family by family, pair by pair.
+
+    Args:
+        tasks: the tasks, by their full names.
+        num_layers: the number of layers of the base.
+        full: the experts that are full checkpoints; compositions with one of them are evaluated as merged weights.
+    """
+    problems = Problems(FieldError)
+    everything = tasks.of(recipe.language_experts)
+    cells: dict[str, Cell] = {}
+    chains = recipe.chains
+    spaces: list[Space] = []
+    left_out = repeated = 0
+
+    def add(cell: Cell) -> str:
+        nonlocal repeated
+        cell = _identified(cell, chains)
+        repeated += cell.cell in cells
+        cells.setdefault(cell.cell, cell)
+        return cell.cell
+
+    if "base" in recipe.baselines:
+        add(_make_cell("base", (), (), {}, {}, BASE, everything, default=True))
+    if "task" in recipe.baselines:
+        for name in recipe.task_experts:
+            add(_expert_cell("task expert", (name,), (), name, everything))
+    if "language" in recipe.baselines:
+        for name in recipe.language_experts:
+            add(_expert_cell("language expert", (), (name,), name, tasks.of([name])))
+    if "roles" in recipe.baselines:
+        for role, experts in recipe.roles.items():
+            for name in experts:
+                add(_expert_cell(expert_row(role), (), (), name, everything, others=(name,)))
+    for row, adapters in extra_experts(recipe).items():
+        for number, name in enumerate(adapters, 1):
+            short = row if len(adapters) == 1 else f"{row} {number}"
+            add(_expert_cell(row, (), (), name, everything, short=short))
+    candidates: list[_Candidate] = []
+    expanded: list[tuple[Family, list[dict[str, Any]], list[list[str]]]] = []
+    for family in _families(recipe):
+        configurations = []
+        for content in _configurations(family):
+            with problems.collect():
+                configurations.append(_check(content, family))
+        trial_ids: list[list[str]] = [[] for _ in configurations]
+        if family.rules is not None:
+            for content, ids in zip(configurations, trial_ids, strict=True):
+                with problems.collect():
+                    candidates += _by_rules(recipe, family, content, tasks, ids, full)
+            expanded.append((family, configurations, trial_ids))
+            continue
+        for task, language in pairs_of(recipe, family):
+            for content, ids in zip(configurations, trial_ids, strict=True):
+                with problems.collect():
+                    composition = _on(content, task, language or (BASE,))
+                    _check_form(composition, family, full)
+                    if overlaps(composition, num_layers):
+                        left_out += 1
+                        continue
+                    short = _short(task, language, content, family.output)
+                    own_tasks = tasks.of(language or recipe.language_experts)
+                    row = _row(family, composition)
+                    candidates.append(
+                        _Candidate(row, composition, family.output, short, own_tasks, ids, task, language)
+                    )
+        expanded.append((family, configurations, trial_ids))
+    problems.raise_if_any()
+    for candidate, default in _with_defaults(candidates, num_layers):
+        cell = _make_cell(
+            candidate.row, candidate.task, candidate.language, _as_data(candidate.composition), dict(candidate.output),
+            candidate.short, candidate.tasks, default=default, others=candidate.others,
+        )  # fmt: skip
+        candidate.trial.append(add(cell))
+    for family, configurations, trial_ids in expanded:
+        filled = zip(configurations, trial_ids, strict=True)
+        spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in filled if ids)))
+    if not cells:
+        raise CompositionError(
+            f"nothing is left to evaluate: all zones overlap in {num_layers} layers",
+            "Lower bottom, top and the transitions",
+            parameter="compositions",
+        )
+    ordered = sorted(cells.values(), key=lambda cell: _order(cell, everything))
+    return Grid(tuple(ordered), left_out, repeated, tuple(spaces))
+
+
+def _with_defaults(candidates: list[_Candidate], num_layers: int) -> Iterator[tuple[_Candidate, bool]]:
+    """Every composition, and whether it is the papers' default of its row; of two equal ones the first is."""
+    rows: dict[Any, dict[str, _Candidate]] = {}
+    for candidate in candidates:
+        settings = repr((_as_data(candidate.composition), sorted(candidate.output.items())))
+        rows.setdefault(candidate.setting, {}).setdefault(settings, candidate)
+    defaults = set()
+    for setting, different in rows.items():
+        row = list(different.values())
+        index = default_of([candidate.composition for candidate in row], num_layers)
+        if index is not None:
+            defaults.add((setting, row[index].short))
+    for candidate in candidates:
+        yield candidate, (candidate.setting, candidate.short) in defaults
+
+
+def composition_of(cell: Cell) -> Composition | None:
+    """The composition of a cell; None for the base."""
+    return Composition.model_validate(dict(cell.composition)) if cell.composition else None
+
+
+def _families(recipe: SweepRecipe) -> list[Family]:
+    named = [BASELINES[name] for name in recipe.baselines if name in BASELINES]
+    return [*(Family.model_validate({"name": name, **content}) for name, content in named), *recipe.compositions]
+
+
+def _configurations(family: Family) -> Iterator[dict[str, Any]]:
+    """Every combination of the family's values."""
+    grid = family.grid
+    for values in product(*grid.values()):
+        yield dict(zip(grid, values, strict=True))
+
+
+def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Check that `content` is a valid composition, and return it with `allow_negative` if the family has it."""
+    settings = ", ".join(f"{key}={value}" for key, value in content.items())
+    name = family.name or ("rules" if family.rules else content.get("method", "layer_swap"))
+    allowed: dict[str, Any] = {"allow_negative": True} if family.allow_negative else {}
+    allowed |= {"rules": family.rules} if family.rules else {}
+    validate({**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {settings}" * bool(settings))
+    return {**content, **({"allow_negative": True} if family.allow_negative else {})}
+
+
+def _check_form(composition: Composition, family: Family, full: Collection[str]) -> None:
+    """Check that a composition can be evaluated in the form that its family requires: switched, reduced or merged."""
+    name = family.name or ("rules" if family.rules else composition.method)
+    full_expert = next((expert for expert in composition.expert_names if expert in full), None)
+    bound = next((key for key in family.output if key != "full_rank"), None)
+    if full_expert is not None and bound is not None:
+        raise FieldError(
+            f"compositions: {name}: {bound} does not apply: {full_expert} is a full checkpoint, so the composition is "
+            "evaluated as merged weights",
+            f"Leave {bound} out",
+            parameter=bound,
+        )
+    if full_expert is not None or family.full_rank:
+        return
+    used = [(rule.method, rule.parameters) for rule in family.rules or () if rule.blend is not None]
+    for method, parameters in used if family.rules else [(composition.method, composition.parameters)]:
+        if find_method(method).acts_on == "weights":
+            raise FieldError(
+                f"compositions: {name}: {method} combines whole weights, which an adapter cannot hold",
+                "Set full_rank: true in the family to evaluate its merged weights, or use a method on ΔW",
+                parameter="full_rank",
+            )
+        if not find_method(method).exact_in_adapters(parameters) and not family.output:
+            raise FieldError(
+                f"compositions: {name}: the result of {method} does not have low rank, so an adapter cannot hold it",
+                "Set full_rank: true in the family to evaluate its merged weights, or max_rank (such as the experts' "
+                "rank, or twice that) or max_error to evaluate an adapter that approximates it",
+                parameter="max_rank",
+            )
+
+
+def _by_rules(
+    recipe: SweepRecipe,
+    family: Family,
+    content: dict[str, Any],
+    tasks: SweepTasks,
+    ids: list[str],
+    full: Collection[str],
+) -> Iterator[_Candidate]:
+    """The compositions of one configuration of a family of rules: one for every choice of experts for its roles."""
+    rules = family.rules or ()
+    roles = {role: [*experts] for role, experts in recipe.by_role.items()}
+    settings = {"rules": "; ".join(rule.text for rule in rules), **content, **family.output}
+    for cast in casts(named_in(rules), roles, pairs_of(recipe, family)):
+        task, language, others = cast.of(TASK), cast.of(LANGUAGE), cast.others
+        sides = [side for side in (task, language, others) if side]
+        name = "+".join("&".join(side) for side in sides)
+        where = f"compositions: {family.name or 'rules'} with {', '.join(expert for side in sides for expert in side)}"
+        composition = validate({**content, "rules": bound(rules, cast)}, Composition, where=where)
+        _check_form(composition, family, full)
+        row = (family.name or "rules") + " of soups" * any(len(names) > 1 for names in cast.experts.values())
+        yield _Candidate(
+            row, composition, family.output, f"{name}@{_settings_text(settings)}",
+            tasks.of(language or recipe.language_experts), ids, task, language, others,
+        )  # fmt: skip
+
+
+def _on(content: dict[str, Any], task: tuple[str, ...], language: tuple[str, ...]) -> Composition:
+    where = f"compositions: {' and '.join(task)} with {' and '.join(language)}"
+    return validate({**content, "task": task, "language": language}, Composition, where=where)
+
+
+def _row(family: Family, composition: Composition) -> str:
+    """The name of a composition's row in tables. Compositions of averaged sides have their own row."""
+    name = f"partition {composition.partition}" if composition.partition else composition.method
+    name = "reset" if name == "layer_swap" and composition.language == (BASE,) else name
+    name = f"magnitude {name}" if composition.weights == "magnitude" else name
+    souped = len(composition.task) > 1 or len(composition.language) > 1
+    return (family.name or name) + " of soups" * souped
+
+
+def _as_data(composition: Composition) -> dict[str, Any]:
+    sided = {"method", "task", "language"} if composition.allocation is None else set()
+    always = composition.model_dump(mode="json", include=sided)
+    return always | composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+
+
+def _expert_cell(
+    family: str,
+    task: tuple[str, ...],
+    language: tuple[str, ...],
+    name: str,
+    tasks: tuple[str, ...],
+    *,
+    short: str | None = None,
+    others: tuple[str, ...] = (),
+) -> Cell:
+    content = {"allocation": [{"expert": name}]}
+    return _make_cell(family, task, language, content, {}, short or name, tasks, default=True, others=others)
+
+
+def _make_cell(
+    family: str,
+    task: tuple[str, ...],
+    language: tuple[str, ...],
+    composition: dict[str, Any],
+    output: dict[str, Any],
+    short: str,
+    tasks: tuple[str, ...],
+    *,
+    default: bool,
+    others: tuple[str, ...] = (),
+) -> Cell:
+    return Cell("", family, task, language, composition, short, default, tasks, output, others)
+
+
+def _identified(cell: Cell, chains: Mapping[str, Sequence[str]]) -> Cell:
+    """The cell with the chains among its experts, and its id."""
+    used = [name for name in (*cell.task_expert, *cell.language_expert, *cell.other_experts) if name in chains]
+    if used:
+        chained = {"chains": {name: [*chains[name]] for name in used}}
+        cell = replace(cell, composition={**cell.composition, **chained})
+    content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
+    return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
+
+
+def _short(task: tuple[str, ...], language: tuple[str, ...], content: dict[str, Any], output: dict[str, Any]) -> str:
+    sides = ["&".join(task), "&".join(language) or BASE]
+    settings = _settings_text({**content, **output})
+    return "+".join(sides) + (f"@{settings}" if settings else "")
+
+
+def _settings_text(settings: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={_number(value)}" for key, value in settings.items())
+
+
+def _number(value: Any) -> str:
+    if isinstance(
+        value, float
+    ):  # configurations are distinguished by it, so it is in full if six digits are not enough
+        return short if float(short := f"{value:g}") == value else repr(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _order(cell: Cell, everything: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    """Sort cells with the same tasks together, those on all tasks first: each set of tasks is loaded once."""
+    return cell.tasks != everything, cell.tasks

@@ -1,0 +1,389 @@
+"""The recipe of a sweep: the base, the experts, their compositions, the tasks and the settings.
+
+Every field has a description; unknown keys are errors. Paths of experts, the base and `include_path` may be relative to
+the recipe's folder. Nothing is opened, and neither torch nor lm-evaluation-harness is imported.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+
+from adapterswap.core.model.layers import MAX_LAYERS
+from adapterswap.core.planning.checks import check_names
+from adapterswap.core.planning.composition import Place, chains_of, placed, shared_name
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions, Settings
+from adapterswap.experiments.sweeps.families import (
+    EXTRA,
+    LANGUAGE,
+    TASK,
+    Baseline,
+    ExpertPair,
+    Families,
+    Family,
+    Name,
+    as_list,
+    check_roles,
+    expert_row,
+    named_in,
+)
+from adapterswap.kit.errors import FieldError, Problems
+from adapterswap.kit.files.text import exists, expand
+from adapterswap.kit.files.yaml import FieldMistake, StrictModel, read_recipe, validate
+
+
+class EngineByKind(StrictModel):
+    """An engine for each kind of task. vLLM is faster where answers are generated, transformers where they are not."""
+
+    generate: Literal["vllm"] = Field(description="Tasks whose answers are generated.")
+    loglikelihood: Literal["transformers"] = Field(description="Tasks that compare or add up likelihoods.")
+
+
+class SweepSettings(EvaluationOptions):
+    """How tasks are evaluated: the options of `evaluate`, and some that only sweeps have."""
+
+    gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings that override the tasks' own.")
+    seed: int = Field(default=SEED, ge=0, description="The seed of shots and sampling.")
+    engine: Literal["transformers", "vllm"] | EngineByKind = Field(
+        default="transformers", description="What computes the answers. vllm has several compositions in flight."
+    )
+    engine_args: dict[str, Any] = Field(
+        default={}, description="With vllm: its own settings, such as gpu_memory_utilization."
+    )
+    in_flight: int = Field(default=4, ge=1, description="With vllm: compositions that are evaluated at once.")
+
+    def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
+        """See `EvaluationOptions`. Of two engines, the one that generates."""
+        settings = super().as_settings(folder, **more)
+        return replace(settings, engine="vllm") if isinstance(self.engine, EngineByKind) else settings
+
+
+class DocumentSplit(StrictModel):
+    """MGSM has no development set, so configurations are chosen on one part of the documents and reported on the other.
+
+    Tasks with the same number of documents are split alike: MGSM has the same questions in every language.
+    """
+
+    fraction: float = Field(default=0.5, gt=0, lt=1, description="The share of documents to choose on.")
+    seed: int = Field(default=0, ge=0, description="The seed by which documents are chosen.")
+
+    def split(self, num_docs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(documents to choose on, documents to report on), both sorted. A single document is only reported on."""
+        chosen = min(max(1, round(self.fraction * num_docs)), num_docs - 1)
+        select = sorted(Random(self.seed).sample(range(num_docs), chosen))
+        selected = set(select)
+        return tuple(select), tuple(doc_id for doc_id in range(num_docs) if doc_id not in selected)
+
+
+class Halving(StrictModel):
+    """Asynchronous successive halving (Li et al. 2020): trials start on few documents, and the best ones continue."""
+
+    min_documents: int = Field(default=16, ge=1, description="Documents of each target task on the first rung.")
+    reduction_factor: int = Field(
+        default=3, ge=2, description="Each rung has so many times more documents, and one in so many trials continues."
+    )
+
+    def rungs(self, available: int) -> tuple[int, ...]:
+        """The number of documents of each rung; every one is below `available`."""
+        numbers = []
+        documents = self.min_documents
+        while documents < available:
+            numbers.append(documents)
+            documents *= self.reduction_factor
+        return tuple(numbers)
+
+
+class Search(StrictModel):
+    """Evaluate some configurations of a family instead of all. A trial is one configuration with every pair."""
+
+    sampler: Literal["tpe", "random"] = Field(
+        default="tpe", description="tpe: Bayesian, from the trials so far (Bergstra et al. 2011); random: uniform."
+    )
+    trials: int = Field(default=40, ge=1, description="How many configurations of each searched family to try.")
+    halving: Halving | None = Field(default=None, description="Give up most trials after some documents.")
+    seed: int = Field(default=0, ge=0, description="The seed of the sampler, and of each rung's documents.")
+    family: str | None = Field(default=None, description="The only family to search. Default: all that have a choice.")
+
+
+def _role_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name) or name in (TASK, LANGUAGE, BASE):
+        raise ValueError(
+            f"{name!r} cannot name a role: use a word such as culture or safety, not task, language or base"
+        )
+    return name
+
+
+RoleName = Annotated[str, AfterValidator(_role_name)]
+
+
+class SweepRecipe(StrictModel):
+    """What a sweep evaluates, and on which tasks."""
+
+    base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
+    num_layers: int | None = Field(
+        default=None, ge=1, le=MAX_LAYERS, description="The base's layers, if its config does not say."
+    )
+    task_experts: dict[Name, Place] = Field(
+        min_length=1,
+        description="Name → folder or Hub id of an adapter or a full checkpoint; {chain: [FIRST, SECOND]} for adapters "
+        "that were trained one on top of another; or {ladder: FOLDER}, with whose checkpoints as experts NAME-STEP.",
+    )
+    language_experts: dict[Name, Place] = Field(min_length=1, description="Likewise.")
+    roles: dict[RoleName, Annotated[dict[Name, Place], Field(min_length=1)]] = Field(
+        default={},
+        description="Experts of other roles, for `rules`: culture, safety, … → name → folder or Hub id.",
+    )
+    pairs: Annotated[list[ExpertPair], Field(min_length=1)] | None = Field(
+        default=None, description="{task: NAME, language: NAME}. Default: each task expert with each language expert."
+    )
+    soup_sides: bool = Field(
+        default=False,
+        description="Add a pair: all task experts averaged, with all language experts averaged that share their tasks.",
+    )
+    compositions: Families = Field(
+        default=[], description="Families of compositions of each pair: a list, or a mapping from their names."
+    )
+    baselines: list[Baseline] = Field(
+        default=["base", "task", "language", "roles"],
+        description="base; task, language and roles: each expert alone; soup and others: each pair, by its defaults.",
+    )
+    extra: dict[str, str | list[str]] = Field(
+        default={}, description="Other adapters on the base, such as joint SFT: the name of their row → one or several."
+    )
+    tasks: list[str] | dict[str, list[str]] = Field(
+        min_length=1,
+        description="Task names as for evaluate; or language expert (patterns such as sw*) → the tasks of its pairs.",
+    )
+    retention: list[str] = Field(default=[], description="More tasks that everything is evaluated on.")
+    primary: dict[str, str] = Field(
+        default={}, description="Task → the score that counts, as metric or metric,filter. Default: `normalized`, or "
+        "the task's first."
+    )  # fmt: skip
+    settings: SweepSettings = Field(default=SweepSettings(), description="How tasks are evaluated.")
+    selection: DocumentSplit = Field(
+        default=DocumentSplit(), description="The documents on which configurations are chosen."
+    )
+    search: Search | None = Field(default=None, description="Search the families' grids instead of evaluating all.")
+
+    @property
+    def by_role(self) -> dict[str, dict[str, Place]]:
+        """Role → its experts: task, language, and what `roles` adds."""
+        return {TASK: self.task_experts, LANGUAGE: self.language_experts, **self.roles}
+
+    @property
+    def chains(self) -> dict[str, tuple[str, ...]]:
+        """Each chain among the experts → the names of its adapters."""
+        return {name: parts for experts in self.by_role.values() for name, parts in chains_of(experts).items()}
+
+    @field_validator("task_experts", "language_experts", mode="before")
+    @classmethod
+    def _ladders(cls, value: Any, info: ValidationInfo) -> Any:
+        """The experts, with NAME-STEP for each checkpoint of `NAME: {ladder: PATH}`."""
+        if not isinstance(value, Mapping):
+            return value
+        experts: dict[str, Any] = {}
+        for name, place in value.items():
+            added = {name: place}
+            if isinstance(place, Mapping) and place.keys() == {"ladder"} and isinstance(place["ladder"], str):
+                inside = Path((info.context or {}).get("folder", Path())) / expand(place["ladder"])
+                folder = inside if exists(inside) else expand(place["ladder"])
+                found = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
+                steps = sorted(int(match[1]) for match in found if match)
+                if not steps:
+                    raise ValueError(
+                        f"{name}: {place['ladder']} holds no checkpoints: train it with `selection.ladder`"
+                    )
+                added = {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in steps}
+            if twice := sorted(added.keys() & experts.keys()):
+                raise ValueError(f"{twice[0]!r} is both an expert and a checkpoint of a ladder: rename one")
+            experts |= added
+        return experts
+
+    @field_validator("tasks")
+    @classmethod
+    def _some_task(cls, value: list[str] | dict[str, list[str]]) -> list[str] | dict[str, list[str]]:
+        if isinstance(value, dict) and (empty := [name for name, tasks in value.items() if not tasks]):
+            raise ValueError(f"{empty[0]} has no task")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> SweepRecipe:
+        if shared := sorted(self.task_experts.keys() & self.language_experts.keys()):
+            raise ValueError(f"{shared[0]!r} is both a task expert and a language expert: rename one")
+        self._check_roles()
+        for pair in self.pairs or []:
+            for side, names, experts in (
+                ("task", pair.task, self.task_experts),
+                ("language", pair.language, self.language_experts),
+            ):
+                if unknown := [name for name in names if name not in experts]:
+                    raise ValueError(f"pairs: {unknown[0]!r} is not a {side} expert ({', '.join(experts)})")
+        if not self.compositions and not self.baselines and not self.extra:
+            raise ValueError("there is nothing to evaluate: add compositions, baselines or extra")
+        rows = {family.name or "" for family in self.compositions} | {"base", *map(expert_row, self.by_role)}
+        if clash := sorted(rows & self.extra.keys()):
+            raise ValueError(f"extra: {clash[0]!r} is already the name of another row: choose another name")
+        if self.search is not None:
+            choices = [family for family in self.compositions if family.has_choice]
+            if not choices:
+                raise ValueError("search: no family of compositions has a list of values to search")
+            if self.search.family is not None and self.search.family not in {family.name for family in choices}:
+                raise ValueError(f"search.family: {self.search.family!r} is not a family with a list of values")
+        return self
+
+    def _check_roles(self) -> None:
+        homes: dict[str, str] = {}
+        for role, experts in self.by_role.items():
+            for name in experts:
+                if name in homes:
+                    raise FieldMistake(f"{name!r} is an expert of two roles: {homes[name]} and {role}", "roles")
+                homes[name] = role
+        if shared := shared_name({name: place for experts in self.by_role.values() for name, place in experts.items()}):
+            raise ValueError(f"{shared!r} is an expert and an adapter of a chain: rename the expert")
+        for family in self.compositions:
+            rules = family.rules or ()
+            problems = Problems(FieldError)
+            if family.rules is not None:
+                check_names(named_in(rules), [*homes, *self.by_role], problems, rules)
+            mistake = next(iter(problems), None)
+            prefix = f"compositions: {family.name or 'rules'}: "
+            if mistake is not None:
+                raise FieldMistake(prefix + mistake.message, "compositions", remedy=mistake.remedy)
+            if message := check_roles(named_in(rules), {role: [*names] for role, names in self.by_role.items()}):
+                raise FieldMistake(prefix + message, "compositions")
+
+
+_PLACES = ("task_experts.*", "language_experts.*", "roles.*.*")
+SWEEP_PATHS = (
+    "base_model", *_PLACES, *(f"{place}.chain.*" for place in _PLACES), *(f"{place}.ladder" for place in _PLACES[:2]),
+    "extra.*", "extra.*.*", "settings.include_path",
+)  # fmt: skip
+"""Keys that may be local paths."""
+
+
+def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepRecipe:
+    """Read a recipe (YAML) and apply `key=value` overrides. Relative paths are first looked up in the recipe's folder.
+
+    Raises:
+        FieldError: the recipe is invalid; lists every mistake.
+        AdapterswapError: the recipe cannot be read; see `read_recipe`.
+    """
+    recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS)
+    beside = Path(path).parent
+
+    def resolve(reference: str) -> str:
+        place = beside / expand(reference)
+        return str(place) if exists(place) else reference
+
+    return with_places(recipe, resolve)
+
+
+OTHER = "other"
+"""The role of experts that are added to a recipe."""
+
+
+def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[Rule]) -> SweepRecipe:
+    """The recipe with more experts, of the role `other`, and one more composition, `rules`."""
+    content = recipe.model_dump(exclude_defaults=True, by_alias=True)
+    if experts:
+        content["roles"] = {**recipe.roles, OTHER: {**recipe.roles.get(OTHER, {}), **experts}}
+    if rules:
+        content["compositions"] = [*content.get("compositions", []), {"rules": [rule.as_data() for rule in rules]}]
+    changed = validate(content, SweepRecipe, where="the recipe with the options")
+    changed._files = recipe.recipe_files
+    return changed
+
+
+def with_places(recipe: SweepRecipe, resolve: Callable[[str], str]) -> SweepRecipe:
+    """The recipe with `resolve(place)` in place of the paths of the base, each expert and `include_path`."""
+    settings = recipe.settings
+    if settings.include_path is not None:
+        settings = settings.model_copy(update={"include_path": resolve(settings.include_path)})
+    return recipe.model_copy(
+        update={
+            "base_model": resolve(recipe.base_model),
+            "task_experts": placed(recipe.task_experts, resolve),
+            "language_experts": placed(recipe.language_experts, resolve),
+            "roles": {role: placed(experts, resolve) for role, experts in recipe.roles.items()},
+            "extra": {row: [resolve(place) for place in as_list(places)] for row, places in recipe.extra.items()},
+            "settings": settings,
+        }
+    )
+
+
+Tasks = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class SweepTasks:
+    """The tasks that a cell is evaluated on.
+
+    Attributes:
+        target: language expert → the target tasks of its pairs.
+        retention: the tasks that every cell is evaluated on too.
+    """
+
+    target: Tasks
+    retention: tuple[str, ...]
+
+    def of(self, languages: Iterable[str]) -> tuple[str, ...]:
+        """The target tasks of these language experts, each once, then retention."""
+        target = (task for language in languages for task in self.target[language])
+        return tuple(dict.fromkeys((*target, *self.retention)))
+
+
+def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
+    """Language expert → the names of its target tasks, as in the recipe."""
+    if isinstance(recipe.tasks, list):
+        return dict.fromkeys(recipe.language_experts, recipe.tasks)
+    problems = Problems(FieldError)
+    groups: dict[str, list[str]] = {}
+    for pattern, tasks in recipe.tasks.items():
+        matched = fnmatch.filter(recipe.language_experts, pattern)
+        if not matched:
+            problems.add(
+                f"tasks: {pattern!r} does not match any language expert",
+                f"Use their names ({', '.join(recipe.language_experts)}), or patterns that match them",
+                parameter="tasks",
+            )
+        for name in matched:
+            groups.setdefault(name, []).extend(tasks)
+    for name in recipe.language_experts:
+        if name not in groups:
+            problems.add(
+                f"tasks: the language expert {name!r} has no task", f"Add `{name}: [TASK, …]`", parameter="tasks"
+            )
+    problems.raise_if_any()
+    return groups
+
+
+def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
+    """Row of `extra` → its adapters, by the names under which they are loaded: extra-1, extra-2, …"""
+    number = count(1)
+    listed = {row: [places] if isinstance(places, str) else places for row, places in recipe.extra.items()}
+    return {row: {f"{EXTRA}{next(number)}": place for place in places} for row, places in listed.items()}
+
+
+def pairs_of(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(task side, language side) for each pair. A reset has every task side once, and an empty language side."""
+    if recipe.pairs is not None:
+        pairs = [(pair.task, pair.language) for pair in recipe.pairs]
+    else:
+        pairs = [((task,), (language,)) for task in recipe.task_experts for language in recipe.language_experts]
+    if recipe.soup_sides:
+        by_tasks: dict[tuple[str, ...], list[str]] = {}
+        for name, tasks in target_groups(recipe).items():
+            by_tasks.setdefault(tuple(tasks), []).append(name)
+        pairs += [(tuple(recipe.task_experts), tuple(names)) for names in by_tasks.values()]
+    if family.language == BASE:
+        pairs = [(task, ()) for task, _ in pairs]
+    return list(dict.fromkeys(pairs))

@@ -1,0 +1,367 @@
+"""Read a sweep's folder: its description, its conditions, the scores of each finished cell, and samples.
+
+The folder contains sweep.json (the description), cells.jsonl (a line for each finished cell), `samples/` (a file for
+each cell), `prompts/` (a file for each task) and, after successive halving, rungs.jsonl. The folder of a sweep that is
+still running or was killed can be read too; an incomplete last line is ignored. Scores can be compared only if their
+conditions are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+from urllib.parse import quote
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from adapterswap.experiments.sweeps.grid import Assignment, Carrier, Cell
+from adapterswap.kit.errors import DataError, NotFoundError
+from adapterswap.kit.files.text import as_row, exists, expand, json_lines, open_regular, read_json
+
+LARGEST = 1e50  # in size: fourth powers of larger scores overflow in statistics
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
+_IF_KNOWN = Field(exclude_if=lambda value: value is None)
+
+
+@dataclass(frozen=True)
+class TaskInfo(Carrier):
+    """A task of a sweep.
+
+    Attributes:
+        name: its name.
+        role: `target`, or `retention` for a task that is reported but does not choose configurations.
+        language: the code of its language, taken from its name (sw, swh_Latn); None if the name has none.
+        primary: (metric, filter) of the score that counts.
+        higher_is_better: whether a higher score is better.
+        num_docs: how many documents it has.
+        select: the documents on which configurations are chosen.
+        report: the other documents, on which the chosen ones are reported.
+        sha256: of its questions and its scoring, see `task_fingerprint`; None for tasks of the lab.
+        averaged: whether the primary score is the mean of the documents' scores, as a perplexity is not. Known while a
+            sweep runs; afterwards, `TaskValue.docs` is empty where it is not.
+    """
+
+    name: str
+    role: str
+    language: str | None
+    primary: tuple[str, str]
+    higher_is_better: bool
+    num_docs: int
+    select: tuple[int, ...]
+    report: tuple[int, ...]
+    sha256: str | None = None
+    averaged: Annotated[bool, Field(exclude=True)] = field(default=True, compare=False)
+
+
+@dataclass(frozen=True)
+class TaskValue(Carrier):
+    """The scores of one cell on one task.
+
+    Attributes:
+        value: the primary score over all documents; None if it is not a finite number of at most `LARGEST` in size.
+        stderr: its standard error; None if it is unknown.
+        scores: every score, by `metric,filter`.
+        docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++, perplexity),
+            and if `value` is None.
+        cut: how many outputs ended at the token limit; None for tasks that compare likelihoods.
+    """
+
+    value: Number | None
+    stderr: Number | None
+    scores: Mapping[str, Number | None]
+    docs: Annotated[Mapping[int, Number], BeforeValidator(dict), PlainSerializer(lambda docs: [*docs.items()])]
+    cut: Annotated[int | None, _IF_KNOWN] = None
+
+    def mean_over(self, doc_ids: tuple[int, ...]) -> float | None:
+        """The mean primary score of these documents; None if documents have no scores of their own."""
+        scores = [self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs]
+        return sum(scores) / len(scores) if scores else None
+
+    def only(self, doc_ids: tuple[int, ...]) -> TaskValue:
+        """The scores of these documents alone, without those of the whole task."""
+        return TaskValue(None, None, {}, {doc_id: self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs})
+
+
+@dataclass(frozen=True)
+class CellResult(Carrier):
+    """A finished cell.
+
+    Attributes:
+        cell: what was evaluated.
+        results: task → scores.
+        seconds: `switch`, for making this composition from the previous one, and `evaluate`.
+        relative_error: for a cell with a bounded rank, the largest ‖ΔW − ΔW'‖ / ‖ΔW‖ of a module (Frobenius norm); ΔW'
+            is what was evaluated, after rounding; 0 if nothing had to be reduced. None for cells without a bound, which
+            are exact.
+    """
+
+    cell: Cell
+    results: Mapping[str, TaskValue]
+    seconds: Mapping[str, float] = field(compare=False)
+    relative_error: Annotated[Number | None, _IF_KNOWN] = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of the cell, and those of its results."""
+        content = super().as_json()
+        return {**content.pop("cell"), **content}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        return super().from_json({**content, "cell": content})
+
+
+@dataclass(frozen=True)
+class RungResult(Carrier):
+    """The scores of a cell on a rung of successive halving, before it was evaluated on all documents or given up.
+
+    Attributes:
+        cell: the cell's id.
+        documents: on how many documents of each target task it was evaluated.
+        results: target task → scores over these documents.
+        seconds: see `CellResult`.
+    """
+
+    cell: str
+    documents: int
+    results: Mapping[str, TaskValue]
+    seconds: Mapping[str, float] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The results of a sweep so far.
+
+    Attributes:
+        results: cell → its result.
+        rungs: (cell, number of documents) → its result.
+    """
+
+    results: dict[str, CellResult] = field(default_factory=dict)
+    rungs: dict[tuple[str, int], RungResult] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, results: Iterable[CellResult], rungs: Iterable[RungResult]) -> Findings:
+        return cls(
+            {result.cell.cell: result for result in results}, {(rung.cell, rung.documents): rung for rung in rungs}
+        )
+
+    @property
+    def seen(self) -> set[str]:
+        """The cells that were evaluated on at least some documents."""
+        return {*self.results, *(cell for cell, _ in self.rungs)}
+
+    def get(self, assignment: Assignment) -> CellResult | RungResult | None:
+        """The result of an assignment, if need be from the result of its finished cell; None if there is none."""
+        cell, rung = assignment.cell.cell, assignment.rung
+        finished = self.results.get(cell)
+        if assignment.documents is None or rung is None:
+            return finished
+        rung_result = self.rungs.get((cell, rung))
+        requested = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
+        # A search with another seed takes other documents, though as many.
+        if (
+            rung_result is not None
+            and {task: {*value.docs} for task, value in rung_result.results.items()} == requested
+        ):
+            return rung_result
+        if finished is None:
+            return None
+        parts = {task: finished.results[task].only(doc_ids) for task, doc_ids in assignment.documents.items()}
+        return RungResult(cell, rung, parts, {})
+
+
+_OF_TASKS = ("sha256", "primary", "num_docs")
+_NOT_COMPARED = ("source",)  # only a name; two experts are the same if their hashes are
+_DIGITS = 12
+_LONGEST = 60
+
+
+def conditions_of(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The conditions by name, from sweep.json: `settings.num_fewshot`, `experts.math1.sha256`, …."""
+    conditions = {name: described[name] for name in ("adapterswap_version", "num_layers") if name in described}
+    for part in ("base_model", "settings", "versions"):
+        conditions |= _named(part, described.get(part, {}))
+    for name, expert in described.get("experts", {}).items():
+        conditions |= _named(f"experts.{name}", expert)
+    for name, task in described.get("tasks", {}).items():
+        conditions |= _named(f"tasks.{name}", {key: task[key] for key in _OF_TASKS if key in task})
+    if described.get("task_files"):
+        conditions["task_files"] = _digest(described["task_files"])
+    return conditions
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The conditions that differ: (name, value in `one`, value in `other`); None for a missing value.
+
+    Experts and tasks that only one of the two contains are not compared.
+    """
+    things = {_thing(name) for name in one} & {_thing(name) for name in other}
+    names = [*one, *(name for name in other if name not in one)]
+    return [
+        (name, one.get(name), other.get(name))
+        for name in names
+        if one.get(name) != other.get(name) and _thing(name) in {None, *things}
+    ]
+
+
+def shown_value(value: Any) -> str:
+    """A value for an error message."""
+    text = "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _thing(name: str) -> str | None:
+    """The expert or task that a condition belongs to; None for conditions of the whole sweep."""
+    return name.rpartition(".")[0] if name.startswith(("experts.", "tasks.")) else None
+
+
+def _named(part: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{part}.{key}": _digest(value) if key == "files" and value is not None else value
+        for key, value in content.items()
+        if key not in _NOT_COMPARED
+    }
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+
+
+SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
+PREREGISTRATION = "preregistration.json"
+FORMAT = 1
+_REMEDY = "Pass the folder that `adapterswap sweep` wrote"
+_Line = TypeVar("_Line")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A sweep's folder.
+
+    Attributes:
+        folder: its path.
+        described: the content of sweep.json: recipe, base, experts, settings, versions.
+        tasks: by name, target tasks first.
+        cells: all cells of the sweep, in order.
+        results: the finished cells, in order.
+        rungs: the scores of cells on the rungs of successive halving, in order.
+        elsewhere: after `combined`, cell → its folder, for cells that are not in `folder`.
+    """
+
+    folder: Path
+    described: Mapping[str, Any]
+    tasks: Mapping[str, TaskInfo]
+    cells: tuple[Cell, ...]
+    results: tuple[CellResult, ...]
+    rungs: tuple[RungResult, ...] = ()
+    elsewhere: Mapping[str, Path] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<Run {str(self.folder)!r}: {len(self.results)} of {len(self.cells)} cells; {', '.join(self.tasks)}>"
+
+    def folder_of(self, cell: str) -> Path:
+        """The folder that holds a cell's samples."""
+        return self.elsewhere.get(cell, self.folder)
+
+    @property
+    def given_up(self) -> tuple[Cell, ...]:
+        """Cells that were evaluated on some documents but not on all."""
+        tried = {rung.cell for rung in self.rungs} - {result.cell.cell for result in self.results}
+        return tuple(cell for cell in self.cells if cell.cell in tried)
+
+    @property
+    def unfinished(self) -> tuple[Cell, ...]:
+        """Cells that are not evaluated yet. Empty for a search, which chooses its cells while it runs."""
+        if self.described.get("recipe", {}).get("search"):
+            return ()
+        finished = {result.cell.cell for result in self.results}
+        return tuple(cell for cell in self.cells if cell.cell not in finished)
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read the folder of a sweep, finished or not.
+
+    Raises:
+        NotFoundError: it is not the folder of a sweep.
+        DataError: its format is unknown, or a file or line in it is damaged: a field is missing or has another type, a
+            score is not a finite number, or a line is of another sweep.
+    """
+    folder = expand(folder)
+    if not exists(folder / SWEEP):
+        raise NotFoundError(f"{folder} holds no {SWEEP}, so it is not a sweep's folder", _REMEDY, parameter="run")
+    described = read_json(folder / SWEEP, _REMEDY)
+    if described.get("format") != FORMAT:
+        raise DataError(
+            f"{folder / SWEEP} has the format {described.get('format')!r}, and this version reads {FORMAT}",
+            "Read it with the version of adapterswap that wrote it",
+        )
+    try:
+        tasks = {name: TaskInfo.from_json(content) for name, content in described["tasks"].items()}
+        cells = tuple(Cell.from_json(content) for content in described["cells"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
+        ) from None
+    results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
+    by_id = {cell.cell: cell for cell in cells}
+    for number, result in enumerate(results, 1):
+        if by_id.pop(result.cell.cell, None) != result.cell or set(result.results) != set(result.cell.tasks):
+            raise DataError(
+                f"{folder / CELLS}: line {number} repeats a cell, or has another cell or other tasks than this sweep",
+                "Delete that line, and run the same sweep again",
+            )
+    return Run(folder, described, tasks, cells, results, rungs)
+
+
+def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> tuple[_Line, ...]:
+    """Parse the complete lines of a file. Text after the last newline is ignored, and a missing file has no lines."""
+    if not exists(path):
+        return ()
+    with open_regular(path, _REMEDY) as file:
+        raw = file.read()
+    try:
+        return tuple(json_lines(raw[: raw.rfind(b"\n") + 1].splitlines(), from_json))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}", "Delete that line, and run the same sweep again") from None
+
+
+def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
+    """The samples of a finished cell: task, doc_id, target, output, answers, scores; task by task, by document.
+
+    Raises:
+        DataError: the file is damaged.
+        AdapterswapError: the file does not exist or cannot be read.
+    """
+    return _read_lines(Path(folder) / SAMPLES / f"{cell}.jsonl")
+
+
+def read_prompts(folder: str | Path, task: str) -> dict[int, str]:
+    """The prompts of a task by document; errors as for `read_samples`."""
+    return {row["doc_id"]: row["prompt"] for row in read_questions(folder, task)}
+
+
+def read_questions(folder: str | Path, task: str) -> list[dict[str, Any]]:
+    """The doc_id, prompt and target of each document of a task; errors as for `read_samples`."""
+    return _read_lines(prompts_file(Path(folder), task))
+
+
+def samples_file(folder: Path, cell: Cell) -> Path:
+    """The path of a cell's samples."""
+    return folder / SAMPLES / f"{cell.cell}.jsonl"
+
+
+def prompts_file(folder: Path, task: str) -> Path:
+    """The path of a task's prompts. Characters that a path cannot contain are quoted."""
+    return folder / PROMPTS / f"{quote(task, safe='')}.jsonl"
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    with open_regular(path, _REMEDY) as file:
+        try:
+            return [*json_lines(file, as_row)]
+        except ValueError as error:
+            raise DataError(f"{path} is damaged: {error}", "Run the sweep again with `overwrite=True`") from None

@@ -1,0 +1,185 @@
+"""Which cells a sweep evaluates, and in which order: all, or those that a search proposes.
+
+A search (optuna) proposes configurations of a family, one after the other. A trial is a configuration evaluated with
+every pair. Its value is the mean of the target tasks' primary scores on the documents to choose on. The table chooses
+by the same number, and documents to report on are not used. Successive halving evaluates a trial on a few documents
+first, then on more, and gives it up if others did better. After a sweep was killed, the results in its folder are
+replayed to the sampler in its own order, so it proposes the same trials again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from importlib import import_module
+from random import Random
+from typing import Any
+
+from adapterswap.experiments.sweeps.grid import Assignment, Cell, Space, Trial
+from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.recipe import Search
+from adapterswap.experiments.sweeps.results import Findings
+from adapterswap.experiments.sweeps.summary import half_value, sign_of
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import DataError
+
+_PATIENCE = 20  # after so many proposals in a row that were tried before or whose zones overlap, draw at random
+
+
+def batches(prepared: PreparedSweep, findings: Findings) -> Iterator[list[Assignment]]:
+    """Lists of assignments to evaluate. Those of one list are on the same documents and may run at the same time.
+
+    Args:
+        findings: the results so far. Before the next list is requested, it must contain those of the previous one.
+    """
+    cells = {cell.cell: cell for cell in prepared.grid.cells}
+    yield [Assignment(cell) for cell in _always(prepared)]
+    search = prepared.recipe.search
+    for space in _searched(prepared):
+        assert search is not None
+        for trial, documents in _trials(space, search, prepared, findings):
+            yield [_on(documents, cells[cell], prepared) for cell in trial.cells]
+
+
+def expected(prepared: PreparedSweep, seen: Collection[str]) -> list[Cell]:
+    """As many cells as will be evaluated, including those in `seen`; a search may propose other ones."""
+    included = {cell.cell for cell in _always(prepared)} | set(seen)
+    for space in _searched(prepared):
+        seen_first = sorted(space.trials, key=lambda trial: -sum(cell in seen for cell in trial.cells))
+        assert prepared.recipe.search is not None
+        included |= {cell for trial in seen_first[: prepared.recipe.search.trials] for cell in trial.cells}
+    return [cell for cell in prepared.grid.cells if cell.cell in included]
+
+
+def rungs(prepared: PreparedSweep) -> tuple[int, ...]:
+    """The number of documents of each target task on each rung; empty without successive halving."""
+    search = prepared.recipe.search
+    if search is None or search.halving is None:
+        return ()
+    return search.halving.rungs(min(len(task.select) for task in prepared.tasks.values() if task.role == "target"))
+
+
+def _on(documents: int | None, cell: Cell, prepared: PreparedSweep) -> Assignment:
+    """A cell on a rung: the first documents to choose on, in a seeded order that tasks of one size share."""
+    if documents is None:
+        return Assignment(cell)
+    assert prepared.recipe.search is not None
+    documents_by_task = {}
+    for name in cell.tasks:
+        task = prepared.tasks[name]
+        if task.role == "target":
+            order = Random(prepared.recipe.search.seed).sample(task.select, len(task.select))
+            documents_by_task[name] = tuple(sorted(order[:documents]))
+    return Assignment(cell, documents_by_task)
+
+
+def _searched(prepared: PreparedSweep) -> list[Space]:
+    search = prepared.recipe.search
+    if search is None:
+        return []
+    spaces = [space for space in prepared.grid.spaces if len(space.trials) > 1]
+    return [space for space in spaces if search.family in (None, space.family)]
+
+
+def _always(prepared: PreparedSweep) -> list[Cell]:
+    """The cells that are evaluated in any case."""
+    searched = _searched(prepared)
+    searched_cells = {cell for space in searched for trial in space.trials for cell in trial.cells}
+    other_spaces = [space for space in prepared.grid.spaces if space not in searched]
+    searched_cells -= {cell for space in other_spaces for trial in space.trials for cell in trial.cells}
+    return [cell for cell in prepared.grid.cells if cell.cell not in searched_cells]
+
+
+def _trials(
+    space: Space, search: Search, prepared: PreparedSweep, findings: Findings
+) -> Iterator[tuple[Trial, int | None]]:
+    """The configurations that the sampler proposes, and their numbers of documents. The papers' default is first."""
+    cells = {cell.cell: cell for cell in prepared.grid.cells}
+    defaults = {cell.cell for cell in prepared.grid.cells if cell.default}
+
+    def value(trial: Trial, documents: int | None) -> float:
+        evaluated = [findings.get(_on(documents, cells[cell], prepared)) for cell in trial.cells]
+        results = [result for result in evaluated if result is not None]
+        scores = [half_value(result, prepared.tasks, "select") for result in results]
+        complete = [score for score in scores if score is not None]
+        if len(complete) < len(trial.cells):
+            raise DataError(
+                f"search: one of the tasks {', '.join(prepared.tasks)} has no score for each document to choose on",
+                "Name another score in `primary`, use more documents, or leave `search` out",
+                parameter="primary",
+            )
+        return sign_of(results, prepared.tasks) * sum(complete) / len(complete)
+
+    first = [trial for trial in space.trials if defaults.issuperset(trial.cells)]
+    yield from ask(space.trials, search, value, first=first, rungs=rungs(prepared))
+
+
+def ask(
+    trials: Collection[Trial],
+    search: Search,
+    value: Callable[[Trial, int | None], float],
+    *,
+    first: Collection[Trial] = (),
+    rungs: Sequence[int] = (),
+) -> Iterator[tuple[Trial, int | None]]:
+    """Propose `search.trials` different trials, each chosen by the values of the previous ones. Higher is better.
+
+    Numbers are searched by rank: values that are next to each other in a list are neighbours, at any distance.
+
+    Args:
+        value: the value of a trial on that many documents, None for all; called when the next trial is requested.
+        first: the trials to start with.
+        rungs: numbers of documents. A trial is yielded for each before it is yielded for all, and may be given up after
+            each.
+    """
+    require("search")
+    optuna: Any = import_module("optuna")  # untyped, so that type checks do not depend on it
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+    pruner = optuna.pruners.NopPruner()
+    if search.halving is not None:
+        pruner = optuna.pruners.SuccessiveHalvingPruner(
+            min_resource=search.halving.min_documents, reduction_factor=search.halving.reduction_factor
+        )
+    study = optuna.create_study(sampler=samplers[search.sampler](seed=search.seed), pruner=pruner, direction="maximize")
+    fields = {field: _ordered(field, trials) for field in next(iter(trials)).values}
+    space = {
+        field: optuna.distributions.IntDistribution(0, len(values) - 1)
+        if _is_ordered(field, values)
+        else optuna.distributions.CategoricalDistribution(range(len(values)))
+        for field, values in fields.items()
+        if len(values) > 1
+    }
+    untried = {tuple(fields[field].index(trial.values[field]) for field in space): trial for trial in trials}
+    start = [point for point, trial in untried.items() if trial in first]
+    drawn = Random(search.seed)
+    for _ in range(min(search.trials, len(untried))):
+        point: tuple[Any, ...] = ()
+        for _ in range(0 if start else _PATIENCE):
+            question = study.ask(space)
+            point = tuple(question.params[field] for field in space)
+            if point in untried:
+                break
+            study.tell(question, state=optuna.trial.TrialState.FAIL)
+        if point not in untried:
+            point = start.pop(0) if start else drawn.choice(list(untried))
+            study.enqueue_trial(dict(zip(space, point, strict=True)))
+            question = study.ask(space)
+        trial = untried.pop(point)
+        for documents in rungs:
+            yield trial, documents
+            question.report(value(trial, documents), documents)
+            if question.should_prune():
+                study.tell(question, state=optuna.trial.TrialState.PRUNED)
+                break
+        else:
+            yield trial, None
+            study.tell(question, value(trial, None))
+
+
+def _ordered(field: str, trials: Collection[Trial]) -> list[Any]:
+    values = list(dict.fromkeys(trial.values[field] for trial in trials))
+    return sorted(values) if _is_ordered(field, values) else values
+
+
+def _is_ordered(field: str, values: list[Any]) -> bool:
+    return field != "seed" and all(isinstance(value, int | float) for value in values)

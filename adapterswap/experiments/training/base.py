@@ -1,0 +1,189 @@
+"""The base model for training: check for libraries, prepare its tokenizer, load its weights, choose the device."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from adapterswap.core.model.loading import OpenedBase, load_weights, open_base
+from adapterswap.experiments.training.recipe import Quantization, TrainingOptions, TrainRecipe
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import BaseModelError, DependencyError, Problems, RunError, UnsupportedError
+from adapterswap.kit.files.text import read_json
+from adapterswap.kit.processes import count_processes
+
+_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def check_libraries(recipe: TrainRecipe) -> None:
+    """Check that all libraries that the recipe needs are installed, and that the launcher's choices fit it."""
+    require("train")
+    problems, options = Problems(DependencyError), recipe.training
+    if _is_on("ACCELERATE_USE_DEEPSPEED") and _zero_stage() == 3:
+        problems.add(
+            "DeepSpeed ZeRO-3 leaves each process a part of every weight, so the expert would be written empty",
+            "Start it with ZeRO-2, with FSDP, or without them",
+            kind=UnsupportedError,
+        )
+    if _is_on("ACCELERATE_USE_FSDP") and recipe.quantization:
+        problems.add(
+            "FSDP spreads the base over the devices, but with `quantization` each process loads all of it",
+            "Start it without FSDP: each device then holds the quantized base",
+            parameter="quantization",
+            kind=UnsupportedError,
+        )
+    if recipe.judged_by and find_spec("lm_eval") is None:
+        problems.add(
+            "`selection` needs lm-evaluation-harness, which is not installed",
+            "Run `pip install 'adapterswap[eval]'`",
+            parameter="selection",
+        )
+    if find_spec("bitsandbytes") is None:
+        if recipe.quantization:
+            problems.add(
+                "`quantization` needs bitsandbytes, which is not installed",
+                "Run `pip install bitsandbytes`",
+                parameter="quantization",
+            )
+        if "8bit" in options.optimizer or "paged" in options.optimizer:
+            problems.add(
+                f"training.optimizer {options.optimizer} needs bitsandbytes, which is not installed",
+                "Run `pip install bitsandbytes`, or choose adamw_torch_fused",
+                parameter="training.optimizer",
+            )
+    if options.kernels and not _has_kernels():
+        problems.add(
+            "training.kernels needs kernels, in a version that transformers supports",
+            "Run `pip install 'transformers[kernels]'`, or remove training.kernels",
+            parameter="training.kernels",
+        )
+    package = _ATTENTION.get(options.attn_implementation)
+    if package and find_spec(package) is None:
+        problems.add(
+            f"training.attn_implementation {options.attn_implementation} needs {package}, which is not installed",
+            "Install FlashAttention for your CUDA version, or choose sdpa",
+            parameter="training.attn_implementation",
+        )
+    if options.report_to:
+        from transformers.integrations import get_available_reporting_integrations
+
+        for name in sorted(set(options.report_to) - set(get_available_reporting_integrations())):
+            problems.add(
+                f"training.report_to: {name!r} is not installed, or is not a tracker that transformers supports",
+                "Install it or correct the name",
+                parameter="training.report_to",
+            )
+    problems.raise_if_any()
+
+
+def open_trainable(reference: str) -> OpenedBase:
+    """Open the base's config and tokenizer, and add a pad token if there is none."""
+    base = open_base(reference)
+    if base.tokenizer.eos_token_id is None:
+        raise BaseModelError(
+            f"the tokenizer of {reference} has no end-of-sequence token, so the expert could not learn to stop",
+            "Set eos_token in its tokenizer_config.json",
+            parameter="base_model",
+        )
+    if base.tokenizer.pad_token_id is None:
+        base.tokenizer.pad_token = base.tokenizer.eos_token  # padding is masked, so any token works
+    return base
+
+
+def _has_kernels() -> bool:
+    """Whether transformers can use the package `kernels`; it refuses versions that it does not know."""
+    from transformers.utils import is_kernels_available
+
+    return bool(is_kernels_available())
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() == "true"
+
+
+def _zero_stage() -> int:
+    """The stage of ZeRO that `accelerate launch` sets, from its command line or from DeepSpeed's own file."""
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file == "none":
+        return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    return int(read_json(Path(file)).get("zero_optimization", {}).get("stage", 0))
+
+
+def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:
+    """Load the model with the recipe's dtype, attention and quantization.
+
+    With an adapter, the base has the dtype of the computation. Without one, the trained weights have
+    training.weight_dtype and are rounded to that dtype during the computation.
+    """
+    options = recipe.training
+    choices: dict[str, Any] = {}
+    if attention := _attention(options, device, dtype):
+        choices["attn_implementation"] = attention
+    if options.kernels:
+        choices["use_kernels"] = True
+    if recipe.adapter.method == "none":
+        return load_weights(base, dtype=options.weight_dtype, **choices)
+    if recipe.quantization is None:
+        return load_weights(base, dtype=dtype, **choices)
+    from accelerate import PartialState
+    from peft import prepare_model_for_kbit_training
+
+    model = load_weights(
+        base, dtype=dtype, quantization_config=_bits(recipe.quantization, dtype),
+        device_map={"": PartialState().device}, **choices,
+    )  # fmt: skip
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=options.gradient_checkpointing)
+
+
+def _attention(options: TrainingOptions, device: str, dtype: str) -> str | None:
+    """The attention implementation to request from transformers; None leaves the choice to it."""
+    if options.attn_implementation != "auto":
+        return options.attn_implementation
+    flash = device == "cuda" and dtype == "bfloat16" and find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else None
+
+
+def _bits(options: Quantization, dtype: str) -> Any:
+    """The quantization config for transformers; 4-bit weights are computed with in `dtype`."""
+    from transformers import BitsAndBytesConfig
+
+    if options.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=options.quant_type,
+        bnb_4bit_use_double_quant=options.double_quant,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
+    """Resolve a recipe's training.device and training.dtype to `cpu` or `cuda`, and to torch's name of the dtype.
+
+    accelerate assigns a device to each process, so the names have no numbers, unlike those of `bases.choose_device`.
+    """
+    import torch
+
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise RunError(
+                "training.device is cuda, but torch finds no CUDA device",
+                "Use device: auto or device: cpu",
+                parameter="training.device",
+            )
+        if torch.cuda.device_count() > 1 and count_processes() == 1:
+            raise RunError(
+                f"torch finds {torch.cuda.device_count()} CUDA devices, but one process trains on one device only",
+                "Start one process per device with accelerate launch -m adapterswap train …, or set "
+                "CUDA_VISIBLE_DEVICES=0",
+                parameter="training.device",
+            )
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return device, dtype

@@ -1,0 +1,199 @@
+"""Checkpoints of an unfinished run, so that it can be resumed; and devices or disks that are full.
+
+Each contains what the transformers Trainer saves (adapter, optimizer, schedule, generators), and a mark once it is
+complete. `run.json` has fingerprints of recipe, rows, tasks and base, so you can only resume the same run. The folder
+is removed when training ends, unless you keep the checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from adapterswap.core.model.checkpoints import model_fingerprints
+from adapterswap.kit.errors import OutputError, RunError
+from adapterswap.kit.files.folders import check_place, refuse_strangers, replacing, strangers, sync_folder, sync_one
+from adapterswap.kit.files.text import read_json, write_json
+
+
+@contextmanager
+def explained(what: str, where: Path) -> Iterator[None]:
+    """Raise an error with a remedy if the device runs out of memory or a file cannot be written."""
+    import torch
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of memory on the device: {str(error).partition('.')[0]}",
+            "Lower training.batch_size and raise gradient_accumulation, or set gradient_checkpointing: true",
+            parameter="training.batch_size",
+        ) from None
+    except OSError as error:
+        raise _unwritten(what, where, error.strerror or str(error)) from None
+    except (SafetensorError, RuntimeError) as error:
+        # A full disk, as safetensors and torch's zip writer report it.
+        if not any(sign in str(error) for sign in ("I/O error", "PytorchStreamWriter", "unexpected pos")):
+            raise
+        raise _unwritten(what, where, str(error).partition("\n")[0]) from None
+
+
+def _unwritten(output: str, folder: Path, reason: str) -> OutputError:
+    return OutputError(
+        f"{output} cannot be written to {folder}: {reason}",
+        "Free some space, or choose another `out_path`; earlier checkpoints are kept for `resume=True`",
+        parameter="out_path",
+    )
+
+
+_COMPLETE = "complete"  # an empty file in each checkpoint, written last
+
+_RUN = "run.json"
+_BUILDING = "run.tmp"
+LADDER = "ladder"  # the folder of the adapters that `selection.ladder` keeps
+_CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
+_WITHOUT_EFFECT = ("keep_checkpoints", "report_to")  # options of training that do not change its result
+
+
+class Checkpoints:
+    """The checkpoints that belong to the output `out_path`.
+
+    Attributes:
+        folder: where they are.
+    """
+
+    def __init__(self, out_path: Path) -> None:
+        self.folder = out_path.with_name(out_path.name + ".checkpoints")
+
+    def check(self, *, resume: bool = False, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
+        """Check that no unfinished run and no other file would be lost."""
+        check_place(self.folder, inputs)
+        if not resume:
+            refuse_strangers(self.folder, self._strangers())
+        if self._complete() and not (resume or overwrite):
+            raise RunError(
+                f"{self.folder} contains checkpoints of an unfinished run",
+                "Pass `resume=True` to continue it, or `overwrite=True` to start again",
+                parameter="resume",
+            )
+
+    def prepare(
+        self, recipe: dict[str, Any], inputs: Mapping[str, Any], base: Path, *, resume: bool, processes: int = 1
+    ) -> Path | None:
+        """Prepare the folder, and return the last complete checkpoint to resume from, if there is one.
+
+        Args:
+            recipe: the recipe with all values.
+            inputs: hashes of everything else that the run reads, by name: its rows, and so on.
+            base: the folder of the base.
+            resume: whether to look for a checkpoint.
+            processes: how many processes train together.
+
+        Raises:
+            RunError: the unfinished run has another recipe, other rows or tasks, another base or another number of
+                processes; or its run.json is missing.
+        """
+        run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, inputs)
+        note = self.folder / _RUN
+        if not resume:
+            self.remove()
+        if not note.is_file():
+            if self._complete():
+                raise RunError(
+                    f"{self.folder} contains checkpoints but no {_RUN}, so it is unknown what they were trained on",
+                    "Restore that file, or pass `overwrite=True` without `resume` to start again",
+                    parameter="resume",
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(note, self.folder / _BUILDING) as building:
+                write_json(building, run, sort_keys=True)
+        else:
+            before = read_json(note, "Pass `overwrite=True` without `resume` to start again", kind=RunError)
+            if before != run:
+                changed = sorted(key for key in run if before.get(key) != run[key])
+                raise RunError(
+                    f"{self.folder} contains checkpoints of another run; changed since then: {', '.join(changed)}",
+                    "Undo the change, or pass `overwrite=True` without `resume` to start again",
+                    parameter="resume",
+                )
+        return max(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+    @contextmanager
+    def tidied(self, *, keep: bool = False) -> Iterator[None]:
+        """When the block ends or fails, remove the folder if it has no complete checkpoint."""
+        try:
+            yield
+        finally:
+            if not (keep or self._complete()):
+                self.remove()
+
+    def _complete(self) -> list[Path]:
+        return [path.parent for path in self.folder.glob(f"checkpoint-*/{_COMPLETE}")]
+
+    def remove(self) -> None:
+        """Remove the checkpoints. If the folder contains other files, they stay."""
+        if not self.folder.is_dir():
+            return
+        with suppress(OSError):  # files that cannot be removed stay
+            for name in self._names():
+                path = self.folder / name.removesuffix("/**")
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            self.folder.rmdir()
+
+    def _strangers(self) -> list[str]:
+        return strangers(self.folder, None, names=self._names()) if self.folder.is_dir() else []
+
+    def _names(self) -> list[str]:
+        """The paths that training wrote there, in the form of `OutputKind.names`."""
+        if not (self.folder / _RUN).is_file():
+            return [_BUILDING]
+        folders = [path.name for path in self.folder.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+        return [
+            "selection.json",
+            "selection.tmp",
+            "best/**",
+            f"{LADDER}/**",
+            "runs/**",
+            *(f"{name}/**" for name in folders),
+            _BUILDING,
+            _RUN,
+        ]
+
+
+def complete(checkpoint: Path) -> None:
+    """Mark a checkpoint whose files are all written, and sync it, as the one before it is removed next."""
+    sync_folder(checkpoint)
+    (checkpoint / _COMPLETE).touch()
+    for folder in (checkpoint, checkpoint.parent):
+        sync_one(folder)
+
+
+def link_weights(checkpoint: Path, folder: Path) -> None:
+    """Fill `folder` with the weights of `checkpoint` (no optimizer), as hard links where possible."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for pattern in ("*.safetensors", "*.index.json", "*config.json"):
+        for file in checkpoint.glob(pattern):
+            try:
+                os.link(file, folder / file.name)
+            except OSError:  # a file system without hard links
+                shutil.copy2(file, folder / file.name)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _fingerprint(recipe: dict[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:
+    """A short hash for each key of the recipe that affects the result."""
+    parts = {key: value for key, value in recipe.items() if key != "out_path"}
+    parts["training"] = {key: value for key, value in parts["training"].items() if key not in _WITHOUT_EFFECT}
+    return {key: _hash(value) for key, value in {**parts, **inputs}.items()}

@@ -1,0 +1,599 @@
+"""Turn a recipe's sources into training rows and validation rows, and count the rest.
+
+Tables are loaded with `datasets.load_dataset`, whole or as a stream. Local files are read into memory and leave nothing
+in your cache; Hub datasets use it, or are streamed. For a stream, `datasets` shuffles the order of the shards with the
+seed, and the rows within a moving buffer. So the rows come from the beginning of some shards; they are not a sample of
+the whole. All sources are joined, shuffled with the data seed, and the validation rows split off.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.sources import hub_reason, hub_remedy
+from adapterswap.core.planning.composition import SIDES
+from adapterswap.experiments.training.hygiene import MATH, Screen
+from adapterswap.experiments.training.recipe import DatasetSource, Template, TrainingOptions, TrainRecipe
+from adapterswap.experiments.training.report import RowCounts
+from adapterswap.experiments.training.tokens import (
+    ChatTemplate,
+    Example,
+    Renderer,
+    TokenCounts,
+    Tokens,
+    choose_reader,
+    choose_renderer,
+    tokenize,
+)
+from adapterswap.kit.errors import BaseModelError, DataError, NotFoundError, Problems, reason_of
+from adapterswap.kit.files.folders import scratch_folder
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.text import as_row, expand, json_lines, loads, shown
+
+_BUFFER = 10_000  # rows
+
+
+def draw_rows(
+    stream: Any, columns: Sequence[str], allowed: Mapping[str, set[Any]], *, samples: int, seed: int
+) -> tuple[Any, int]:
+    """The first matching rows of the shuffled stream, as a Dataset in memory, and how many rows were read."""
+    rows_read = 0
+    drawn: dict[str, list[Any]] = {column: [] for column in columns}
+
+    def rows() -> Iterator[Mapping[str, Any]]:
+        nonlocal rows_read
+        for row in stream.shuffle(seed=seed, buffer_size=_BUFFER):
+            rows_read += 1
+            if all(row.get(column) in values for column, values in allowed.items()):
+                yield row
+
+    for _, row in zip(range(samples), rows(), strict=False):
+        for column, values in drawn.items():
+            values.append(row.get(column))
+    return _as_dataset(drawn), rows_read
+
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+@dataclass
+class SourceCounts:
+    """Counts of the rows of one source.
+
+    Attributes:
+        source: its path in the recipe.
+        read: rows in the split; of a stream, rows read.
+        kept: rows left after filter and samples.
+        empty: of `kept`, rows dropped because a value is missing or there is nothing to train on.
+        math: of `kept`, rows dropped by hygiene as math.
+        overlap: of `kept`, rows dropped because they share text with an evaluation, by the evaluation's name.
+        files: for local files, name → sha256.
+    """
+
+    source: str
+    read: int = 0
+    kept: int = 0
+    empty: int = 0
+    math: int = 0
+    overlap: dict[str, int] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, SourceCounts]:
+    """Load the rows of `source` as a datasets.Dataset, filtered and sampled, with their counts."""
+    counts = SourceCounts(_display_name(source))
+    table = _load(source, folder, counts)
+    if source.streaming:
+        table = _draw(source, table, counts, seed=seed)
+        counts.kept = len(table)
+        return table, counts
+    counts.read = len(table)
+    _check_columns(source, table.column_names)
+    if not len(table):
+        raise DataError(
+            f"the dataset {source.path} has no rows in the split {source.split}",
+            "Correct `path` or `split`",
+            parameter="datasets",
+        )
+    if source.filter:
+        table = _filter(source, table)
+    if source.samples is not None and source.samples < len(table):
+        chosen = np.random.default_rng(seed).permutation(len(table))[: source.samples]
+        table = table.select(sorted(chosen.tolist()))
+    counts.kept = len(table)
+    return table, counts
+
+
+def _display_name(source: DatasetSource) -> str:
+    """The name of a source for messages; `path: json` says only how its files are read."""
+    if f".{source.path}" in _BUILDERS and source.data_files:
+        return ", ".join(name if "://" in name else Path(name).name for name in _as_list(source.data_files))
+    return source.path
+
+
+def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int) -> Any:
+    """`samples` rows of a stream, as a datasets.Dataset."""
+
+    def draw() -> tuple[Any, int]:
+        columns = stream.column_names or list(dict.fromkeys(key for row in stream.take(_BATCH) for key in row))
+        _check_columns(source, columns)
+        allowed_values = {column: _values(allowed) for column, allowed in source.filter.items()}
+        named = list(dict.fromkeys(name for _, name in _named_columns(source)))
+        return draw_rows(stream, named, allowed_values, samples=source.samples or 0, seed=seed)
+
+    table, counts.read = _attempt(source, draw)
+    if not len(table):
+        filtered = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
+        raise DataError(
+            f"the dataset {source.path} has no rows{filtered} in the split {source.split}",
+            "Correct `path` or `split`",
+            parameter="datasets",
+        )
+    return table
+
+
+def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
+    """The split of `source` as a datasets.Dataset, or as a datasets.IterableDataset if it is streamed."""
+    import datasets
+
+    local = (folder / expand(source.path)).resolve()
+    if local.is_file() or (local.is_dir() and source.data_files):
+        files = [local] if local.is_file() else [local / expand(name) for name in _as_list(source.data_files)]
+        counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
+        return _attempt(source, lambda: _read(files, source))
+    if local.is_dir():
+        raise DataError(
+            f"the dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
+        )
+    if Path(source.path).suffix in _BUILDERS or source.path.startswith((".", "/", "~")):
+        raise NotFoundError(
+            f"the dataset file {source.path} does not exist",
+            "Correct the path; it is relative to the recipe's folder",
+            parameter="datasets",
+        )
+    named = {key: getattr(source, key) for key in ("name", "data_files", "data_dir", "revision")}
+    arguments = {key: value for key, value in named.items() if value is not None}
+    arguments |= {"streaming": True} if source.streaming else {}
+    return _attempt(source, lambda: datasets.load_dataset(source.path, split=source.split, **arguments))
+
+
+def _read(files: Sequence[Path], source: DatasetSource) -> Any:
+    """The rows of local files of one kind."""
+    import datasets
+
+    builder, split = _builder(files), source.split
+    options = _csv_options(files[0]) if builder == "csv" else {}
+    names = [str(file) for file in files]
+    if source.streaming:
+        if builder == "json" and split == "train":
+            return datasets.IterableDataset.from_generator(_json_rows, gen_kwargs={"names": names})
+        return datasets.load_dataset(builder, data_files=names, split=split, streaming=True, **options)
+    if builder == "json":
+        return _json_table(names, split, source)
+    # A temporary cache, removed once the rows are in memory: the user's own cache is for downloads.
+    with scratch_folder("rows") as cache:
+        return datasets.load_dataset(
+            builder, data_files=names, split=split, cache_dir=str(cache), keep_in_memory=True, **options
+        )
+
+
+def _json_rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of JSON files, which hold a list or a row in each line; NaN, which JSON lacks, is a missing value.
+
+    `datasets` infers types: 18 beside 3.5 becomes 18.0, "007" beside 5 becomes 7, and a date becomes a time.
+    """
+    for name in names:
+        with open(name, encoding="utf-8-sig") as file:
+            begins = file.read(1)
+            file.seek(0)
+            try:
+                if begins == "[":
+                    for number, row in enumerate(loads(file.read(), lambda _: None), 1):
+                        if not isinstance(row, dict):
+                            raise ValueError(f"row {number} is {shown(row)}, not an object with columns")
+                        yield row
+                else:
+                    yield from json_lines(file, as_row, parse_constant=lambda _: None)
+            except ValueError as error:
+                raise ValueError(f"{Path(name).name}: {error}") from None
+
+
+def _json_table(names: Sequence[str], split: str, source: DatasetSource) -> Any:
+    """The rows of JSON files as a datasets.Dataset; columns that the recipe does not name are empty."""
+    import datasets
+
+    columns: dict[str, list[Any]] = {}
+    named, number = _named_columns(source), 0
+    needed = {name for _, name in named}
+    for row in _json_rows(names):
+        columns |= {key: [None] * number for key in row if key not in columns}
+        for key, values in columns.items():
+            values.append(row.get(key) if key in needed else None)
+        number += 1
+    compared = {name for key, name in named if key == "filter"} - {name for key, name in named if key != "filter"}
+    table = _as_dataset(columns, compared)
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": number})
+    return table.select([row for part in parts for row in range(part.from_, part.to)])
+
+
+def _as_dataset(columns: Mapping[str, list[Any]], compared: Collection[str] = ()) -> Any:
+    """Columns as a datasets.Dataset. Texts and numbers of several types, or beyond 64 bits, become text.
+
+    In columns that are only compared, whole numbers and fractions stay numbers.
+    """
+    import datasets
+
+    alike = {}
+    for name, values in columns.items():
+        kinds = {type(value) for value in values if value is not None}
+        huge = int in kinds and any(type(value) is int and abs(value) >= 2**63 for value in values)
+        mixed = len(kinds) > 1 and not (name in compared and kinds == {int, float})
+        if mixed and not kinds <= {str, int, float, bool}:
+            raise ValueError(f"the column {name!r} mixes {' and '.join(sorted(kind.__name__ for kind in kinds))}")
+        alike[name] = [None if value is None else str(value) for value in values] if huge or mixed else values
+    try:
+        return datasets.Dataset.from_dict(alike)
+    except (TypeError, OverflowError) as error:  # pyarrow's, of lists and objects with values of several types
+        raise ValueError(str(error)) from None
+
+
+def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
+    """Call `load()`, and turn its errors (the network, the Hub, the files' contents) into ours."""
+    import datasets
+
+    try:
+        return load()
+    except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+        raise NotFoundError(
+            f"the dataset {source.path} is not a local file and could not be downloaded from the Hub: "
+            f"{hub_reason(error)}",
+            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
+            parameter="datasets",
+        ) from None
+    except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
+        remedy = "Check `split`, `name`, `data_files` and the files themselves"
+        if "script" in str(error):
+            remedy = (
+                "Dataset scripts are no longer supported: read the files directly with path: json (or csv, parquet) "
+                f"and data_files: hf://datasets/{source.path}/…, or use a converted revision"
+            )
+        raise DataError(
+            f"the dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
+        ) from None
+
+
+def _csv_options(file: Path) -> dict[str, Any]:
+    """Options that read cells as verbatim text: `007` is not a number, and `NA` is not a missing value."""
+    import datasets
+
+    separator = "\t" if file.suffix == ".tsv" else ","
+    with file.open(encoding="utf-8-sig", newline="") as content:
+        header = next(csv.reader(content, delimiter=separator))
+    columns = datasets.Features({name: datasets.Value("string") for name in header})
+    return {"sep": separator, "features": columns, "keep_default_na": False}
+
+
+def _builder(files: Sequence[Path]) -> str:
+    problems, builders = Problems(DataError), set()
+    for file in files:
+        if not file.is_file():
+            problems.add(
+                f"the dataset file {file.name} does not exist",
+                "Correct `path` or `data_files`",
+                parameter="datasets",
+                kind=NotFoundError,
+            )
+        elif not file.stat().st_size:
+            problems.add(f"the dataset file {file.name} is empty", "Name a file with rows", parameter="datasets")
+        elif file.suffix not in _BUILDERS:
+            problems.add(
+                f"the dataset file {file.name} has an unknown suffix",
+                f"Known: {', '.join(_BUILDERS)}",
+                parameter="datasets",
+            )
+        else:
+            builders.add(_BUILDERS[file.suffix])
+    if len(builders) > 1:
+        problems.add(
+            f"the dataset's files have different formats: {', '.join(sorted(builders))}",
+            "List them as separate datasets",
+            parameter="datasets",
+        )
+    problems.raise_if_any()
+    return builders.pop()
+
+
+def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
+    problems = Problems(DataError)
+    remedy = f"Its columns are: {', '.join(columns)}"
+    for key, name in _named_columns(source):
+        if name not in columns:
+            problems.add(
+                f"the dataset {source.path}: `{key}` names the column {name!r}, which does not exist",
+                remedy,
+                parameter="datasets",
+            )
+    problems.raise_if_any()
+
+
+def _named_columns(source: DatasetSource) -> list[tuple[str, str]]:
+    """Each key of the recipe that names a column, and the column."""
+    templates = [(key, getattr(source, key)) for key in ("prompt", "completion", "text")]
+    named = [(key, name) for key, template in templates if template for name in Template(template).fields]
+    named += [("filter", name) for name in source.filter]
+    return named + ([("messages", source.messages)] if source.messages else [])
+
+
+def _filter(source: DatasetSource, table: Any) -> Any:
+    """The rows that `filter` keeps. A value that no row has is refused: it is a slip that would leave rows out."""
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.compute  # type: ignore[import-untyped]
+
+    keep = np.full(len(table), True)
+    for column, allowed in source.filter.items():
+        cells = table.with_format("arrow")[column][:]
+        if pyarrow.types.is_nested(cells.type):
+            raise DataError(
+                f"the dataset {source.path}: `filter` names {column}, which does not contain plain values",
+                "Filter another column",
+                parameter="datasets",
+            )
+        # A source may have millions of rows, but few distinct values in this column.
+        distinct, values = cells.unique().to_pylist(), _values(allowed)
+        for value in _as_list(allowed):
+            if _values(value).isdisjoint(distinct):
+                raise _no_row(source, column, [value], distinct)
+        matching = pyarrow.array([value for value in distinct if value in values], cells.type)
+        before, keep = keep, keep & np.asarray(pyarrow.compute.is_in(cells, value_set=matching))
+        if not keep.any():
+            raise _no_row(source, column, _as_list(allowed), cells.filter(pyarrow.array(before)).unique().to_pylist())
+    return table.select(np.flatnonzero(keep))
+
+
+def _no_row(source: DatasetSource, column: str, allowed: list[Any], values: Iterable[Any]) -> DataError:
+    examples = ", ".join(repr(value) for value in sorted(set(map(str, values)))[:8])
+    return DataError(
+        f"the dataset {source.path}: no row has {column} in {allowed}",
+        f"Use values of that column, such as {examples}",
+        parameter="datasets",
+    )
+
+
+def _values(allowed: Any) -> set[Any]:
+    """The allowed values, also as text: a number in the recipe may be text in a file, and YAML reads `no` as false."""
+    words = {word for value in _as_list(allowed) if isinstance(value, bool) for word in _WORDS[value]}
+    return {*_as_list(allowed), *map(str, _as_list(allowed)), *words, *map(str.title, words), *map(str.upper, words)}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+_WORDS = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
+_BATCH = 1000  # rows held as Python objects at once
+
+Row = Mapping[str, Any]
+
+
+def load_rows(
+    sources: Sequence[DatasetSource],
+    folder: Path,
+    *,
+    seed: int,
+    chat: ChatTemplate | None,
+    chat_prompts: bool,
+    separator: str = "",
+    screen: Screen | None = None,
+) -> Iterator[tuple[SourceCounts, Iterator[Example]]]:
+    """The rows of every source. The counts of a source are complete once its rows have been read.
+
+    Args:
+        chat: the tokenizer's `apply_chat_template`; None if it has no template.
+        chat_prompts: render prompts and completions as chat turns.
+        separator: the text between prompt and completion if they are not chat turns.
+        screen: decides which rows to drop; dropped rows are counted.
+    """
+    for source in sources:
+        render = choose_renderer(source, chat, chat_prompts=chat_prompts, separator=separator)
+        table, counts = load_table(source, folder, seed=seed)
+        yield counts, _examples(table, render, _row_filter(source, screen, counts), counts)
+
+
+def _row_filter(source: DatasetSource, screen: Screen | None, counts: SourceCounts) -> Callable[[Row], bool]:
+    """A function that says whether the screen keeps a row, and counts the rows that it drops."""
+    if screen is None:
+        return lambda row: True
+    read_text = choose_reader(source)
+
+    def keeps(row: Row) -> bool:
+        reason = screen.judge(read_text(row), is_task=source.side == "task")
+        if reason == MATH:
+            counts.math += 1
+        elif reason is not None and screen.refuses:
+            raise DataError(
+                f"it shares 13 words in a row, or a whole line, with {reason}: {shown(read_text(row))}",
+                "Remove such rows from the data, or set hygiene.on_overlap: drop",
+                parameter="datasets",
+            )
+        elif reason is not None:
+            counts.overlap[reason] = counts.overlap.get(reason, 0) + 1
+        return reason is None
+
+    return keeps
+
+
+def _examples(table: Any, render: Renderer, keeps: Callable[[Row], bool], counts: SourceCounts) -> Iterator[Example]:
+    for start in range(0, len(table), _BATCH):
+        batch = table[start : start + _BATCH]
+        names = list(batch)
+        for offset, values in enumerate(zip(*batch.values(), strict=True)):
+            row = dict(zip(names, values, strict=True))
+            try:
+                example = render(row)
+                is_kept = example is not None and keeps(row)
+            except DataError as error:
+                raise error.within(f"the dataset {counts.source}, row {start + offset} of those kept") from None
+            if example is None:
+                counts.empty += 1
+            elif is_kept:
+                yield example
+
+
+@dataclass(frozen=True)
+class Data:
+    """Tokenised rows to train on and to hold out, with their counts.
+
+    Attributes:
+        train: rows to train on; with `simultaneous`, first the task's, then the language's.
+        parts: how many rows of `train` each side has, in this order; without sides, one number.
+        validation: rows held out, or None.
+        rows: the counts of rows used and dropped.
+    """
+
+    train: Tokens
+    parts: tuple[int, ...]
+    validation: Tokens | None
+    rows: RowCounts
+
+
+def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
+    """Load, tokenise, shuffle and split the recipe's rows."""
+    joined, sides, sources, counts = _tokens(recipe.datasets, recipe, base)
+    chance = np.random.default_rng(recipe.training.data_seed)
+    used_rows = _drawn(sides, recipe.samples_per_side, chance)
+    groups = [chance.permutation(group) for group in _groups(sides, used_rows, recipe)]
+    validation, held_out = recipe.validation, None
+    if validation and validation.datasets:
+        held_out, held_out_sides, _, _ = _tokens(validation.datasets, recipe, base)
+        if recipe.simultaneous:
+            equal = _groups(held_out_sides, np.arange(len(held_out)), recipe)
+            share = min(map(len, equal))
+            held_out = held_out.take(np.concatenate([chance.permutation(group)[:share] for group in equal]))
+    elif validation:
+        total = validation.rows or max(1, round((validation.fraction or 0) * len(used_rows)))
+        share = math.ceil(total / len(groups))  # of each side as many
+        if share >= min(map(len, groups)):
+            side = " of each side" if recipe.simultaneous else ""
+            raise DataError(
+                f"validation would take {share} rows{side}, but there are only {min(map(len, groups))}",
+                "Hold out fewer rows, or add more",
+                parameter="validation",
+            )
+        held_out = joined.take(np.concatenate([group[:share] for group in groups]))
+        groups = [group[share:] for group in groups]
+    train = joined.take(np.concatenate(groups))
+    rows = RowCounts(
+        sources=[asdict(source) for source in sources],
+        train=len(train),
+        validation=len(held_out) if held_out else 0,
+        empty=sum(source.empty for source in sources),
+        math=sum(source.math for source in sources),
+        overlap=sum(sum(source.overlap.values()) for source in sources),
+        cut_off=counts.cut_off,
+        surplus=len(joined) - len(used_rows),
+        truncated=int(np.sum(np.array(counts.truncated)[used_rows])),
+        split=counts.split,
+        boundary_moved=int(np.sum(np.array(counts.boundary_moved)[used_rows])),
+        longest=counts.longest,
+        tokens=len(train.ids),
+        trained_tokens=int(train.trained.sum() - train.trained[train.starts[:-1]].sum()),  # nothing predicts a first
+        sha256=train.sha256(),
+    )
+    return Data(train, tuple(map(len, groups)), held_out, rows)
+
+
+def _drawn(sides: NDArray[np.str_], most: int | None, chance: np.random.Generator) -> NDArray[np.int64]:
+    """The indices of the rows to use: `most` of each side, drawn at random, or all if it is None."""
+    if most is None:
+        return np.arange(len(sides))
+    drawn = [chance.permutation(np.flatnonzero(sides == side))[:most] for side in np.unique(sides)]
+    return np.sort(np.concatenate(drawn))
+
+
+def _groups(sides: NDArray[np.str_], used_rows: NDArray[np.int64], recipe: TrainRecipe) -> list[NDArray[np.int64]]:
+    """The rows of `used_rows` by group: with `simultaneous` one group for each side, else a single group."""
+    return [used_rows[sides[used_rows] == side] for side in SIDES] if recipe.simultaneous else [used_rows]
+
+
+def _tokens(
+    datasets: Sequence[DatasetSource], recipe: TrainRecipe, base: OpenedBase
+) -> tuple[Tokens, NDArray[np.str_], list[Any], TokenCounts]:
+    """The rows of all sources, the side of each row, the counts of each source, and the counts of tokens."""
+    options = recipe.training
+    parts, sources, total = [], [], TokenCounts()
+    loaded = load_rows(
+        datasets,
+        recipe.folder,
+        seed=options.data_seed,
+        chat=base.tokenizer.apply_chat_template if base.tokenizer.chat_template else None,
+        chat_prompts=recipe.chat_template,
+        separator=recipe.separator,
+        screen=Screen(recipe.hygiene, recipe.folder) if recipe.hygiene else None,
+    )
+    for source, examples in loaded:
+        part, counts = tokenize(examples, base.tokenizer, max_length=options.max_length, split_long=options.split_long)
+        if not len(part):
+            _nothing_left(source, counts, options.max_length)
+        parts.append(part)
+        sources.append(source)
+        total = total + counts
+    joined = Tokens.join(parts)
+    vocabulary = base.config.get_text_config().vocab_size
+    if joined.ids.max() >= vocabulary:
+        raise BaseModelError(
+            f"the tokenizer of {base.reference} produces the token {joined.ids.max()}, but the model's vocabulary has "
+            f"{vocabulary} tokens",
+            "Use a folder whose tokenizer belongs to its model",
+            parameter="base_model",
+        )
+    sides = np.repeat([source.side or "" for source in datasets], [len(part) for part in parts])
+    return joined, sides, sources, total
+
+
+def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
+    if counts.cut_off:
+        raise DataError(
+            f"the dataset {source.source}: max_length {max_length} cuts off the completion of all {counts.cut_off} "
+            "rows",
+            f"Raise training.max_length (the longest row has {counts.longest} tokens) or shorten the prompt",
+            parameter="training.max_length",
+        )
+    if screened := source.math + sum(source.overlap.values()):
+        raise DataError(
+            f"the dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the rest are empty",
+            "Choose a source without math and evaluation texts; if it is the task's own math, set `side: task`",
+            parameter="datasets",
+        )
+    raise DataError(
+        f"the dataset {source.source}: all {source.kept} rows are empty",
+        "Check the templates and the values in the columns",
+        parameter="datasets",
+    )
+
+
+def sequences(data: Data, options: TrainingOptions) -> tuple[Any, tuple[int, ...]]:
+    """The dataset to train on, packed if the options say so, and how many sequences each side has.
+
+    A packed sequence has up to max_length tokens from several whole rows of one side (best-fit decreasing).
+    """
+    if not options.packing:
+        return data.train.dataset(), data.parts
+    import datasets
+    from trl import pack_dataset
+
+    starts = np.cumsum([0, *data.parts])
+    parts = [
+        pack_dataset(data.train.take(np.arange(begin, end)).dataset(), options.max_length, "bfd")
+        for begin, end in pairwise(starts)
+    ]
+    return datasets.concatenate_datasets(parts), tuple(map(len, parts))

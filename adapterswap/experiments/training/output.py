@@ -1,0 +1,255 @@
+"""Write the expert's folder: PEFT's two files or a whole model, `training.json`, and a short model card.
+
+The same inputs give the same files: no dates, no local paths, keys and lists in a fixed order.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from adapterswap import __version__
+from adapterswap.core.model.loading import OpenedBase, open_base
+from adapterswap.core.model.sources import TRAINING_RECORD, identity_of
+from adapterswap.core.model.tokenizers import tokenizer_files
+from adapterswap.core.writing.adapter import ADAPTER_FILES
+from adapterswap.experiments.training.recipe import ChainStart, TrainRecipe
+from adapterswap.experiments.training.report import TrainReport
+from adapterswap.experiments.training.start import Start
+from adapterswap.experiments.training.targets import TrainingTargets
+from adapterswap.kit.files.folders import CARD, OutputKind
+from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.text import expand, write_json
+
+TRAINING_FORMAT = "adapterswap-training/1"
+
+_LIBRARIES = ("datasets", "peft", "torch", "transformers", "trl")
+
+
+EXPERT = OutputKind(TRAINING_RECORD, lambda record: record.get("format") == TRAINING_FORMAT)
+"""The output of `train`."""
+
+
+def write_expert(
+    folder: Path,
+    model: Any,
+    recipe: TrainRecipe,
+    base: OpenedBase,
+    targets: TrainingTargets,
+    report: TrainReport,
+    *,
+    start: Start | None = None,
+    weights: dict[str, Any] | None = None,
+) -> None:
+    """Write the trained weights (see `write_weights`), the record and the model card into `folder`.
+
+    Args:
+        start: where the adapter started, whose tokenizer is copied; None for zero.
+        weights: the model's state dict, if its own parameters are not complete.
+    """
+    write_weights(folder, model, recipe, base, targets, weights=weights)
+    for file in tokenizer_files(start.adapter.source.folder) if start and not start.on_top else ():
+        (folder / file.name).write_bytes(file.read_bytes())
+    record = describe(recipe, base, targets, report, start)
+    if start:
+        record["sha256"] = {name: sha256_of(folder / name) for name in ADAPTER_FILES}
+    write_json(folder / TRAINING_RECORD, record, sort_keys=True, allow_nan=True)  # a loss may be NaN
+    (folder / CARD).write_text(_card(recipe, base, targets, report, start), encoding="utf-8")
+
+
+def write_weights(
+    folder: Path,
+    model: Any,
+    recipe: TrainRecipe,
+    base: OpenedBase,
+    targets: TrainingTargets,
+    *,
+    weights: dict[str, Any] | None = None,
+) -> None:
+    """Write the adapter, or the whole model, into `folder`, in the dtype that the recipe says."""
+    adapted = recipe.adapter.method == "lora"
+    dtype = recipe.adapter.save_dtype or (None if adapted else base.config.dtype)
+    if dtype is not None:
+        _round(model, weights, dtype)
+    if adapted:
+        # The adapter itself saves adapted embeddings; PEFT's check for more would use the network.
+        model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
+        below = Path(recipe.start.adapter).name if isinstance(recipe.start, ChainStart) else None
+        _tidy_config(folder / "adapter_config.json", base, targets, below)
+        (folder / CARD).unlink(missing_ok=True)  # PEFT's card, which contains the base's local path
+    else:
+        _save_model(folder, model, base, weights)
+    mode = next(folder.glob("*.json")).stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)  # safetensors makes them readable for their owner only
+
+
+def _save_model(folder: Path, model: Any, base: OpenedBase, weights: dict[str, Any] | None) -> None:
+    """Save the model's weights, with the base's own config and tokenizer, because trainers change them."""
+    from transformers import GenerationConfig
+
+    untouched = open_base(base.reference)
+    model.config = untouched.config
+    if (base.source.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(base.source.folder)
+    model.save_pretrained(folder, state_dict=weights)
+    untouched.tokenizer.save_pretrained(folder)
+
+
+def _round(model: Any, weights: dict[str, Any] | None, dtype: Any) -> None:
+    """Round the model, and its separate state dict if there is one, to a dtype once."""
+    import torch
+
+    chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model.to(chosen)
+    for name, tensor in (weights or {}).items():
+        weights[name] = tensor.to(chosen)  # type: ignore[index]
+
+
+def describe(
+    recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport, start: Start | None = None
+) -> dict[str, Any]:
+    """The content of training.json."""
+    resolved = recipe.resolved()
+    del resolved["out_path"]
+    resolved["base_model"] = str(base.source)
+    for source in [*resolved["datasets"], *((resolved["validation"] or {}).get("datasets") or [])]:
+        source["path"] = _public(source["path"])
+    if resolved["hygiene"]:
+        resolved["hygiene"]["overlap"] = [_public(name) for name in resolved["hygiene"]["overlap"]]
+    if resolved["selection"] and resolved["selection"]["include_path"]:
+        resolved["selection"]["include_path"] = _public(resolved["selection"]["include_path"])
+    if start is None:
+        del resolved["start"]
+    elif isinstance(resolved["start"], str):
+        resolved["start"] = _public(resolved["start"])
+    elif start.on_top:
+        resolved["start"]["adapter"] = _public(resolved["start"]["adapter"])
+    else:
+        experts = resolved["start"].get("experts", {})
+        resolved["start"]["experts"] = {name: _public(place) for name, place in experts.items()}
+    rows = asdict(report.rows)
+    for counts in rows["sources"]:
+        counts["source"] = _public(counts["source"])
+    return {
+        "format": TRAINING_FORMAT,
+        "recipe": resolved,
+        "base": {
+            "name": base.source.name,
+            "revision": base.source.revision,
+            # Composing compares them: other bases may have this name, and one with the start in it is another base.
+            "fingerprints": identity_of(base.source) | (start.record.sha256 if start and start.on_top else {}),
+        },
+        **({"start": start.record.content()} if start else {}),
+        "target_modules": targets.ends,
+        "layers": targets.layers,
+        "trainable_parameters": report.trainable_parameters,
+        "rows": rows,
+        "steps": report.steps,
+        "processes": report.processes,
+        "tokens": report.tokens,
+        "losses": {"train": report.train_losses, "eval": report.eval_losses},
+        "selection": asdict(report.selection) if report.selection else None,
+        **({"ladder": list(report.ladder)} if report.ladder else {}),
+        "versions": {
+            "adapterswap": __version__,
+            **{name: version(name) for name in (*_LIBRARIES, *(["lm_eval"] if report.selection else []))},
+        },
+    }
+
+
+def _public(path: str) -> str:
+    """A path that may be published: an absolute one is cut to its file name."""
+    return Path(path).name if expand(path).is_absolute() else path
+
+
+def _tidy_config(path: Path, base: OpenedBase, targets: TrainingTargets, below: str | None) -> None:
+    """Sort PEFT's lists, whose order changes from run to run, and replace the base's local path.
+
+    PEFT also shortens module names to endings that mean the same in this model; the requested names are clearer. On top
+    of the adapter `below`, the base has a name that PEFT does not find: without that adapter, the result is wrong.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["target_modules"] = targets.names
+    config["base_model_name_or_path"] = base.source.name if below is None else f"{base.source.name}+{below}"
+    config["revision"] = base.source.revision if below is None else None
+    config["inference_mode"] = True
+    for key, value in config.items():
+        if isinstance(value, list):
+            config[key] = sorted(value)
+    write_json(path, config, sort_keys=True)
+
+
+def _card(
+    recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport, start: Start | None
+) -> str:
+    rows = report.rows
+    adapted = recipe.adapter.method == "lora"
+    hub = base.source.revision is not None
+    lines = [
+        "---",
+        f"library_name: {'peft' if adapted else 'transformers'}",
+        *([f"base_model: {base.source.name}"] if hub else []),
+        f"tags: [{'lora, ' * adapted}adapterswap]",
+        "---",
+        "",
+        f"# {_kind(recipe, targets)} expert for {base.source.name}",
+        "",
+        f"Trained by adapterswap {__version__} on {base.source}: {_adapter_summary(recipe, start)}"
+        f"{report.trainable_parameters:,} parameters, {report.steps:,} steps, {report.tokens:,} tokens.",
+        *([f"\nThe start {start.record.origin}."] if start and start.record.origin else []),
+        "",
+        "| source | rows read | after filter and samples |",
+        "|---|---:|---:|",
+        *(f"| {_public(counts['source'])} | {counts['read']:,} | {counts['kept']:,} |" for counts in rows.sources),
+        "",
+        f"{rows.train:,} rows were trained on, {rows.validation:,} held out, {rows.dropped:,} dropped"
+        + (f", {rows.surplus:,} left out beyond samples_per_side" if rows.surplus else "")
+        + (f"; {rows.split:,} long texts became several rows" if rows.split else "")
+        + ".",
+    ]
+    if report.train_losses:
+        lines.append(
+            f"Training loss: {report.train_losses[0][1]:.3f} at the start, {report.train_losses[-1][1]:.3f} at the end."
+        )
+    if report.selection:
+        lines += [
+            "",
+            f"These are the weights after step {report.selection.chosen.step:,}, the best of the checkpoints by "
+            f"{' and '.join(report.selection.metrics)}:",
+            "",
+            *report.selection.markdown(),
+        ]
+    elif recipe.stops_early and report.eval_losses:
+        step, loss = min(report.eval_losses, key=lambda measured: measured[1])
+        lines.append(f"These are the weights after step {step:,}, with the lowest validation loss: {loss:.3f}.")
+    elif report.eval_losses:
+        lines.append(f"Validation loss: {report.eval_losses[-1][1]:.3f}.")
+    lines += ["", "`training.json` has the whole recipe, the rows used and dropped, the losses and the versions.", ""]
+    return "\n".join(lines)
+
+
+def _kind(recipe: TrainRecipe, targets: TrainingTargets) -> str:
+    if recipe.adapter.method == "none":
+        return "Full-parameter"
+    return "rsLoRA" if targets.rslora else "LoRA"
+
+
+def _adapter_summary(recipe: TrainRecipe, start: Start | None) -> str:
+    """The adapter, and the part of the model that was trained if it was not all of it."""
+    adapter = recipe.adapter
+    own = adapter.method == "lora" and (start is None or start.on_top)
+    parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if own else []
+    parts += [f"{'on top of' if start.on_top else 'started from'} {start.record}"] if start else []
+    if adapter.partition:
+        parts.append(f"the {adapter.side} side of partition {adapter.partition}")
+    if adapter.layers:
+        parts.append(f"layers {adapter.layers}")
+    if recipe.simultaneous:
+        parts.append(f"both sides of partition {recipe.simultaneous.partition} in turns")
+    if recipe.quantization:
+        parts.append(f"a base in {recipe.quantization.bits} bits")
+    return "".join(f"{part}, " for part in parts)

@@ -1,0 +1,264 @@
+"""The report of a training run, and the estimate of a dry run: steps, learning rates, memory. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.experiments.training.recipe import TrainingOptions, TrainRecipe
+from adapterswap.experiments.training.selection import CheckpointSelection
+from adapterswap.kit.errors import FieldError
+from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES
+
+Schedule = tuple[str, int, dict[str, Any]]
+
+
+def rows_a_step(options: TrainingOptions, processes: int = 1) -> int:
+    """The effective batch size: how many rows (or packed sequences) enter one update of the weights."""
+    return options.batch_size * options.gradient_accumulation * processes
+
+
+def steps_between(samples: int | None, options: TrainingOptions, processes: int = 1) -> int:
+    """How many steps train on about `samples` rows, at least one; for example between two checkpoints."""
+    return max(1, (samples or 0) // rows_a_step(options, processes))
+
+
+def total_steps(rows: int, options: TrainingOptions, *, processes: int = 1) -> int:
+    """How many steps `rows` rows (or packed sequences) take, as the transformers Trainer counts them."""
+    if options.max_steps is not None:
+        return options.max_steps
+    batches = math.ceil(math.ceil(rows / options.batch_size) / processes)  # for each process
+    return math.ceil(options.epochs * math.ceil(batches / options.gradient_accumulation))
+
+
+def simultaneous_steps(
+    parts: Sequence[int], options: TrainingOptions, *, steps_per_switch: int, processes: int = 1
+) -> int:
+    """How many steps a run with alternating sides has. An epoch ends once all rows of the larger side were used.
+
+    The smaller side starts again when its rows are used up. Both sides have the same number of steps, unless max_steps
+    is set.
+    """
+    if options.max_steps is not None:
+        return options.max_steps
+    steps_per_side = math.ceil(options.epochs * math.ceil(max(parts) / rows_a_step(options, processes)))
+    return 2 * steps_per_switch * math.ceil(steps_per_side / steps_per_switch)
+
+
+def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:
+    """The scheduler's name in transformers, its number of warmup steps, and its other arguments."""
+    warmup = _steps(options.warmup, steps)
+    decay = _steps(options.decay, steps) if options.schedule == "warmup_stable_decay" else 0
+    if warmup + decay > steps:
+        lengths = f"{warmup} steps of training.warmup" + (f" and {decay} of training.decay" if decay else "")
+        raise FieldError(
+            f"{lengths} do not fit into the {steps} steps of the run",
+            "Set them to shares, such as 0.1",
+            parameter="training.warmup",
+        )
+    if options.schedule == "warmup_stable_decay":
+        return options.schedule, warmup, {"num_decay_steps": decay, "decay_type": "linear"}
+    return "constant_with_warmup" if options.schedule == "constant" else options.schedule, warmup, {}
+
+
+def _steps(value: float, steps: int) -> int:
+    """`value` as a number of steps. Below 1 it is a share of `steps`, rounded up as in transformers."""
+    return math.ceil(value * steps) if value < 1 else int(value)
+
+
+# Values that a layer keeps for the backward pass, for each token, as counted on a Llama with LoRA on every projection:
+# 8·hidden + 4·intermediate in float32; in bfloat16 the adapters' float32 copies of their inputs come on top.
+_HIDDEN = {"float32": 8, "bfloat16": 14}
+_INTERMEDIATE = 4
+_TILE = 4096, 32768  # tokens and entries of the vocabulary whose logits TRL computes at once
+
+
+def memory(
+    config: Any, recipe: TrainRecipe, trainable: int, base_parameters: int, *, dtype: str, longest: int
+) -> dict[str, int]:
+    """Bytes by part, and their `total`: of one process that holds everything, as without FSDP.
+
+    Args:
+        longest: tokens of the longest row as trained on; with packing, sequences are max_length long.
+    """
+    options = recipe.training
+    size = DTYPE_BYTES[FLOAT_NAMES[dtype]]
+    hidden = int(config.hidden_size)
+    intermediate = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+    tokens = options.batch_size * (options.max_length if options.packing else longest)
+    layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
+    layers = int(config.num_hidden_layers)
+    # With checkpointing, each layer keeps only its input, and one layer at a time is recomputed.
+    activations = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
+    parts = {
+        **_weights(recipe, trainable, base_parameters, size),
+        "activations": activations + size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1]),
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: int) -> dict[str, int]:
+    """Bytes of the base's weights, `size` each unless the recipe says otherwise, and of what training adds."""
+    moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; otherwise as many as a trained weight has
+    if recipe.adapter.method == "none":
+        bytes_per_weight = DTYPE_BYTES[FLOAT_NAMES[recipe.training.weight_dtype]]
+        return {
+            "base": base_parameters * bytes_per_weight,
+            "training": trainable * (bytes_per_weight + 2 * (moment or bytes_per_weight)),
+        }
+    base = base_parameters * recipe.quantization.bits // 8 if recipe.quantization else base_parameters * size
+    return {"base": base, "training": trainable * (4 + 4 + 2 * (moment or 4))}  # an adapter is trained in float32
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """How many rows were used, dropped and cut.
+
+    Attributes:
+        sources: for each source: its path, rows read, rows kept by filter and samples, empty rows, rows dropped by
+            hygiene, and its files with their sha256.
+        train, validation: rows used.
+        empty: rows dropped because a value was missing or there was no completion.
+        math: rows dropped because they look like math.
+        overlap: rows dropped because they share text with an evaluation.
+        cut_off: rows dropped because nothing to train on was left within max_length.
+        surplus: rows left out beyond `samples_per_side`.
+        truncated: rows used for training, or held out of the same sources, that were cut to max_length.
+        split: long texts that were split into several rows of max_length.
+        boundary_moved: rows used whose prompt ends in other tokens than the prompt alone would.
+        longest: tokens of the longest row of the sources, used or not, before it was cut.
+        tokens, trained_tokens: tokens in one pass over the training rows: all, and those that the loss is computed on.
+        sha256: the hash of the training rows' tokens.
+    """
+
+    sources: list[dict[str, Any]]
+    train: int
+    validation: int
+    empty: int
+    math: int
+    overlap: int
+    cut_off: int
+    surplus: int
+    truncated: int
+    split: int
+    boundary_moved: int
+    longest: int
+    tokens: int
+    trained_tokens: int
+    sha256: str
+
+    @property
+    def dropped(self) -> int:
+        return self.empty + self.math + self.overlap + self.cut_off
+
+    def _by_source(self, count: str) -> str:
+        return ", ".join(f"{source['source']}: {source[count]}" for source in self.sources if source[count])
+
+    def _overlaps(self) -> str:
+        return ", ".join(
+            f"{source['source']}: {count} with {evaluation}"
+            for source in self.sources
+            for evaluation, count in source["overlap"].items()
+        )
+
+    def notes(self) -> list[str]:
+        """Sentences about rows that were dropped or cut, for the user."""
+        messages = []
+        if self.empty:
+            messages.append(f"{self.empty} rows dropped: a value is missing or there is nothing to train on")
+        if self.math:
+            messages.append(f"{self.math} rows dropped: they look like math ({self._by_source('math')})")
+        if self.overlap:
+            messages.append(f"{self.overlap} rows dropped: they share text with an evaluation ({self._overlaps()})")
+        if self.cut_off:
+            messages.append(f"{self.cut_off} rows dropped: max_length cuts off their whole completion")
+        if self.surplus:
+            messages.append(f"{self.surplus} rows left out beyond samples_per_side")
+        if self.truncated:
+            messages.append(f"{self.truncated} rows cut to max_length (the longest has {self.longest} tokens)")
+        if self.split:
+            messages.append(f"{self.split} texts longer than max_length split into several rows")
+        if self.boundary_moved:
+            messages.append(
+                f"{self.boundary_moved} rows have a prompt whose last token merges with the completion: end prompts "
+                "without a space and begin completions with one"
+            )
+        return messages
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """A finished run.
+
+    Attributes:
+        path: the expert's folder.
+        steps: updates of the weights.
+        resumed_from: the step of the checkpoint that it resumed from, or None.
+        train_losses: [step, mean loss of the steps since the last entry]; a step's loss is per trained token.
+        eval_losses: [step, loss on the validation rows], the last one at the end; empty without validation.
+        rows: the counts of rows used and dropped.
+        tokens: tokens read in training, without padding.
+        seconds: wall time of this process's training steps, including checkpoints but not evaluation.
+        trainable_parameters: the number of trained parameters: the adapter's, or the model's own.
+        processes: how many processes trained together.
+        selection: the checkpoints' scores, and which one was written; None if the last step's weights were written.
+        ladder: the steps whose adapters were kept as well, in folders such as checkpoint-100.
+    """
+
+    path: Path
+    steps: int
+    resumed_from: int | None
+    train_losses: list[tuple[int, float]]
+    eval_losses: list[tuple[int, float]]
+    rows: RowCounts
+    tokens: int
+    seconds: float
+    trainable_parameters: int
+    processes: int
+    selection: CheckpointSelection | None = None
+    ladder: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "path": str(self.path)}
+
+
+@dataclass(frozen=True)
+class TrainEstimate:
+    """What a run would do, computed from the base's config, its tokenizer and the rows. No weights are loaded.
+
+    Attributes:
+        base_model: the base's name (and commit).
+        target_modules: the modules that get an adapter, or are themselves trained, by the end of their name.
+        trained_modules: how many modules that is.
+        trainable_parameters, base_parameters: numbers of parameters.
+        steps: updates of the weights.
+        tokens: roughly how many tokens are read; rows are drawn whole, so part of an epoch is only close to its share.
+        rows: the counts of rows used and dropped.
+        memory: bytes per process by part, as a rough guide: base, training (the adapter's weights, gradients and
+            AdamW's two moments), activations, and their total.
+        device, dtype: the recipe's values, with `auto` resolved.
+        processes: how many processes there are.
+        selection: checkpoints that would be evaluated, and documents and requests of each; None without a selection.
+        start: where the adapter starts, as a line of text; None for zero.
+    """
+
+    base_model: str
+    target_modules: list[str]
+    trained_modules: int
+    trainable_parameters: int
+    base_parameters: int
+    steps: int
+    tokens: int
+    rows: RowCounts
+    memory: dict[str, int]
+    device: str
+    dtype: str
+    processes: int
+    selection: dict[str, int] | None = None
+    start: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

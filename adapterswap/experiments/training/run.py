@@ -1,0 +1,401 @@
+"""Train an expert from a recipe, in one process or several, or estimate what that would take.
+
+Under torchrun or `accelerate launch` every process runs `train`. All of them read the same rows; one writes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.experiments.training.base import check_libraries, device_and_dtype, load_trainable, open_trainable
+from adapterswap.experiments.training.recipe import TrainRecipe, read_train_recipe
+from adapterswap.experiments.training.report import TrainEstimate, TrainReport
+from adapterswap.experiments.training.selection import Enough
+from adapterswap.kit.errors import ArgumentError, RunError, check_type
+from adapterswap.kit.files.folders import atomic_folder, check_target, scratch_folder
+from adapterswap.kit.files.text import expand
+from adapterswap.kit.files.yaml import find_recipe
+from adapterswap.kit.progress import Progress
+
+if TYPE_CHECKING:
+    from adapterswap.core.model.loading import OpenedBase
+    from adapterswap.experiments.training.checkpoints import Checkpoints
+    from adapterswap.experiments.training.data import Data
+    from adapterswap.experiments.training.judging import Examination
+    from adapterswap.experiments.training.start import Start
+    from adapterswap.experiments.training.targets import TrainingTargets
+    from adapterswap.kit.processes import Processes
+    from adapterswap.kit.progress import ProgressRow
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Silence the libraries' progress bars and logs inside the block, and restore everything they changed after it.
+
+    Restored: the random generators (Python, NumPy, torch on CPU and CUDA), the environment, transformers' verbosity and
+    progress bars, datasets' progress bars, warning filters. accelerate's process-wide state is reset.
+    """
+    import datasets
+    import numpy
+    import torch
+    import transformers.utils.logging as transformers_logging
+    from accelerate.state import AcceleratorState
+
+    generators = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    environment = dict(os.environ)
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    data_bars = datasets.are_progress_bars_disabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 renamed; users can do nothing about it.
+            warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+            yield
+    finally:
+        random.setstate(generators[0])
+        numpy.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        if not data_bars:
+            datasets.enable_progress_bars()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train(
+    recipe: TrainRecipe | str | Path,
+    *,
+    overrides: Iterable[str] = (),
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: bool | Callable[[int, int], None] = True,
+    trust_task_code: bool = False,
+) -> TrainReport:
+    """Train the expert that `recipe` describes, and write the folder of a PEFT adapter or of a whole model.
+
+    The folder appears once it is complete. On CPU, and with the same machine and versions, the same recipe gives the
+    same bytes, even if the run was interrupted and resumed.
+
+    Args:
+        recipe: a YAML file, the name of a shipped recipe, or a `TrainRecipe` (see `read_train_recipe`).
+        overrides: values to set in a recipe's file, such as `training.seed=1`.
+        out_path: the folder to write; by default the recipe's `out_path`.
+        overwrite: replace the folder if `train` wrote it, and discard the checkpoints of an unfinished run.
+        resume: continue from the last checkpoint of an unfinished run; if there is none, start at the beginning.
+        progress: show a bar on stderr; or, in its place, call this with the number of finished steps and their total.
+        trust_task_code: allow the task files in `selection.include_path` to run their Python code.
+
+    Returns:
+        The folder, the losses, and the counts of rows and tokens.
+
+    Raises:
+        ArgumentError: there are `overrides` without a file, or there is no output folder.
+        FieldError: the recipe has mistakes; it names modules or layers that the base does not have; warmup and decay
+            are longer than the run; a task of the selection lacks its metric, or has prompts that are longer than the
+            model's context.
+        NotFoundError: the recipe, the base or a dataset does not exist, or could not be downloaded.
+        BaseModelError: the base or its tokenizer is damaged, or does not support what the recipe needs.
+        DataError: a dataset is malformed, lacks a column, or has no rows left; a task of the selection is unknown, runs
+            code that is not trusted, or cannot be loaded.
+        OutputError: the output exists, contains other files or overlaps an input; or the disk is full.
+        UnsupportedError: `selection` or `simultaneous` is used with FSDP.
+        DependencyError: the `train` extra, or another library that the recipe needs, is not installed.
+        RunError: the device is not available; the unfinished run is a different one, or damaged; the loss is NaN or
+            infinite; memory runs out; the run received SIGTERM, or another of its processes died.
+    """
+    recipe = _recipe(recipe, overrides)
+    target = _target(recipe, out_path)
+    check_libraries(recipe)
+    if judged_by := recipe.judged_by:
+        from adapterswap.experiments.evaluation.tasks import check_task_names
+
+        check_task_names(judged_by.tasks, judged_by.as_settings(recipe.folder).include_path)
+    from adapterswap.experiments.training.checkpoints import Checkpoints, explained
+    from adapterswap.experiments.training.output import EXPERT, write_expert, write_weights
+    from adapterswap.kit.processes import joined
+
+    checkpoints = Checkpoints(target)
+    device, dtype = device_and_dtype(recipe.training)
+    with (
+        isolated(),
+        joined(device) as processes,
+        Progress(shown=progress is True and processes.main, tell=progress if callable(progress) else None) as bars,
+        scratch_folder("training") as scratch,
+        checkpoints.tidied(keep=not processes.main),
+    ):
+        bar = bars.row("opening the base")
+        check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
+        prepared = _prepare(recipe, scratch, processes.count, trust_task_code=trust_task_code, tell=bar.begin)
+        trainer, report, kept = _run(
+            recipe, prepared, checkpoints, target=target, device=device, dtype=dtype, processes=processes, bar=bar,
+            folder=checkpoints.folder if recipe.training.save_every_samples else scratch, resume=resume,
+        )  # fmt: skip
+        bar.begin("writing")
+        # With FSDP each process holds a part of the weights, so all must take part.
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+        if processes.main:
+            inputs = [*recipe.inputs, prepared.base.source.folder]
+            with (
+                atomic_folder(target, kind=EXPERT, overwrite=overwrite, inputs=inputs) as folder,
+                explained("the expert", target),
+            ):
+                what = trainer.model, recipe, prepared.base, prepared.targets
+                for step in kept:
+                    if not (folder / f"checkpoint-{step}").exists():
+                        write_weights(folder / f"checkpoint-{step}", *what)
+                write_expert(folder, *what, report, start=prepared.start, weights=weights)
+            if not recipe.training.keep_checkpoints:
+                checkpoints.remove()
+        processes.wait()
+    return report
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a run reads before it loads the weights; `model` has none, and `rows` are packed if the recipe says so."""
+
+    base: OpenedBase
+    model: Any
+    start: Start | None
+    targets: TrainingTargets
+    data: Data
+    rows: Any
+    parts: tuple[int, ...]
+    steps: int
+    examination: Examination | None
+
+
+def _prepare(
+    recipe: TrainRecipe, scratch: Path, processes: int, *, trust_task_code: bool, tell: Callable[[str], None]
+) -> _Prepared:
+    from adapterswap.core.model.loading import empty_model
+    from adapterswap.experiments.training.data import load_data, sequences
+    from adapterswap.experiments.training.start import open_start
+    from adapterswap.experiments.training.targets import find_targets
+
+    base = open_trainable(recipe.base_model)
+    # A model without weights is enough to report a wrong name before rows and weights are read.
+    model = empty_model(base)
+    start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
+    targets = find_targets(model, recipe, base.config, start)
+    tell("reading rows")
+    data = load_data(recipe, base)
+    rows, parts = sequences(data, recipe.training)
+    steps = _steps(recipe, parts, processes)
+    examination = None
+    if recipe.judged_by:
+        from adapterswap.experiments.training.judging import examine
+
+        tell("reading the selection's tasks")
+        examination = examine(recipe, base, trust_task_code=trust_task_code)
+    return _Prepared(base, model, start, targets, data, rows, parts, steps, examination)
+
+
+def _run(
+    recipe: TrainRecipe, prepared: _Prepared, checkpoints: Checkpoints, *, target: Path, device: str, dtype: str,
+    processes: Processes, bar: ProgressRow, folder: Path, resume: bool,
+) -> tuple[Any, TrainReport, Iterator[int]]:  # fmt: skip
+    """Train, with checkpoints in `folder`. Returns the trainer, the report, and the steps whose weights are kept too.
+
+    These are loaded into the trainer's model one after the other; at the end it has those of the expert.
+    """
+    from adapterswap.experiments.training.checkpoints import explained
+    from adapterswap.experiments.training.start import put_below
+    from adapterswap.experiments.training.trainer import Completing, Ladder, Stopping, build_trainer
+
+    options, base, data, start = recipe.training, prepared.base, prepared.data, prepared.start
+    examination = prepared.examination
+    bar.begin("loading the base")
+    stopping = Stopping(processes)
+    model = load_trainable(base, recipe, device=device, dtype=dtype)
+    if start and start.on_top:
+        model = put_below(model, start, quantized=recipe.quantization is not None)
+    trainer = build_trainer(
+        recipe, base, model, prepared.targets, prepared.rows, prepared.parts,
+        data.validation.dataset() if data.validation else None, start=start,
+        steps=prepared.steps, device=device, dtype=dtype, processes=processes, bar=bar, checkpoints=folder,
+    )  # fmt: skip
+    if options.save_every_samples:
+        trainer.add_callback(Completing(processes))  # before the judge, which reads complete checkpoints
+    ladder = judge = None
+    if recipe.selection and recipe.selection.ladder:
+        ladder = Ladder(recipe.selection.rungs(prepared.steps), trainer, processes)
+        trainer.add_callback(ladder)
+    if examination and recipe.judged_by:
+        from adapterswap.experiments.training.judging import CheckpointJudge
+
+        judge = CheckpointJudge(recipe.judged_by, examination, base.tokenizer, trainer, processes=processes, bar=bar)
+        trainer.add_callback(judge)
+    checkpoint: Path | None = None
+    listening: AbstractContextManager[None] = nullcontext()
+    if options.save_every_samples:
+        processes.wait()  # until all have checked the folder that one of them changes next
+        if processes.main:
+            read: dict[str, Any] = {"rows": data.rows.sha256}
+            if data.validation:
+                read["validation_rows"] = data.validation.sha256()
+            if examination:
+                read["selection_tasks"] = examination.fingerprints
+            if start:
+                read["start_files"] = start.record.sha256
+            checkpoint = checkpoints.prepare(
+                recipe.resolved(), read, base.source.folder, resume=resume, processes=processes.count
+            )
+        checkpoint = processes.from_main(checkpoint)
+        trainer.add_callback(stopping)
+        listening = stopping.listening()
+    began = time.monotonic()
+    with explained("a checkpoint", checkpoints.folder), listening, suppress(Enough):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if stopping.stopped is not None:
+        raise RunError(
+            f"training was stopped by SIGTERM after step {stopping.stopped} of {prepared.steps}",
+            "Pass `resume=True` to continue",
+        )
+    seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
+    measured = bool(_losses(trainer.state.log_history, "eval_loss")) if recipe.stops_early else judge is not None
+    if data.validation and not measured:
+        bar.begin("measuring the validation loss")
+        trainer.evaluate()
+    report = TrainReport(
+        path=target,
+        steps=trainer.state.global_step,
+        resumed_from=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
+        train_losses=_losses(trainer.state.log_history, "loss"),
+        eval_losses=_losses(trainer.state.log_history, "eval_loss"),
+        rows=data.rows,
+        tokens=int(trainer.state.num_input_tokens_seen),
+        seconds=seconds,
+        trainable_parameters=prepared.targets.parameters,
+        processes=processes.count,
+        selection=judge.selection() if judge else None,
+        ladder=tuple(ladder.kept) if ladder else (),
+    )
+    kept = chain(ladder.restored() if ladder else (), judge.restored() if judge else ())
+    return trainer, report, kept
+
+
+def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:
+    """The number of steps of the run. Checks that the schedule fits into them."""
+    from adapterswap.experiments.training.report import choose_schedule, simultaneous_steps, total_steps
+
+    if recipe.simultaneous:
+        switch = recipe.simultaneous.steps_per_switch
+        steps = simultaneous_steps(parts, recipe.training, steps_per_switch=switch, processes=processes)
+    else:
+        steps = total_steps(sum(parts), recipe.training, processes=processes)
+    choose_schedule(recipe.training, steps)
+    return steps
+
+
+def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """(step, loss) from the Trainer's log, the last entry of each step."""
+    return list({entry["step"]: (entry["step"], entry[key]) for entry in history if key in entry}.values())
+
+
+def check_output(
+    target: Path, inputs: Sequence[str | Path | None], *, resume: bool = False, overwrite: bool = False
+) -> None:
+    """Check before training, and in a dry run, that the output and its checkpoints may be written."""
+    from adapterswap.experiments.training.checkpoints import Checkpoints
+    from adapterswap.experiments.training.output import EXPERT
+
+    check_target(target, kind=EXPERT, overwrite=overwrite, inputs=inputs)
+    Checkpoints(target).check(resume=resume, overwrite=overwrite, inputs=inputs)
+
+
+def _recipe(recipe: TrainRecipe | str | Path, overrides: Iterable[str]) -> TrainRecipe:
+    check_type(recipe, (TrainRecipe, str, Path), "recipe", "Pass a YAML file, the name of a shipped one, or a recipe")
+    overrides = tuple(overrides)
+    if not isinstance(recipe, TrainRecipe):
+        return read_train_recipe(find_recipe(recipe, "train"), overrides)
+    if overrides:
+        raise ArgumentError(
+            "`overrides` apply to a recipe's file, but `recipe` is not a file",
+            "Change the recipe itself",
+            parameter="overrides",
+        )
+    return recipe
+
+
+def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
+    chosen = out_path if out_path is not None else recipe.out_path
+    if chosen is None:
+        raise ArgumentError(
+            "there is no output folder", "Pass `out_path`, or set `out_path:` in the recipe", parameter="out_path"
+        )
+    return expand(chosen)
+
+
+def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEstimate:
+    """Estimate parameters, steps, tokens and memory, and count rows. Reads the rows, but no weights.
+
+    Args:
+        recipe: what to train.
+        trust_task_code: see `train`.
+
+    Raises:
+        AdapterswapError: see `train`, for all that can be checked without training.
+    """
+    check_libraries(recipe)
+    from adapterswap.experiments.training.report import memory, rows_a_step, steps_between
+    from adapterswap.kit.processes import count_processes
+
+    with isolated(), scratch_folder("training") as scratch:
+        options, processes = recipe.training, count_processes()
+        device, dtype = device_and_dtype(options)
+        prepared = _prepare(recipe, scratch, processes, trust_task_code=trust_task_code, tell=lambda step: None)
+        base, start, targets, data, steps = (
+            prepared.base, prepared.start, prepared.targets, prepared.data, prepared.steps,
+        )  # fmt: skip
+        passes = options.epochs
+        if options.max_steps is not None or recipe.simultaneous:
+            passes = steps * rows_a_step(options, processes) / sum(prepared.parts)
+        selection = None
+        if (judged_by := recipe.judged_by) and (examination := prepared.examination):
+            between = steps_between(options.save_every_samples, options, processes) * judged_by.every
+            selection = {
+                "checkpoints": math.ceil(steps / between),
+                "documents": examination.documents,
+                "requests": examination.requests,
+            }
+        base_parameters = sum(parameter.numel() for parameter in prepared.model.parameters())
+        return TrainEstimate(
+            base_model=str(base.source),
+            start=start.describe(targets) if start else None,
+            target_modules=targets.ends,
+            trained_modules=len(targets.modules),
+            trainable_parameters=targets.parameters,
+            base_parameters=base_parameters,
+            steps=steps,
+            tokens=round(passes * data.rows.tokens),
+            rows=data.rows,
+            memory=memory(
+                base.config.get_text_config(), recipe, targets.parameters, base_parameters, dtype=dtype,
+                longest=min(data.rows.longest, options.max_length),
+            ),
+            device=device,
+            dtype=dtype,
+            processes=processes,
+            selection=selection,
+        )  # fmt: skip

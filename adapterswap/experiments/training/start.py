@@ -1,0 +1,191 @@
+"""Where an adapter starts to be trained: another adapter, or a composition, instead of zero.
+
+The trained LoRA has the start's modules with their ranks and scales, and takes over its factors, so before the first
+step the two compute the same. Whatever PEFT's LoRA cannot start from is refused. In a chain, a new LoRA is trained on
+top of the start, which becomes a part of the base: merged into its weights in memory, or beside them if they are
+quantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from adapterswap.core.experts.adapter import Adapter, and_more, open_adapter
+from adapterswap.core.experts.names import under_canonical_names
+from adapterswap.core.model.base import Base
+from adapterswap.core.model.layers import stacked_layers_in_config
+from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.sources import identity_of, parse_hub_id, public_name
+from adapterswap.core.model.tokenizers import clashes, read_tokens
+from adapterswap.core.planning.base import check_base_weights
+from adapterswap.core.planning.composing import compose, read_composition
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.writing.adapter import write_adapter
+from adapterswap.core.writing.records import SourceRecord, adapter_source
+from adapterswap.experiments.training.recipe import ChainStart
+from adapterswap.experiments.training.targets import MERGE_INSTEAD, TrainingTargets
+from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems, UnsupportedError
+from adapterswap.kit.files.hashes import sha256_of
+
+
+@dataclass(frozen=True)
+class Start:
+    """The adapter that training starts from.
+
+    Attributes:
+        adapter: the adapter, under the base's names for its modules.
+        record: its identity, for the record of what is trained.
+        on_top: what is trained lies on top of it.
+    """
+
+    adapter: Adapter
+    record: SourceRecord
+    on_top: bool
+
+    def describe(self, targets: TrainingTargets) -> str:
+        """What training takes over, adds and keeps, in a line."""
+        if self.on_top:
+            return f"on top of {self.record}"
+        started = self.adapter.modules.keys()
+        ranks = sorted({module.rank for module in self.adapter.modules.values()})
+        rank = f"rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
+        added, kept = len(targets.modules - started), len(started - targets.modules)
+        parts = [f"{self.record}: {len(started)} modules of {rank}"]
+        parts += [f"{added} more start at zero"] if added else []
+        parts += [f"{kept} of them are not trained"] if kept else []
+        return ", ".join(parts)
+
+
+def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: Any, scratch: Path) -> Start:
+    """Open the adapter that training starts from, and check that it has this base and that LoRA can start from it.
+
+    Args:
+        start: a folder or Hub id; the recipe of a composition (.yaml); a composition; or what to train on top of.
+        scratch: a temporary folder, where a composition is written. It is needed until `take_over`.
+    """
+    try:
+        on_top = isinstance(start, ChainStart)
+        if isinstance(start, str) and start.endswith((".yaml", ".yml")):
+            start = read_composition(start)
+        if isinstance(start, Composition):
+            adapter = open_adapter(_write(start, base, scratch / "composition"))
+        else:
+            adapter = open_adapter(start.adapter if isinstance(start, ChainStart) else start)
+        _check_kind(adapter)
+        _check_base(adapter, base)
+        record = adapter_source(adapter, sha256_of(adapter.file.path))
+        if on_top:
+            record = record.model_copy(update={"mode": "chain"})
+        return Start(under_canonical_names(adapter, Base(model), "the start", str(base.source)), record, on_top)
+    except AdapterswapError as error:
+        raise error.recast(parameter="start") from None
+
+
+def _write(composition: Composition, base: OpenedBase, folder: Path) -> Path:
+    """Write the composed adapter. The depth is that of the base to train on, which the experts may only name."""
+    if composition.base_model is None and composition.num_layers is None:
+        depth = stacked_layers_in_config(base.config.to_dict())
+        composition = composition.model_copy(update={"num_layers": depth})
+    return write_adapter(compose(composition), folder)
+
+
+def _check_kind(adapter: Adapter) -> None:
+    """Raise if the adapter holds something that training does not continue."""
+    problems, others = Problems(UnsupportedError), [*adapter.opaque.values()]
+    fused = [module for module in adapter.modules.values() if module.parameter]
+    if others:
+        names = and_more([part.name for part in others])
+        problems.add(f"the start is {others[0].method} ({names}), and training can only start from LoRA", MERGE_INSTEAD)
+    if adapter.saved:
+        part = next(iter(adapter.saved.values()))
+        problems.add(f"the start holds {part.name} {part.words}, and training can only start from LoRA", MERGE_INSTEAD)
+    if fused:
+        problems.add(f"the start adapts the parameter {fused[0].name}, and training adapts modules only", MERGE_INSTEAD)
+    if adapter.ties_factors:
+        problems.add("the start ties the LoRA of an embedding to the head, which training does not", MERGE_INSTEAD)
+    if adapter.kept_layers is not None:
+        problems.add(
+            "the start is a slice, whose other layers were cut away", "Start from the whole expert, or a composition"
+        )
+    if not (adapter.parts or problems):
+        problems.add("the start adapts no module", "Remove `start`")
+    problems.raise_if_any()
+
+
+def _check_base(adapter: Adapter, base: OpenedBase) -> None:
+    """Raise unless the start adapts the base to train on: by its weights if both are known, else by its name."""
+    problems, config = Problems(ExpertError), adapter.config
+    check_base_weights({"the start": adapter.base_fingerprints}, base.source)
+    by_weights = bool(adapter.base_fingerprints and identity_of(base.source))
+    if config.base_model and not by_weights and public_name(config.base_model) != base.source.name:
+        problems.add(
+            f"the start adapts the base {config.base_model}, but the recipe trains on {base.source.name}",
+            "Train on the start's base. If both names mean the same weights, write the start again with `compose` and "
+            f"`base_model={base.reference}`",
+        )
+    requested = parse_hub_id(base.reference)
+    revisions = (base.source.revision, requested.revision if requested and requested.revision else "main")
+    if not by_weights and base.source.revision and (config.revision or "main") not in revisions:
+        problems.add(
+            f"the start adapts the revision {config.revision or 'main'} of {config.base_model}, but the recipe trains "
+            f"on {base.source.revision}",
+            f"Set `base_model: {base.source.name}@{config.revision or 'main'}`",
+        )
+    ours, theirs = read_tokens(base.source.folder), read_tokens(adapter.source.folder)
+    if ours and theirs and (differing := clashes(ours, theirs)):
+        problems.add(
+            f"the tokenizer beside the start is not the base's: {differing[0]}",
+            "Train on a base with the start's tokenizer, or remove it from the start's folder if it is not in use",
+        )
+    problems.raise_if_any()
+
+
+def take_over(model: Any, start: Start, trained: frozenset[str]) -> None:
+    """Give the model's new LoRA the start's factors, and freeze those of modules that are not trained."""
+    import torch
+    from safetensors import safe_open
+
+    from adapterswap.engines.live.inventory import factors, find_layers
+    from adapterswap.engines.live.loading import check_copies
+
+    adapter, layers = start.adapter, find_layers(model)
+    old_names = {old: new for new, old in adapter.original.items()}
+    check_copies(adapter.file, "the start", dict(model.get_base_model().named_modules()), old_names)
+    with torch.no_grad(), safe_open(adapter.file.path, "pt") as file:
+        for name, module in adapter.modules.items():
+            loaded = factors(layers[name], "default")
+            assert loaded is not None
+            for parameter, stored in ((loaded.a, module.a), (loaded.b, module.b)):
+                parameter.copy_(file.get_tensor(stored.name))
+                parameter.requires_grad_(name in trained)
+
+
+def put_below(model: Any, start: Start, *, quantized: bool) -> Any:
+    """The base's model with the start in it: merged into its weights or, if those are quantized, added to outputs."""
+    from adapterswap.engines.live.inventory import factors, find_layers
+    from adapterswap.engines.live.loading import load_expert
+
+    loaded = load_expert(model, start.adapter, "below")
+    if not quantized:
+        return loaded.merge_and_unload()
+    terms = {name: factors(layer, "below") for name, layer in find_layers(loaded).items()}
+    model = loaded.unload()
+    for name, term in terms.items():
+        assert term is not None
+        if term.embedding:
+            raise UnsupportedError(
+                f"the start adapts the embedding {name}, and the base is quantized",
+                "Train without `quantization`, or start from the adapter itself",
+                parameter="start",
+            )
+        scale = start.adapter.modules[name].scale
+        model.get_submodule(name).register_forward_hook(partial(_add, term.a.detach(), term.b.detach(), scale))
+    return model
+
+
+def _add(a: Any, b: Any, scale: float, module: Any, inputs: Any, output: Any) -> Any:
+    """A linear module's output and s·B·A·x, computed in the factors' dtype."""
+    return output + (scale * (inputs[0].to(a.dtype) @ a.T @ b.T)).to(output.dtype)

@@ -1,0 +1,443 @@
+"""TRL's SFTTrainer set up from a recipe, two partitions in turns, and a stop on SIGTERM.
+
+Rows are already tokenised and masked, so the trainer's own preparation is skipped. Added are a stop at the first loss
+that is not finite, a progress bar, a checkpoint every N samples, and training of two sides in turns. Importing this
+module imports torch and trl.
+
+In turns, the parameters of the other side are frozen and have no gradient. AdamW skips parameters without a gradient,
+so their weights, moments and step counts stay the same, bit for bit. A gradient of zero would change them, through the
+moments and weight decay.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import LoraConfig
+from torch.utils.data import Sampler
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from trl import SFTConfig, SFTTrainer
+
+from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.planning.composition import SIDES, Side
+from adapterswap.core.writing.layout import most_common
+from adapterswap.experiments.training.checkpoints import LADDER, complete, link_weights
+from adapterswap.experiments.training.recipe import AdapterOptions, TrainRecipe
+from adapterswap.experiments.training.report import choose_schedule, rows_a_step, steps_between
+from adapterswap.experiments.training.start import Start, take_over
+from adapterswap.experiments.training.targets import TrainingTargets
+from adapterswap.kit.errors import RunError, UnsupportedError
+from adapterswap.kit.processes import Processes, TerminationHandler
+from adapterswap.kit.progress import ProgressRow
+
+
+def side_of_step(step: int, steps_per_switch: int) -> Side:
+    """The side that a step trains, counted from 0. The task side comes first."""
+    return SIDES[step // steps_per_switch % 2]
+
+
+class RowsInTurns(Sampler[int]):
+    """The order of the rows of a whole run. All rows of a step belong to the side that the step trains.
+
+    The rows of a side are shuffled again for each pass over them.
+
+    Args:
+        parts: how many rows each side has; in the dataset the task's come first.
+        steps: how many steps the run has.
+        rows_a_step: how many rows a step has, on all processes together.
+        steps_per_switch: how many steps one side trains before the other takes over.
+        seed: for shuffling.
+    """
+
+    def __init__(self, parts: Sequence[int], *, steps: int, rows_a_step: int, steps_per_switch: int, seed: int) -> None:
+        self._rows = np.empty((steps, rows_a_step), np.int64)
+        turns = np.arange(steps) // steps_per_switch % 2
+        for side, (first, count) in enumerate(zip((0, parts[0]), parts, strict=True)):
+            own_steps = turns == side
+            drawn = _passes(count, int(own_steps.sum()) * rows_a_step, np.random.default_rng([seed, side]))
+            self._rows[own_steps] = first + drawn.reshape(-1, rows_a_step)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows.ravel().tolist())
+
+    def __len__(self) -> int:
+        return self._rows.size
+
+
+class RowsByLength(LengthGroupedSampler):  # type: ignore[misc]
+    """Rows of similar length one after the other, in another order in each pass; see the Trainer's own sampler.
+
+    Its generator depends on the seed and the pass alone, so that every process and a resumed run have the same order.
+
+    Args:
+        lengths: tokens of each row.
+        rows: how many rows one process has in a step.
+        seed: for shuffling.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, rows: int, seed: int) -> None:
+        super().__init__(rows, lengths=list(lengths))
+        self._seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        seed = int(np.random.default_rng([self._seed, self._epoch]).integers(2**63))
+        self.generator = torch.Generator().manual_seed(seed)
+        return iter(super().__iter__())
+
+
+def _passes(count: int, length: int, chance: np.random.Generator) -> NDArray[np.int64]:
+    """`length` numbers below `count`, from one permutation after the other."""
+    passes = [chance.permutation(count) for _ in range(-(-length // count))]
+    return np.concatenate([np.empty(0, np.int64), *passes])[:length]
+
+
+class Turns(TrainerCallback):  # type: ignore[misc]
+    """Before each step, freezes the parameters of one side and unfreezes those of the other.
+
+    Args:
+        model: the model, before it is wrapped for several processes.
+        targets: says which side a parameter belongs to.
+        steps_per_switch: how many steps one side trains before the other takes over.
+    """
+
+    def __init__(self, model: Any, targets: TrainingTargets, steps_per_switch: int) -> None:
+        self._steps_per_switch = steps_per_switch
+        self.parameters: dict[Side, list[Any]] = {side: [] for side in SIDES}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (side := targets.side_of(name)):
+                self.parameters[side].append(parameter)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        active = side_of_step(state.global_step, self._steps_per_switch)
+        for side, parameters in self.parameters.items():
+            for parameter in parameters:
+                parameter.requires_grad_(side == active)
+
+
+class Stopping(TrainerCallback):  # type: ignore[misc]
+    """Ends training after the current step, with a checkpoint, if any process of the run has received SIGTERM.
+
+    Attributes:
+        stopped: the last step, if training was ended in this way.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._received = False
+        self.stopped: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signal inside the block. Python allows this in the main thread only; elsewhere nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, TerminationHandler(self._receive))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _receive(self) -> None:
+        self._received = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._processes.any(self._received) and state.global_step < state.max_steps:
+            self.stopped = state.global_step
+            control.should_save = control.should_log = control.should_training_stop = True
+
+
+class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
+    """An SFTTrainer that stops if the loss is not finite, and sends no telemetry.
+
+    Attributes:
+        order: the order of the rows, if it is not random.
+        seconds_evaluating: how long the validation loss has been measured so far.
+    """
+
+    order: RowsInTurns | RowsByLength | None = None
+    seconds_evaluating = 0.0
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return self.order or super()._get_train_sampler(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            raise RunError(
+                f"the loss is {loss.item()} in step {self.state.global_step + 1}",
+                "Lower training.learning_rate, or raise training.warmup; nothing was written, checkpoints are kept",
+                parameter="training.learning_rate",
+            )
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See the Trainer. Reading rows draws from dropout's random generator, whose state is restored here."""
+        began = time.monotonic()
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            losses: dict[str, float] = super().evaluate(*args, **kwargs)
+        self.seconds_evaluating += time.monotonic() - began
+        return losses
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """See the Trainer. Its loss is a mean of batch means; this one is the mean over all tokens."""
+        self._held_out = torch.zeros(2, dtype=torch.float64)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, tokens = self._held_out.tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = loss / tokens
+        return output
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
+        """See the Trainer. Sums losses and tokens by row, so that gathering can drop rows that fill a batch up."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+        losses, counted = (
+            -outputs.log_probs.double(),
+            outputs.label_mask.double(),
+        )  # both zero where no loss is computed
+        if losses.shape[0] == 1 and "position_ids" in inputs:  # rows without padding, one after the other
+            row = ((inputs["position_ids"].reshape(-1) == 0).cumsum(0) - 1)[: losses.shape[1]]
+        else:
+            row = torch.arange(losses.shape[0], device=losses.device).repeat_interleave(losses.shape[1])
+        by_row = losses.new_zeros(int(row[-1]) + 1, 2)
+        by_row.index_add_(0, row, torch.stack([losses.reshape(-1), counted.reshape(-1)], dim=1))
+        total = self.accelerator.gather_for_metrics(by_row).sum(dim=0).cpu()
+        self._held_out += total
+        return (total[0] / total[1].clamp(min=1)).to(losses.device), None, None
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Skips TRL's card for checkpoints. The expert's card is written at the end."""
+
+    def _send_telemetry(self) -> None:
+        """Skips TRL's report of each run over the network; training works offline."""
+
+
+class _ProgressCallback(TrainerCallback):  # type: ignore[misc]
+    """Updates the bar, and logs the loss at checkpoints and at the end, so that a resumed run reports the same."""
+
+    def __init__(self, bar: ProgressRow) -> None:
+        self._bar = bar
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar.begin("training", state.max_steps, done=state.global_step, amount=state.num_input_tokens_seen)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log |= control.should_save or state.global_step == state.max_steps
+        self._bar.update(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:
+            rate = self._bar.rate_of(state.num_input_tokens_seen)
+            self._bar.update(state.global_step, note=f"loss {logs['loss']:.3f}, {rate:,.0f} tokens/s")
+
+
+class Ladder(TrainerCallback):  # type: ignore[misc]
+    """Saves a checkpoint at each rung of the ladder, and keeps its adapter beside the checkpoints, which are removed.
+
+    Attributes:
+        kept: the steps whose adapters are kept so far.
+    """
+
+    def __init__(self, rungs: Sequence[int], trainer: ExpertTrainer, processes: Processes) -> None:
+        if trainer.is_fsdp_enabled:
+            raise UnsupportedError(
+                "FSDP spreads an adapter over processes, and selection.ladder needs it whole",
+                "Start it without FSDP, or without the ladder",
+                parameter="selection",
+            )
+        self._rungs, self._trainer, self._processes = rungs, trainer, processes
+        self._folder = Path(trainer.args.output_dir) / LADDER
+
+    @property
+    def kept(self) -> list[int]:
+        return [step for step in self._rungs if (self._folder / f"checkpoint-{step}").is_dir()]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._keep(args, state)  # a run may end between the checkpoint and its copy
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step in self._rungs
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._keep(args, state)
+
+    def _keep(self, args: Any, state: Any) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._processes.main and state.global_step in self._rungs and checkpoint.is_dir():
+            link_weights(checkpoint, self._folder / checkpoint.name)
+
+    def restored(self) -> Iterator[int]:
+        """Load the adapter of each rung into the trainer's model, the last one last, and yield its step."""
+        passed = [step for step in self._rungs if step <= self._trainer.state.global_step]
+        if lost := sorted({*passed} - {*self.kept}):
+            raise RunError(
+                f"the adapter of step {lost[0]}, a rung of selection.ladder, is no longer in {self._folder}",
+                "Pass `overwrite=True` without `resume` to start again",
+                parameter="resume",
+            )
+        for step in self.kept:
+            self._trainer._load_from_checkpoint(str(self._folder / f"checkpoint-{step}"))
+            yield step
+
+
+class Completing(TrainerCallback):  # type: ignore[misc]
+    """Marks a checkpoint as complete once every process has written its part."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._processes.wait()
+        if self._processes.main:
+            complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig:
+    """PEFT's config of the adapter."""
+    shapes = {name: (shape.rank, shape.alpha) for name, shape in targets.shapes.items()}
+    rank, alpha = most_common(shapes.values(), default=(options.r, options.alpha))
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        use_rslora=targets.rslora,
+        rank_pattern={name: own for name, (own, _) in shapes.items() if own != rank},
+        alpha_pattern={name: own for name, (_, own) in shapes.items() if own != alpha},
+        lora_dropout=options.dropout,
+        target_modules=targets.names,
+        layers_to_transform=targets.layers,
+        modules_to_save=sorted(options.modules_to_save) or None,
+        fan_in_fan_out=targets.conv1d,
+        bias="none",
+    )
+
+
+def build_trainer(
+    recipe: TrainRecipe, base: OpenedBase, model: Any, targets: TrainingTargets, train: Any, parts: Sequence[int],
+    validation: Any, *, start: Start | None, steps: int, device: str, dtype: str, checkpoints: Path,
+    processes: Processes, bar: ProgressRow,
+) -> ExpertTrainer:  # fmt: skip
+    """A trainer ready to train.
+
+    Args:
+        train, validation: datasets with input_ids and labels (and seq_lengths if packed); validation may be None.
+        parts: how many rows of `train` each side has.
+        steps: how many steps the run has, for schedules that decay at the end.
+    """
+    adapted = recipe.adapter.method == "lora"
+    if not adapted:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(targets.trains(name))
+    trainer = ExpertTrainer(
+        model=model,
+        args=_arguments(recipe, steps, device, dtype, checkpoints, processes),
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=base.tokenizer,
+        peft_config=lora_config(recipe.adapter, targets) if adapted else None,
+        callbacks=[_ProgressCallback(bar)],
+    )
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
+    if recipe.stops_early:
+        trainer.add_callback(EarlyStoppingCallback(recipe.stops_early))
+    if recipe.quantization:
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:  # TRL rounds the adapters on a quantized base to bfloat16
+                parameter.data = parameter.data.float()
+    if start is not None and not start.on_top:
+        take_over(trainer.model, start, targets.modules)
+    options = recipe.training
+    if options.group_by_length:
+        rows = options.batch_size * options.gradient_accumulation
+        lengths = [len(ids) for ids in train["input_ids"]]
+        trainer.order = RowsByLength(lengths, rows=rows, seed=options.data_seed)
+    if turns := recipe.simultaneous:
+        if trainer.is_fsdp_enabled:
+            raise UnsupportedError(
+                "FSDP joins parameters that `simultaneous` has to freeze separately",
+                "Start it without FSDP, or train the sides in separate runs and compose them",
+                parameter="simultaneous",
+            )
+        trainer.order = RowsInTurns(
+            parts,
+            steps=steps,
+            rows_a_step=rows_a_step(recipe.training, processes.count),
+            steps_per_switch=turns.steps_per_switch,
+            seed=recipe.training.data_seed,
+        )
+        trainer.add_callback(Turns(trainer.model, targets, turns.steps_per_switch))
+    return trainer
+
+
+def _arguments(
+    recipe: TrainRecipe, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes
+) -> SFTConfig:
+    options = recipe.training
+    name, warmup, schedule_options = choose_schedule(options, steps)
+    evaluate_every = recipe.validation.every_samples if recipe.validation else None
+    save_every = evaluate_every if recipe.stops_early else options.save_every_samples
+    return SFTConfig(
+        output_dir=str(checkpoints),
+        # what is computed
+        max_steps=steps,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.gradient_accumulation,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type=name,
+        lr_scheduler_kwargs=schedule_options,
+        warmup_steps=warmup,
+        optim=options.optimizer,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        max_grad_norm=options.max_grad_norm,
+        seed=options.seed,
+        data_seed=options.data_seed,
+        max_length=None if options.padding_free else options.max_length,  # rows have been cut
+        packing=options.packing,
+        padding_free=options.padding_free,
+        eval_packing=False,
+        activation_checkpointing=options.gradient_checkpointing,
+        torch_compile=options.torch_compile,
+        use_cpu=device == "cpu",
+        bf16=dtype == "bfloat16",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        # Each step uses the parameters of one side only; the others must have no gradient.
+        ddp_find_unused_parameters=recipe.simultaneous is not None,
+        # when something is saved or logged
+        save_strategy="steps" if save_every else "no",
+        save_steps=steps_between(save_every, options, processes.count),
+        save_total_limit=2,
+        eval_strategy="steps" if evaluate_every else "no",
+        eval_steps=steps_between(evaluate_every, options, processes.count),
+        load_best_model_at_end=recipe.stops_early is not None,
+        metric_for_best_model="eval_loss" if recipe.stops_early else None,
+        logging_steps=options.logging_steps,
+        logging_nan_inf_filter=False,
+        include_num_input_tokens_seen="all" if options.packing or options.padding_free else "non_padding",
+        report_to=options.report_to or "none",
+        disable_tqdm=True,
+        log_level="error",
+        log_level_replica="error",
+        # the process
+        dataloader_num_workers=0,
+        dataloader_pin_memory=device == "cuda",
+    )

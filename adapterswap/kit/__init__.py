@@ -1,0 +1,1 @@
+"""What every part may use: errors, files, progress, processes, drawing."""

@@ -1,0 +1,188 @@
+"""How figures look and are saved: widths, fonts, colours, PDF, SVG and PNG.
+
+Figures are made for print: one or two columns wide, with text of 6 to 8 points in an embedded font. The colours are
+Okabe and Ito's, which colour-blind readers can distinguish; neighbours differ in lightness, so a grey print stays
+readable, and each series has its own marker and line style. matplotlib is imported when a figure is made. The same
+figure always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from adapterswap.kit.errors import ArgumentError, printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+COLUMN = 3.25  # inches: a column of ICML and NeurIPS' half width; ACL has 3.03
+FORMATS = ("pdf", "svg", "png")
+TEXT, SMALL, NOTE = 7.5, 7.0, 6.0  # points
+INK, GREY, LEAD = "#1a1a1a", "#6b6b6b", "#0b4f8a"
+HATCH = "//////"  # for cells without a number
+
+_NARROWEST, _WIDEST = 2.5, 20.0  # inches
+_DPI = 300
+_INCHES = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72.27, "bp": 1 / 72}
+_CUT = 3  # lines of a name, at most
+
+
+class Look(NamedTuple):
+    """How one of several series is drawn."""
+
+    colour: str
+    marker: str
+    line: str | tuple[int, tuple[float, ...]]
+
+
+# Okabe and Ito (2008), without yellow, which is too light on paper; neighbours differ in lightness.
+_COLOURS = ("#0b4f8a", "#d55e00", "#1a1a1a", "#56b4e9", "#7a3b69", "#009e73", "#e69f00", "#cc79a7")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1, 1.5)))
+
+
+def looks(number: int) -> list[Look]:
+    """Looks for `number` series. Colours repeat after 8, markers after 9, lines after 4; all three only after 72."""
+    return [
+        Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)]) for i in range(number)
+    ]
+
+
+def column_width(value: str | float) -> float:
+    """A width in inches: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points) or `236bp`; a number is in inches."""
+    remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"
+    number_and_unit = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
+    unit = (number_and_unit[2] or "in") if number_and_unit else ""
+    if number_and_unit is None or unit not in _INCHES:
+        raise ArgumentError(f"{value!r} is not a width", remedy, parameter="column_width")
+    inches = float(number_and_unit[1]) * _INCHES[unit]
+    if not _NARROWEST <= inches <= _WIDEST:
+        raise ArgumentError(
+            f"a width of {value} is {inches:.3g} in; figures can be {_NARROWEST:g} in to {_WIDEST:g} in wide",
+            remedy,
+            parameter="column_width",
+        )
+    return inches
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Use our matplotlib settings inside the block, whatever the user's own settings are."""
+    import matplotlib as mpl
+    from matplotlib import rc_context
+
+    with rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update({
+            "font.family": _fonts(), "font.size": TEXT, "axes.titlesize": TEXT, "axes.labelsize": TEXT,
+            "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL,
+            "text.parse_math": False,  # names may hold dollars
+            "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GREY, "xtick.color": GREY,
+            "ytick.color": GREY, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+            "axes.linewidth": 0.6, "lines.linewidth": 1.2, "lines.markersize": 3.5, "hatch.linewidth": 0.5,
+            "hatch.color": GREY, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2.5,
+            "ytick.major.size": 2.5, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+            "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
+            "svg.fonttype": "path",  # outlines, since a reader may lack the font
+            "svg.hashsalt": "adapterswap", "axes.unicode_minus": True, "axes.formatter.useoffset": False,
+        })  # fmt: skip
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[str]:
+    """Write `name` in each format; returns the files' names."""
+    names = [f"{name}.{suffix}" for suffix in formats]
+    for path in names:
+        (folder / path).write_bytes(as_bytes(figure, path.rpartition(".")[2]))
+    return names
+
+
+def as_bytes(figure: Figure, suffix: str) -> bytes:
+    """A figure as a file's bytes, without a date or matplotlib's version: the same figure gives the same bytes."""
+    import io
+
+    metadata: dict[str, dict[str, Any]] = {
+        "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+        "svg": {"Date": None, "Creator": None},
+        "png": {"Software": None},
+    }
+    buffer = io.BytesIO()
+    with style():
+        figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata[suffix])
+    return buffer.getvalue()
+
+
+def tidy(axes: Any, *, grid: str | None = None) -> None:
+    """Draw a light grid behind the data, along `grid` (x, y or both)."""
+    if grid is not None:
+        axes.grid(axis=grid, linewidth=0.4, color="#e3e3e3")
+        axes.set_axisbelow(True)
+
+
+def hatch(axes: Any, x: float, y: float, colour: str = GREY, **more: Any) -> None:
+    """Hatch the cell around (x, y) of a heat map, as it has no number: a score of 0 would look different."""
+    from matplotlib.patches import Rectangle
+
+    look: dict[str, Any] = {"facecolor": "white", "edgecolor": colour, "hatch": HATCH, "linewidth": 0, **more}
+    axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+
+
+def legend_shape(names: Sequence[str], width: float, *, cut: int, inches: float, room: float) -> tuple[int, int]:
+    """The number of columns that fit, and the number of lines of text that they take.
+
+    Args:
+        names: the entries, which are wrapped at `cut` characters.
+        width: of the figure, in inches.
+        inches: the width of a character.
+        room: the width of a line and the space around it, in inches.
+    """
+    labels = [wrapped(name, cut) for name in names]
+    widest = max(max(map(len, label.split("\n"))) for label in labels) * inches + room
+    columns = max(1, min(len(names), int((width - 0.1) / widest)))
+    tallest = max(label.count("\n") + 1 for label in labels)
+    return columns, -(-len(names) // columns) * tallest
+
+
+def wrapped(text: str, characters: int) -> str:
+    """A name wrapped at `characters`, in three lines at most; the rest is cut."""
+    lines = textwrap.wrap(shown(text), max(4, characters), break_on_hyphens=True) or [""]
+    if len(lines) > _CUT:
+        lines = [*lines[: _CUT - 1], f"{lines[_CUT - 1][: max(3, characters - 1)]}…"]
+    return "\n".join(lines)
+
+
+def shown(text: str) -> str:
+    """`text` with characters that the fonts lack replaced by their codes, such as U+1234."""
+    return "".join(c if c.isascii() or _covered(ord(c)) else f"U+{ord(c):04X}" for c in printable(text))
+
+
+@cache
+def _covered(code: int) -> bool:
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    return any(code in FT2Font(font_manager.findfont(name)).get_charmap() for name in _fonts())
+
+
+def _fonts() -> list[str]:
+    return ["DejaVu Sans"]  # comes with matplotlib, so figures look the same everywhere
+
+
+def readable_on(rgba: Sequence[float]) -> str:
+    """Black or white, whichever is easier to read on the colour `rgba` (by WCAG's relative luminance)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgba[:3]]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"

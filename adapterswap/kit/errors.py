@@ -1,0 +1,247 @@
+"""The errors of adapterswap: a small tree of classes under `AdapterswapError`.
+
+Every message names the offending value and the rule that it breaks; its remedy says what to do. Several mistakes are
+reported in one error where possible. Messages may quote untrusted files, so control characters in them are escaped
+before they reach a terminal.
+
+A message refers to a parameter as you type it in Python, in backticks: "Pass `overwrite=True`", "Pass `num_layers`",
+"Pass `max_rank=64`". The command line replaces it with the flag of the same name (`--overwrite`, `--num-layers`,
+`--max-rank 64`) if the command has one: see `adapterswap.cli.printing`. So no message in the library names a flag.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+_MOST = 20  # problems in one error
+_ALIKE = 3  # of one expert with one remedy: a wrong config would otherwise repeat the same problem for every module
+_LENGTH = 1000  # characters of one problem
+_REASON = 200  # characters of a library's error
+
+
+def printable(text: str) -> str:
+    """`text` on one line: unprintable characters, such as newlines and escapes, are written as their codes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def reason_of(error: BaseException) -> str:
+    """A library's error in one short line."""
+    reason = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")
+    return reason if len(reason) <= _REASON else f"{reason[: _REASON - 1]}…"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: int = 1) -> str:
+    """The remedy for an unknown name: "Did you mean 'math'?" if a known name is similar, else `otherwise`."""
+    near = difflib.get_close_matches(name, known, n=at_most)
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else otherwise
+
+
+def check_type(value: object, expected: type | tuple[type, ...], parameter: str, remedy: str) -> None:
+    """Raise an `ArgumentError` that names the parameter and its type, unless `value` has an expected type.
+
+    A boolean counts as a number only where booleans are expected.
+    """
+    boolean = isinstance(value, bool) and bool not in (expected if isinstance(expected, tuple) else (expected,))
+    if boolean or not isinstance(value, expected):
+        raise ArgumentError(f"`{parameter}` is of type {type(value).__name__}", remedy, parameter=parameter)
+
+
+class AdapterswapError(Exception):
+    """The base class of all errors below: bad input, with a message that says what to do about it.
+
+    An error with several problems has the closest class that they have in common.
+
+    Attributes:
+        problems: one or more `Problem`s, in the order in which they were found.
+        omitted: how many more problems there were; the last item of `problems` says so.
+    """
+
+    def __init__(
+        self,
+        message: str | Iterable[Problem],
+        remedy: str = "",
+        *,
+        parameter: str | None = None,
+        omitted: int = 0,
+    ) -> None:
+        self.problems: tuple[Problem, ...] = (
+            (Problem(message, remedy, parameter, type(self)),) if isinstance(message, str) else tuple(message)
+        )
+        self.omitted = omitted
+        if omitted:
+            counted = "problem was" if omitted == 1 else "problems were"
+            self.problems += (Problem(f"{omitted} more {counted} found", "Correct these first"),)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[partial[AdapterswapError], tuple[tuple[Problem, ...]]]:
+        """Keep the problems when a worker process passes an error back; by default only the text would survive."""
+        return partial(type(self), omitted=self.omitted), (self.found,)
+
+    @property
+    def parameter(self) -> str | None:
+        """The first offending parameter, as Python users type it; None where no single parameter is at fault."""
+        return next((problem.parameter for problem in self.problems if problem.parameter), None)
+
+    @property
+    def found(self) -> tuple[Problem, ...]:
+        """The problems, without the last item if that only counts those omitted."""
+        return self.problems[: -1 if self.omitted else None]
+
+    def recast(self, kind: type[AdapterswapError] | None = None, *, parameter: str | None = None) -> AdapterswapError:
+        """The same problems with another class or `parameter`, where only the caller knows the right one."""
+        changes = {**({"kind": kind} if kind else {}), **({"parameter": parameter} if parameter else {})}
+        problems = [replace(problem, **changes) for problem in self.found]  # type: ignore[arg-type]
+        return (kind or type(self))(problems, omitted=self.omitted)
+
+    def within(self, where: str) -> AdapterswapError:
+        """The same error, with `where` (a file or a cell of a table) before each message."""
+        return type(self)(
+            (replace(problem, message=f"{where}: {problem.message}") for problem in self.found), omitted=self.omitted
+        )
+
+
+class ArgumentError(AdapterswapError, ValueError):
+    """An argument has the wrong type or value, or contradicts another one."""
+
+
+class FieldError(AdapterswapError, ValueError):
+    """Fields of a recipe, a rule or a composition are unknown, missing or have unsuitable values."""
+
+
+class CompositionError(AdapterswapError, ValueError):
+    """A composition cannot be applied to these experts: zones overlap, a name is unknown, a rule matches nothing."""
+
+
+class ExpertError(AdapterswapError):
+    """An adapter or full checkpoint is damaged or inconsistent, or does not fit the other experts or the base."""
+
+
+class BaseModelError(AdapterswapError):
+    """The base model is unknown, damaged, or not the one that the experts were made for."""
+
+
+class DataError(AdapterswapError):
+    """Training data, an evaluation task or a table of results is malformed or lacks what is needed."""
+
+
+class NotFoundError(AdapterswapError):
+    """A path does not exist, or a repository could not be downloaded from the Hub."""
+
+
+class OutputError(AdapterswapError):
+    """The output path is taken, would destroy an input, or cannot be written."""
+
+
+class UnsupportedError(AdapterswapError):
+    """The input is sound, but this operation or engine cannot carry it out exactly."""
+
+
+class DependencyError(AdapterswapError):
+    """A package or program is missing, or its version is too old."""
+
+
+class RunError(AdapterswapError):
+    """A training run, a sweep or a server could not start, resume or continue."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake.
+
+    Attributes:
+        message: names the value and the rule that it breaks.
+        remedy: what to do; empty where the rule already says it.
+        parameter: the offending parameter, as Python users type it.
+        kind: the class of error that this problem alone would raise.
+    """
+
+    message: str
+    remedy: str
+    parameter: str | None = None
+    kind: type[AdapterswapError] = AdapterswapError
+
+    def __str__(self) -> str:
+        message = self.message
+        if len(message) > _LENGTH:
+            message = f"{message[: _LENGTH // 2]}…{message[-_LENGTH // 2 :]}"
+        parts = [f"{message.rstrip('.')}."]
+        if self.remedy:
+            parts.append(self.remedy if self.remedy.endswith("?") else f"{self.remedy.rstrip('.')}.")
+        return printable(" ".join(parts))
+
+
+class Problems:
+    """Collect mistakes and raise them together; many that are alike, and those beyond the first 20, are only counted.
+
+    >>> problems = Problems(ExpertError)
+    >>> problems.add("rank 0 is not positive", "Choose a rank of 1 or more", parameter="rank")
+    >>> problems.raise_if_any()
+    Traceback (most recent call last):
+    adapterswap.kit.errors.ExpertError: rank 0 is not positive. Choose a rank of 1 or more.
+    """
+
+    def __init__(self, kind: type[AdapterswapError] = AdapterswapError) -> None:
+        """Args: kind: the class of the problems, unless `add` passes another."""
+        self._kind = kind
+        self._problems: dict[Problem, None] = {}  # a dict: no problem is reported twice, and the order is kept
+        self._omitted = 0
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self._problems)
+
+    def __bool__(self) -> bool:
+        return bool(self._problems)
+
+    def add(
+        self, message: str, remedy: str, *, parameter: str | None = None, kind: type[AdapterswapError] | None = None
+    ) -> None:
+        self._keep(Problem(message, remedy, parameter, kind or self._kind))
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the problems of an `AdapterswapError` raised inside the block, and continue after it."""
+        try:
+            yield
+        except AdapterswapError as error:
+            for problem in error.found:
+                self._keep(problem)
+            self._omitted += error.omitted
+
+    def as_error(self, kind: type[AdapterswapError] | None = None) -> AdapterswapError:
+        """One error with all problems, of class `kind`; by default of the closest class that they have in common."""
+        return (kind or _common(problem.kind for problem in self._problems))(self._problems, omitted=self._omitted)
+
+    def raise_if_any(self) -> None:
+        if self._problems:
+            raise self.as_error()
+
+    def _keep(self, problem: Problem) -> None:
+        if problem in self._problems:
+            return
+        if len(self._problems) < _MOST and not self._is_repeated(problem):
+            self._problems[problem] = None
+        else:
+            self._omitted += 1
+
+    def _is_repeated(self, problem: Problem) -> bool:
+        """Whether an expert's problem follows others with the same remedy; fields of a recipe are all shown."""
+
+        def group(each: Problem) -> tuple[type, str, str]:
+            return each.kind, each.remedy, each.message.partition(": ")[0]
+
+        expert = issubclass(problem.kind, ExpertError | UnsupportedError)
+        return expert and sum(group(other) == group(problem) for other in self._problems) >= _ALIKE
+
+
+def _common(kinds: Iterable[type[AdapterswapError]]) -> type[AdapterswapError]:
+    """The closest class that all `kinds` share."""
+    first, *others = kinds
+    return next(
+        base
+        for base in first.__mro__
+        if issubclass(base, AdapterswapError) and all(issubclass(kind, base) for kind in others)
+    )

@@ -1,0 +1,550 @@
+"""Write outputs whole or not at all, and never replace a file that adapterswap did not write; temporary folders.
+
+A folder is built next to its target under a temporary name and renamed into place at the end, so an error, a kill or a
+full disk never leaves half of it. Files are synced to disk before the rename, so the same holds for a power loss. A
+lock next to the target keeps a second writer out. The holder of the lock also cleans up after a killed writer, and
+restores a folder that it had moved aside. An existing folder is replaced only if the same kind of command wrote all its
+files, which its record lists, and if its weights are still those that were written.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from adapterswap.kit.errors import ExpertError, OutputError
+from adapterswap.kit.files.hashes import fingerprint
+from adapterswap.kit.files.text import exists, expand, read_small, write_json
+
+_PREFIX = "adapterswap-"
+_LOCK = "adapterswap.lock"
+_YOUNG_S = 60  # a younger folder may not have been locked yet
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """A temporary folder `adapterswap-PURPOSE-…` inside the block. First removes those that killed processes left."""
+    from filelock import FileLock  # here, so that --help stays fast
+
+    _remove_abandoned()
+    # Windows keeps files that are still mapped.
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        (folder / "files").mkdir()
+        with FileLock(folder / _LOCK):  # the kernel frees it when the process dies
+            yield folder / "files"
+
+
+def _remove_abandoned() -> None:
+    """Remove this user's scratch folders whose lock nobody holds."""
+    from filelock import FileLock, Timeout
+
+    user = getattr(os, "geteuid", lambda: 0)()
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError, Timeout):
+            owner = lock.parent.lstat().st_uid  # of the link, if another user made one
+            if owner == user and time.time() - lock.lstat().st_mtime > _YOUNG_S:
+                with FileLock(lock, timeout=0):
+                    shutil.rmtree(lock.parent)
+
+
+LIST = "files"  # the key of a record that lists what was written
+PRINTS = "fingerprints"  # the key of a record with the fingerprints of what users may change: weights, model card
+CARD = "README.md"
+_MAX_RECORD = 2**30  # bytes
+_HEAD = 2**16  # bytes in which a file's mark is looked for
+_SHOWN = 3  # foreign files that a message names
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """How to recognise a file that a command wrote, so that `overwrite` replaces no other.
+
+    Attributes:
+        start: its first bytes.
+        mark: bytes that stand near its start.
+    """
+
+    start: bytes
+    mark: bytes = b""
+
+    def wrote(self, path: str | Path) -> bool:
+        """Whether the file at `path` is of this kind."""
+        with open(path, "rb") as file:
+            head = file.read(_HEAD)
+        return head.startswith(self.start) and self.mark in head
+
+
+@dataclass(frozen=True)
+class OutputKind:
+    """The files that a kind of command writes into its folder, so that `overwrite` removes nothing else.
+
+    Attributes:
+        record: the JSON file in the folder whose key `files` lists everything that was written; `atomic_folder` adds
+            the list. None if the command writes no such file.
+        is_ours: whether the record's content is of this kind.
+        names: what to expect in a folder without that list: relative paths, in which `*` matches part of a name and a
+            final `**` everything below.
+        files: how to recognise each file, if there is no record.
+    """
+
+    record: str | None
+    is_ours: Callable[[Mapping[str, Any]], bool] = bool
+    names: Callable[[], Sequence[str]] = tuple
+    files: FileKind | None = None
+
+
+@contextmanager
+def atomic_folder(
+    target: str | Path,
+    *,
+    kind: OutputKind | None = None,
+    overwrite: bool = False,
+    inputs: Iterable[str | Path | None] = (),
+) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes `target` when the block ends without an exception.
+
+    Args:
+        target: the folder to create, with its parents. A symlink stands for the folder that it points to. An empty
+            folder counts as absent.
+        kind: what the block writes; its record gets the list of files.
+        overwrite: replace `target` if it is of this kind. It stays unchanged until the new folder is complete.
+        inputs: everything that is read; see `check_inputs`.
+    """
+    target, inputs = expand(target), tuple(inputs)
+    check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)
+    place = Path(os.path.realpath(target))
+    with _os_errors(target), _parents(place.parent), _alone(place, target):
+        check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: a folder may have been restored
+        building = _temporary(place)
+        try:
+            building.mkdir()
+            yield building
+            if kind is not None and kind.record is not None:
+                _add_list(building, kind.record)
+            sync_folder(building)
+            if overwrite:
+                check_target(target, kind=kind, overwrite=True, inputs=inputs)  # again: this may have taken hours
+            _publish(building, place, target, overwrite=overwrite)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def check_target(
+    target: str | Path,
+    *,
+    kind: OutputKind | None = None,
+    overwrite: bool = False,
+    inputs: Iterable[str | Path | None] = (),
+) -> None:
+    """Check whether `atomic_folder` may write `target`. Dry runs and long commands call this before they start."""
+    target = expand(target)
+    with _os_errors(target):
+        place = Path(os.path.realpath(target))
+        if os.path.lexists(target) and not place.is_dir() and not overwrite:
+            raise _exists(target)
+        check_place(target, inputs)
+        if not place.is_dir() or _is_empty(place):
+            return
+        if not overwrite:
+            raise _exists(target)
+        refuse_strangers(target, strangers(place, kind))
+
+
+def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Check whether a folder may be written at `target`, regardless of what is in it now."""
+    with _os_errors(target):
+        if target.exists() and not target.is_dir():
+            raise OutputError(
+                f"{target} is a file, but the output is a folder", "Choose another path", parameter="out_path"
+            )
+        check_inputs(target, inputs)
+
+
+def refuse_strangers(target: Path, foreign_paths: Sequence[str]) -> None:
+    """Raise an `OutputError` that names the files that `strangers` returned for `target`, if there are any."""
+    if foreign_paths:
+        more = f" and {len(foreign_paths) - _SHOWN} more" if len(foreign_paths) > _SHOWN else ""
+        raise OutputError(
+            f"{target} contains files that this command did not write: {', '.join(foreign_paths[:_SHOWN])}{more}",
+            "Move them away or choose another path: `overwrite=True` only replaces earlier output of the same kind",
+            parameter="out_path",
+        )
+
+
+def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
+    """Check that an output does not overlap any input.
+
+    Args:
+        target: the output, a folder or a file.
+        inputs: files and folders that are read, with everything that symlinks in a folder point to. None, Hub ids and
+            other names that do not exist locally are skipped.
+    """
+    place = Path(os.path.realpath(target))
+    if any(_contains(place, Path(os.path.realpath(folder))) for folder in (os.curdir, os.path.expanduser("~"))):
+        raise OutputError(
+            f"{target} contains your home folder or the current folder",
+            "Choose a folder inside it",
+            parameter="out_path",
+        )
+    for given_input in inputs:
+        source = None if given_input is None else expand(given_input)
+        if source is None or not exists(source):
+            continue
+        for location in _locations(source):
+            if _contains(place, location) or _contains(location, place):
+                raise OutputError(
+                    f"the output {target} overlaps the input {given_input}",
+                    "Choose an output path outside every input",
+                    parameter="out_path",
+                )
+
+
+def _locations(source: Path) -> Iterator[Path]:
+    """Every place that is read with `source`: its own path, and the targets of its links and of those in it."""
+    yield Path(os.path.realpath(source.parent)) / source.name
+    real = Path(os.path.realpath(source))
+    yield real
+    if real.is_dir():
+        with suppress(OSError):  # a folder that cannot be listed cannot be read either
+            yield from (Path(os.path.realpath(entry)) for entry in real.iterdir() if entry.is_symlink())
+
+
+def _contains(folder: Path, path: Path) -> bool:
+    """Whether `path` is `folder` or inside it, also in other case on a disk that ignores case."""
+    if path.is_relative_to(folder):
+        return True
+    try:
+        folder_stat = folder.stat()
+    except OSError:
+        return False
+    for parent in (path, *path.parents):
+        with suppress(OSError):
+            if os.path.samestat(parent.stat(), folder_stat):
+                return True
+    return False
+
+
+def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = ()) -> list[str]:
+    """The paths in `folder` that no command of this kind wrote, relative to it; a folder's path ends with a slash, and
+    weights and a model card that were changed since say so.
+
+    `names` are further paths that the command writes, as in `OutputKind.names`.
+    """
+    known_names, prints = _known_files(folder, kind)
+    expected = [tuple(name.rstrip("/").split("/")) for name in (*known_names, *names)]
+    foreign_paths: list[str] = []
+    printed: list[str] = []
+
+    def wrote(entry: os.DirEntry[str]) -> bool:
+        files = None if kind is None else kind.files
+        return files is None or (entry.is_file(follow_symlinks=False) and files.wrote(entry.path))
+
+    def look(place: Path, within: tuple[str, ...], matching: list[tuple[str, ...]]) -> None:
+        with os.scandir(place) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+        for entry in entries:
+            path = (*within, entry.name)
+            fitting = [name for name in matching if fnmatchcase(entry.name, name[len(within)])]
+            is_folder = entry.is_dir(follow_symlinks=False)
+            deeper = [name for name in fitting if len(name) > len(path)]
+            if is_folder and any(name[len(path)] == "**" for name in deeper):
+                continue
+            if is_folder and deeper:
+                look(Path(entry.path), path, deeper)
+            elif is_folder and fitting and not os.listdir(entry.path):
+                continue  # an empty folder that the command made
+            elif is_folder or len(deeper) == len(fitting) or not wrote(entry):
+                foreign_paths.append("/".join(path) + "/" * is_folder)
+            elif "/".join(path) in prints:
+                printed.append("/".join(path))
+
+    look(folder, (), expected)
+    changed = (name for name, now in prints_of(folder, printed).items() if prints[name] != now)
+    return [*foreign_paths, *(f"{name} (changed since)" for name in changed)]
+
+
+def _known_files(folder: Path, kind: OutputKind | None) -> tuple[Sequence[str], Mapping[str, str]]:
+    """The paths, or patterns of paths, that a command of this kind wrote into `folder`, and the fingerprints
+    according to its record."""
+    if kind is None:
+        return (), {}
+    if kind.record is None:
+        return kind.names(), {}
+    try:
+        record = json.loads(read_small(folder / kind.record, "", limit=_MAX_RECORD))
+    except (ExpertError, ValueError, RecursionError):
+        return (), {}
+    if not isinstance(record, dict) or not kind.is_ours(record):
+        return (), {}
+    listed, prints = record.get(LIST), record.get(PRINTS)
+    if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
+        return [glob.escape(name) for name in listed], prints if isinstance(prints, dict) else {}
+    return kind.names(), {}
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All files in a folder, at any depth."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def prints_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The fingerprints of the weights and the card among these files of a folder; a few milliseconds for any size."""
+    printed = [name for name in names if (name.endswith(".safetensors") or name == CARD) and (folder / name).is_file()]
+    return {name: fingerprint(folder / name, most=2**23, block=2**12) for name in printed}
+
+
+def _add_list(folder: Path, record: str) -> None:
+    """Add the list of files in `folder`, and the fingerprints of its weights and card, to its record."""
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    )
+    content = json.loads((folder / record).read_bytes())
+    prints = prints_of(folder, names)
+    write_json(folder / record, {**content, LIST: names, **({PRINTS: prints} if prints else {})}, allow_nan=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync `folder` and everything in it to disk: otherwise a renamed file could be empty after a power loss."""
+    for place, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            if not os.path.islink(path := os.path.join(place, name)):
+                sync_one(path)
+        sync_one(place)
+
+
+def sync_one(path: str | Path) -> None:
+    """Sync a file, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path, building: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file that takes the place of `path` when the block ends without an exception.
+
+    For files in a folder of our own: nothing is checked. Both the file and its new name are synced to disk. A killed
+    process leaves the temporary file, so give it a name that the next one finds.
+
+    Args:
+        path: the file to write, or to replace.
+        building: the temporary file, on the same disk.
+    """
+    try:
+        yield building
+        sync_one(building)
+        building.replace(path)
+        sync_one(path.parent)
+    finally:
+        building.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_file(
+    target: str | Path, *, kind: FileKind, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
+) -> Iterator[Path]:
+    """Yield the path of a temporary file that becomes `target` when the block ends without an exception.
+
+    Args:
+        target: the file to write. A symlink stands for the file that it points to.
+        kind: what the block writes.
+        overwrite: replace `target` if it is of this kind.
+        inputs: everything that is read; see `check_inputs`.
+    """
+    target, inputs = expand(target), tuple(inputs)
+    check_file(target, kind=kind, overwrite=overwrite, inputs=inputs)
+    place = Path(os.path.realpath(target))
+    with _os_errors(target), _alone(place, target), replacing(place, _temporary(place)) as building:
+        yield building
+        check_file(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: it may have appeared meanwhile
+
+
+def check_file(
+    target: str | Path, *, kind: FileKind, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
+) -> None:
+    """Check whether `atomic_file` may write `target`. An existing file is replaced only with `overwrite`."""
+    target = expand(target)
+    with _os_errors(target):
+        if target.is_dir():
+            raise OutputError(
+                f"{target} is a folder, but the output is a file", "Choose the path of a file", parameter="out_path"
+            )
+        if os.path.lexists(target) and not overwrite:
+            raise _exists(target)
+        if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+            raise OutputError(
+                f"{target} is a device or a pipe, not a file", "Choose another path", parameter="out_path"
+            )
+        check_inputs(target, inputs)
+        if target.exists() and not kind.wrote(target):
+            raise OutputError(
+                f"this command did not write {target}",
+                "Move it away or choose another path: `overwrite=True` only replaces earlier output of the same kind",
+                parameter="out_path",
+            )
+        if not target.parent.is_dir():
+            raise OutputError(
+                f"{target} cannot be written: the folder {target.parent} does not exist",
+                "Create the folder or choose another path",
+                parameter="out_path",
+            )
+
+
+def _exists(target: Path) -> OutputError:
+    return OutputError(f"{target} already exists", "Choose another path or pass `overwrite=True`", parameter="out_path")
+
+
+def _is_empty(place: Path) -> bool:
+    return place.is_dir() and not os.listdir(place)
+
+
+def _sibling(place: Path, ending: str) -> Path:
+    """A hidden path in the same folder, and so on the same disk."""
+    return place.with_name(f".{place.name}.{ending}")
+
+
+@contextmanager
+def _parents(parent: Path) -> Iterator[None]:
+    """Create missing parents; if the block fails, remove those that are still empty."""
+    new_folders = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        yield
+        for folder in new_folders:
+            sync_one(folder.parent)
+    except BaseException:
+        with suppress(OSError):
+            for folder in new_folders:
+                folder.rmdir()
+        raise
+
+
+@contextmanager
+def locked(path: Path, message: str) -> Iterator[None]:
+    """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies."""
+    from filelock import FileLock, Timeout  # here, so that --help stays fast
+
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        if not path.exists():  # where no file can be created, as in /proc, filelock also reports a timeout
+            probe = path.with_suffix(f".{uuid.uuid4().hex[:12]}.tmp")  # not `path`, which a rival may hold by now
+            probe.touch()
+            probe.unlink(missing_ok=True)
+        raise OutputError(message, "Wait until it ends or choose another path", parameter="out_path") from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is held, so a rival that has opened the file notices that it is gone
+        lock.release()
+
+
+def _temporary(place: Path) -> Path:
+    """A new path for what is being written, or removed; `_recover` finds it."""
+    return _sibling(place, f"{uuid.uuid4().hex[:12]}.tmp")
+
+
+@contextmanager
+def _alone(place: Path, target: Path) -> Iterator[None]:
+    """Keep other writers of `place` out, after cleaning up after killed ones."""
+    with locked(_sibling(place, "lock"), f"{target} is being written by another process"):
+        _recover(place)
+        yield
+
+
+def _recover(place: Path) -> None:
+    """Clean up after a killed writer: restore the folder that it had moved aside, and remove the rest."""
+    temporary_name = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{12}}(?P<old>\.old)?\.tmp")
+    for leftover in sorted(place.parent.iterdir()):
+        if match := temporary_name.fullmatch(leftover.name):
+            if match["old"] and (not place.exists() or _is_empty(place)):
+                leftover.rename(place)
+                continue
+            if match["old"]:  # a folder that is half removed must not look like one that was moved aside
+                leftover = leftover.rename(_temporary(place))
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
+
+
+def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> None:
+    """Move `building` into place. `_recover` repairs the result of a kill between the two renames."""
+    retired = None
+    if place.exists() and _is_empty(place):
+        shutil.copymode(place, building)
+    elif place.exists() and overwrite:
+        retired = building.with_suffix(".old.tmp")  # `_recover` recognises the only copy by this name
+        place.rename(retired)
+    try:
+        building.rename(place)  # this may replace an empty folder; the system refuses any other
+    except OSError as error:
+        if retired is not None:
+            retired.rename(place)
+        elif error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise OutputError(
+                f"another process created {target} in the meantime", "Choose another path", parameter="out_path"
+            ) from None
+        raise
+    sync_one(place.parent)
+    if retired is not None:
+        shutil.rmtree(retired.rename(building), ignore_errors=True)
+
+
+@contextmanager
+def _os_errors(target: Path) -> Iterator[None]:
+    """Report errors of the operating system in the user's terms."""
+    if "\0" in str(target):
+        raise OutputError(f"{str(target)!r} contains a null byte", "Choose another path", parameter="out_path")
+    try:
+        os.fsencode(target)
+    except UnicodeEncodeError as error:
+        raise OutputError(
+            f"{str(target)!r} cannot be the name of a file: {error.reason}", "Choose another path", parameter="out_path"
+        ) from None
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        name = str(error.filename or "")
+        detail = f" (at {name})" if name and not name.endswith((str(target), ".lock")) and ".tmp" not in name else ""
+        raise OutputError(
+            f"{target} cannot be written: {reason}{detail}", _remedy(error.errno), parameter="out_path"
+        ) from error
+
+
+def _remedy(number: int | None) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free some space, or choose a path on another disk; no partial output remains"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Choose a path where you have permission to write"
+    if number in (errno.ENOTDIR, errno.EEXIST):
+        return "Choose a path whose parents are folders"
+    if number == errno.ENAMETOOLONG:
+        return "Choose a shorter name"
+    if number == errno.EBUSY:
+        return "Choose a folder inside it"
+    return "Check the path and the disk; no partial output remains"

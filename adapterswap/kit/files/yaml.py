@@ -1,0 +1,657 @@
+"""Recipes as YAML: read safely, extended from shipped or local fragments, checked against a pydantic model.
+
+ruamel.yaml reads and writes YAML 1.2. This module adds bounds that also hold after aliases are followed, refuses
+control characters, and accepts only plain keys, each once, even next to a `<<`.
+
+Shipped recipes are in `recipes/` of a checkout, and inside the installed package. Those in `train/`, `compose/` and
+`sweep/` are complete; the other folders hold fragments. A recipe extends fragments by a path relative to the file that
+names them, or by the name of a shipped one, without suffix. Fragments are merged in the order listed, and the recipe
+itself comes last: mappings are merged key by key, everything else is replaced (also by `null`).
+
+An unknown key is refused with the most similar known one, and each mistake is reported with the file that it is in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import re
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError
+from pydantic_core import PydanticKnownError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError, YAMLWarning
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.reader import Reader
+from ruamel.yaml.representer import RoundTripRepresenter
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.tag import Tag
+
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    FieldError,
+    NotFoundError,
+    Problem,
+    Problems,
+    did_you_mean,
+)
+from adapterswap.kit.files.text import exists, expand, read_small, shown
+
+_MAX_BYTES = 2**18  # of a recipe; ruamel.yaml takes some five seconds for the worst of this size
+_MAX_VALUES = 20_000  # keys, values and items of a recipe once its aliases are followed
+_MAX_DEPTH = 40
+_PREFIX = "tag:yaml.org,2002:"
+
+
+class _Resolver(VersionedResolver):
+    """Reads `yes` and `no` as booleans. They are text in YAML 1.2, but `do_sample: no` is meant as false."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is ScalarNode and implicit[0] and re.fullmatch("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", value):
+            return Tag(suffix=f"{_PREFIX}bool")
+        return super().resolve(kind, value, implicit)
+
+
+class _Constructor(SafeConstructor):
+    """Stricter than the library, and reports the line and column of an invalid value."""
+
+    def construct_document(self, node: Node) -> Any:
+        """Follow aliases first: the library counts what is written, and a few lines can become billions of copies."""
+        stack, count = [(node, 1)], 1
+        while stack:
+            part, depth = stack.pop()
+            if isinstance(part, ScalarNode):
+                continue
+            inner = part.value
+            if isinstance(part, MappingNode):
+                self._check_keys(part)
+                inner = [item for pair in inner for item in pair]
+            count += len(inner)
+            if count > _MAX_VALUES or (inner and depth == _MAX_DEPTH):
+                raise _refusal(f"it contains more than {_MAX_VALUES} values or {_MAX_DEPTH} levels", part)
+            stack += [(item, depth + 1) for item in inner]
+        return super().construct_document(node)
+
+    def _check_keys(self, mapping: MappingNode) -> None:
+        """Refuse lists as keys and repeated keys next to a `<<`, both of which the library accepts."""
+        names: set[Any] = set()
+        for key, _ in mapping.value:
+            name = key.value if key.tag == f"{_PREFIX}merge" else self.construct_object(key)
+            if not isinstance(name, Hashable):
+                raise _refusal("a key must be a plain value", key)
+            if name in names:
+                raise _refusal(f"the key {shown(name)} appears twice", key)
+            names.add(name)
+
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, str) and (odd := Reader.NON_PRINTABLE.search(value)):
+                raise ValueError(f"it contains the control character {odd[0]!r}")
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError("it is too large")
+            return value
+        except (ValueError, LookupError, ArithmeticError) as error:  # the library raises them for `2001-99-99` as well
+            raise _refusal(
+                f"{shown(node.value)} is not a valid {str(node.tag).rpartition(':')[2]}: {error}", node
+            ) from None
+
+
+for _tag in ("binary", "omap", "pairs", "set"):
+    _Constructor.add_constructor(_PREFIX + _tag, SafeConstructor.construct_undefined)
+
+
+class _Representer(RoundTripRepresenter):
+    """Writes `null` in full: a key without a value looks like an oversight."""
+
+
+_Representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(f"{_PREFIX}null", "null"))
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read the mapping in a YAML file."""
+    path = Path(path)
+    if not exists(path):
+        raise NotFoundError(f"{path} does not exist", "Pass the path of a recipe (YAML)", parameter="recipe")
+    raw = read_small(path, "Pass the path of a recipe (YAML)", limit=_MAX_BYTES, kind=FieldError)
+    try:
+        content = parse_yaml(raw.decode("utf-8"))
+    except ValueError as error:
+        raise FieldError(f"{path} is not valid YAML: {error}", "Correct the file there") from None
+    if content is None:
+        raise FieldError(f"{path} is empty", "Write `key: value` lines")
+    if not isinstance(content, dict):
+        raise FieldError(f"{path} contains a {type(content).__name__}, not a mapping", "Write `key: value` lines")
+    return content
+
+
+def parse_yaml(text: str) -> Any:
+    """The value in a YAML text."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver, yaml.Constructor, yaml.max_depth = _Resolver, _Constructor, _MAX_DEPTH
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", YAMLWarning)  # an anchor that is defined twice
+            return yaml.load(text)
+    except (YAMLError, YAMLWarning) as error:
+        # Leave out advice for programmers, and carets that point into a line shown above.
+        reason = re.sub(r", if necessary increase .*|\^ \(line: \d+\)", "", str(error))
+        raise ValueError(" ".join(reason.split()).replace('in "<unicode string>", ', "at ")) from None
+
+
+def round_trip() -> YAML:
+    """A reader and writer that keeps comments, for editing YAML; it writes plain data in block style."""
+    yaml = YAML()
+    yaml.Resolver, yaml.Representer = _Resolver, _Representer
+    yaml.preserve_quotes, yaml.width = True, 10**6
+    return yaml
+
+
+def dump_yaml(content: Any) -> str:
+    """`content` as YAML, in the order of its keys."""
+    stream = io.StringIO()
+    round_trip().dump(content, stream)
+    return stream.getvalue()
+
+
+def _refusal(problem: str, node: Node) -> YAMLError:
+    return YAMLError(f"{problem} at line {node.start_mark.line + 1}, column {node.start_mark.column + 1}")
+
+
+def _folder() -> Path:
+    package = Path(__file__).parents[2]
+    installed = package / "shipped_recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes(kind: str = "") -> dict[str, Path]:
+    """The shipped recipes as name → file; with `kind`, only those in that folder, such as `train`."""
+    folder = _folder()
+    recipes = sorted((folder / kind).rglob("*.yaml"))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in recipes}
+
+
+def find_recipe(reference: str | Path, kind: str = "") -> Path:
+    """The recipe's file: `reference` itself if it is a file, else the shipped recipe of that name."""
+    path = expand(reference)
+    if exists(path) and not path.is_dir():  # a pipe or a device is refused when it is read
+        return path
+    shipped = shipped_recipes(kind)
+    if str(reference) in shipped:
+        return shipped[str(reference)]
+    remedy = f"Use a YAML file, or {near_names(str(reference), kind)}"
+    if exists(path / "adapter_config.json"):
+        if kind == "compose":
+            remedy = "Pass experts with `task_expert` and `language_expert`"
+        raise ArgumentError(f"{reference} is an adapter, not a recipe", remedy, parameter="recipe")
+    reason = "is a folder" if path.is_dir() else "is neither a file nor a shipped recipe"
+    raise NotFoundError(f"the recipe {reference} {reason}", remedy, parameter="recipe")
+
+
+def near_names(name: str, kind: str = "") -> str:
+    """What to use instead of `name`, as the end of a sentence: the most similar shipped names."""
+    near = difflib.get_close_matches(name, shipped_recipes(kind), n=3, cutoff=0.4)
+    examples = f", such as {', '.join(near)}" if near else ""
+    return f"a name that `adapterswap recipes ls` lists{examples}"
+
+
+_MAX_FRAGMENTS = 8  # fragments that extend fragments
+_MAX_FILES = 64  # in total, counting a fragment each time it is named
+
+Location = Sequence[int | str]
+"""The keys and list positions that lead to a value."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The content of one file, without its `extends`."""
+
+    path: Path
+    content: dict[str, Any]
+
+
+def load_layers(path: str | Path) -> list[Layer]:
+    """Read the files of a recipe, in the order in which they are merged; the recipe itself is last."""
+    layers: list[Layer] = []
+    _collect(Path(path), (), layers)
+    return layers
+
+
+def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
+    """Append to `layers` what `path` extends, then its own content; `chain` is the files that led to it."""
+    route = " → ".join(map(str, (*chain, path)))
+    if path.resolve() in (earlier.resolve() for earlier in chain):
+        raise FieldError(
+            f"recipes extend each other in a circle: {route}", "Remove one of these `extends`", parameter="extends"
+        )
+    if len(chain) > _MAX_FRAGMENTS:
+        raise FieldError(
+            f"recipes extend each other more than {_MAX_FRAGMENTS} deep: {route}",
+            "Use fewer levels",
+            parameter="extends",
+        )
+    content = load_yaml(path)
+    problems = Problems(FieldError)
+    for name in take_names(content, path):
+        with problems.collect():
+            _collect(find_fragment(name, path), (*chain, path), layers)
+    problems.raise_if_any()
+    if len(layers) == _MAX_FILES:
+        raise FieldError(
+            f"the recipe extends more than {_MAX_FILES} files: {route}", "Extend fewer files", parameter="extends"
+        )
+    layers.append(Layer(path, content))
+
+
+def take_names(content: dict[str, Any], path: Path) -> list[str]:
+    """The fragments that the recipe at `path` extends. Removes the `extends` key from `content`."""
+    value = content.pop("extends", None)
+    names = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(name, str) and name for name in names):
+        raise FieldError(
+            f"{path}: extends is {shown(value)}, but must be a name or a list of names",
+            "Name files relative to this one, or shipped fragments such as data/swahili",
+            parameter="extends",
+        )
+    return names
+
+
+def find_fragment(name: str, path: Path) -> Path:
+    """The file to which `name` refers in the recipe at `path`."""
+    local = path.parent / expand(name)
+    if exists(local) and local.is_file():
+        return local
+    shipped = shipped_recipes()
+    if name in shipped:
+        return shipped[name]
+    raise FieldError(
+        f"{path}: extends names {shown(name)}, which is neither a file nor a shipped recipe",
+        f"Use a path relative to this file, or {near_names(name)}",
+        parameter="extends",
+    )
+
+
+def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Merge the contents of the files; later files override earlier ones."""
+    return reduce(_merge, (layer.content for layer in layers), {})
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = below | above
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            merged[key] = _merge(below[key], value)
+    return merged
+
+
+def writer(layers: Sequence[Layer], location: Location) -> Path | None:
+    """The file that set the value at `location`, or a value above it as a whole; None if no file did."""
+    return next((layer.path for layer in reversed(layers) if _sets(layer.content, location)), None)
+
+
+def _sets(content: Any, location: Location) -> bool:
+    for step in location:
+        if not isinstance(content, dict):
+            return True  # a plain value or a list is set as a whole
+        if step not in content:
+            return False
+        content = content[step]
+    return True
+
+
+MEMBER = "\0"
+"""What the tag of a union's member begins with, which pydantic names in a mistake's place, and no recipe has."""
+
+_AnyModel = TypeVar("_AnyModel", bound=BaseModel)
+
+
+if TYPE_CHECKING:
+    _Model = BaseModel
+else:
+
+    class _OurErrors(type(BaseModel)):
+        """Makes `Model(...)` raise a `FieldError`.
+
+        Only calls from Python come here. When pydantic creates a model inside another, its own errors remain, so the
+        outer model can report all mistakes at once.
+        """
+
+        def __call__(cls, *args, **fields):
+            try:
+                return super().__call__(*args, **fields)
+            except ValidationError as error:
+                raise _explained(error, fields, cls, cls.__name__, called=True) from None
+
+    class _Model(BaseModel, metaclass=_OurErrors):
+        """A model that raises `FieldError`s."""
+
+
+class Numbers:
+    """Marks a model, or a type in `Annotated`, whose numbers are not read from true and false: pydantic takes these for
+    1 and 0."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return _without_booleans(handler(source))
+
+
+def _without_booleans(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_booleans(item) for item in schema]
+    if not isinstance(schema, dict) or schema.get("function") in _NO_BOOLEANS.values():
+        return schema
+    if isinstance(kind := schema.get("type"), str) and kind in _NO_BOOLEANS:
+        return {"type": "function-before", "function": _NO_BOOLEANS[kind], "schema": schema}
+    return {key: value if key in ("default", "metadata") else _without_booleans(value) for key, value in schema.items()}
+
+
+def _not_boolean(value: Any, *, error: Literal["int_type", "float_type"]) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError(error)
+    return value
+
+
+_NO_BOOLEANS = {
+    "int": {"type": "no-info", "function": partial(_not_boolean, error="int_type")},
+    "float": {"type": "no-info", "function": partial(_not_boolean, error="float_type")},
+}
+
+
+class FieldMistake(ValueError):
+    """Raised by a validator of several fields, to name the one at fault and what to do about it."""
+
+    def __init__(self, message: str, parameter: str | None = None, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.remedy = remedy
+
+
+class StrictModel(Numbers, _Model):
+    """A part of a recipe. Unknown keys are errors, and values cannot be changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+
+    _files: tuple[Path, ...] = PrivateAttr(default=())
+
+    @property
+    def recipe_files(self) -> tuple[Path, ...]:
+        """The files that this was read from: the recipe and what it extends. Empty if it was created in Python."""
+        return self._files
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """The keys that a recipe may have here."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """See pydantic; raises a `FieldError`."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise _explained(error, obj, cls, cls.__name__, called=True) from None
+
+
+class FiniteModel(StrictModel):
+    """A model whose numbers are finite: `.inf` is valid YAML, but not a valid rate, rank or norm."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+def list_values(value: Any) -> Any:
+    """A mapping's values that are not null, as a list; for list fields that a recipe may write as a mapping.
+
+    The keys let fragments add an item, change one or remove one (with null); a plain list is replaced as a whole.
+    """
+    return [item for item in value.values() if item is not None] if isinstance(value, dict) else value
+
+
+def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return `content` with each `key=value` of `overrides` applied; `a.b.0.c` reaches into mappings and lists.
+
+    Values are read as YAML (`3e-4`, `true`, `[a, b]`). `content` itself is not changed.
+    """
+    import copy
+
+    content = copy.deepcopy(content)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise ArgumentError(
+                f"`overrides`: {override!r} is not key=value",
+                "Write it like training.seed=1",
+                parameter="overrides",
+            )
+        try:
+            value = parse_yaml(text)
+        except ValueError:
+            value = text
+        place: Any = content
+        *parents, last = path.split(".")
+        for step in parents:
+            place = place.setdefault(step, {}) if isinstance(place, dict) else _item(place, step, override)
+        if isinstance(place, dict):
+            place[last] = value
+        else:
+            _item(place, last, override)
+            place[int(last)] = value
+    return content
+
+
+def _item(place: Any, step: str, override: str) -> Any:
+    if not isinstance(place, list) or not step.isdecimal() or int(step) >= len(place):
+        raise ArgumentError(
+            f"`overrides`: {override!r}: there is nothing at {step!r}",
+            "Use keys of the recipe, and list positions counted from 0",
+            parameter="overrides",
+        )
+    return place[int(step)]
+
+
+def read_recipe(
+    path: str | Path, model: type[_AnyModel], overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
+) -> _AnyModel:
+    """Read the YAML file at `path` and what it extends, apply `overrides`, and check the result against `model`.
+
+    Args:
+        path: the recipe.
+        model: the model that checks it.
+        overrides: see `apply_overrides`.
+        paths: keys of local paths, such as `datasets.*.path`; see `read_content`.
+    """
+    content, layers = read_content(path, overrides, paths=paths)
+    recipe = validate(content, model, where=str(path), layers=layers)
+    if isinstance(recipe, StrictModel):
+        recipe._files = tuple(dict.fromkeys(layer.path for layer in layers))
+    return recipe
+
+
+def read_content(
+    path: str | Path, overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
+) -> tuple[dict[str, Any], list[Layer]]:
+    """Read a recipe as plain data; also returns the files that it consists of.
+
+    Args:
+        path: the recipe.
+        overrides: see `apply_overrides`.
+        paths: keys whose values may be local paths; `*` matches any one key or position. If a fragment sets such a path
+            and it exists relative to the fragment, it is made relative to the recipe's folder.
+    """
+    layers, overrides = load_layers(path), list(overrides)
+    content: Any = merge_layers(layers)
+    for pattern in paths:
+        content = _relocated(content, pattern.split("."), (), layers)
+    return apply_overrides(content, overrides), [*layers, Layer(Path(path), _overridden(overrides))]
+
+
+def _relocated(value: Any, steps: Sequence[str], location: tuple[int | str, ...], layers: Sequence[Layer]) -> Any:
+    """`value` with the local paths at `steps` below it made relative to the recipe's folder."""
+    if steps:
+        items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        moved = {
+            key: _relocated(item, steps[1:], (*location, key), layers) if steps[0] in ("*", key) else item
+            for key, item in items
+        }
+        return moved if isinstance(value, dict) else [*moved.values()] if isinstance(value, list) else value
+    recipe, source = layers[-1].path, writer(layers, location)
+    if not isinstance(value, str) or source in (None, recipe) or not exists(source.parent / value):
+        return value
+    return os.path.relpath(source.parent / value, recipe.parent)
+
+
+def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
+    """The keys that `overrides` name, as a file would nest them."""
+    nested: dict[Any, Any] = {}
+    for override in overrides:
+        *parents, last = (int(step) if step.isdecimal() else step for step in override.partition("=")[0].split("."))
+        place = nested
+        for step in parents:
+            place = place.setdefault(step, {})
+            if not isinstance(place, dict):  # replaced as a whole by an earlier override
+                break
+        else:
+            place[last] = None
+    return nested
+
+
+def validate(content: Any, model: type[_AnyModel], *, where: str = "", layers: Sequence[Layer] = ()) -> _AnyModel:
+    """`content` as a `model`, or a `FieldError` that lists every mistake.
+
+    `where` names the text or the file with the mistake, unless one of `layers` made it: then that file is named.
+    Without it, `content` is arguments, so messages name parameters, which the command line prints as flags.
+    """
+    try:
+        context = {"folder": Path(where).parent}  # of a recipe's file, for what a field lists on disk
+        return model.__pydantic_validator__.validate_python(content, context=context)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        raise _explained(error, content, model, where, layers) from None
+
+
+def _explained(
+    error: ValidationError,
+    content: Any,
+    model: type[BaseModel],
+    where: str,
+    layers: Sequence[Layer] = (),
+    *,
+    called: bool = False,
+) -> AdapterswapError:
+    """The error; `called` if Python made the model, so that messages name parameters and not keys."""
+    problems = Problems(FieldError)
+    for details in error.errors(include_url=False):
+        file_location = _as_written(details["loc"], content)
+        # A missing key is a mistake of the file that wrote the mapping around it.
+        source = writer(layers, file_location[:-1] if details["type"] == "missing" else file_location)
+        problem = _explain(details, file_location, model)
+        place, message = str(source or where), problem.message
+        if place:
+            message = f"{place}: {message if called else _PARAMETER.sub(_as_key, message)}"
+        problems.add(message, problem.remedy, parameter=problem.parameter)
+    return problems.as_error(FieldError)
+
+
+def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
+    """`location` as written in the recipe, with the keys of mappings that `list_values` turned into lists."""
+    steps: list[int | str] = []
+    for step in location:
+        if isinstance(step, str) and (step.startswith(MEMBER) or step == "[key]"):
+            continue
+        if isinstance(content, dict) and isinstance(step, int) and step not in content:  # else YAML's key is a number
+            step = [key for key, value in content.items() if value is not None][step]
+        if step == "parameters" and isinstance(content, Mapping) and step not in content:
+            continue  # the parameters of a method are next to it (`planning.parameters`)
+        steps.append(step)
+        try:
+            content = content[step]
+        except (KeyError, IndexError, TypeError):  # a missing key, or a step of pydantic's own
+            content = None
+    return tuple(steps)
+
+
+_PARAMETER = re.compile(r"`(?P<name>[a-z][\w.]*)(=(?P<value>[^`]*))?`")
+
+
+def _as_key(match: re.Match[str]) -> str:
+    """A parameter in a message about a file: `method=ties` is written method: ties there; `x=True` is advice."""
+    if match["value"] is None:
+        return match["name"]
+    return match[0] if match["value"] == "True" else f"{match['name']}: {match['value']}"
+
+
+# The rules behind pydantic's kinds of mistakes; the braces are replaced by the limits that it names.
+_RULES = {
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "less than {lt:g}",
+    "literal_error": "{expected}",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type"), "a mapping"),
+}
+
+
+def _explain(details: Any, file_location: Location, model: type[BaseModel]) -> Problem:
+    """Turn one pydantic error into a problem that names the key, its value and what is allowed."""
+    location, kind = details["loc"], details["type"]
+    path = ".".join(str(part) for part in file_location)
+    parameter, key = path or None, f"`{path}`" if path else "the recipe"
+    if kind == "extra_forbidden":
+        known_keys = details.get("ctx", {}).get("known") or sorted(_known_keys(model, location))
+        listed = f"Known keys: {', '.join(known_keys)}" if known_keys else "Remove it"
+        remedy = did_you_mean(str(location[-1]), known_keys, listed)
+        return Problem(f"{key} is not a known key", remedy, parameter)
+    if kind == "missing":
+        return Problem(f"{key} is missing", f"Add `{location[-1]}:`", parameter)
+    message, remedy = details["msg"].removeprefix("Value error, "), ""
+    if kind == "value_error" and isinstance(mistake := details["ctx"]["error"], FieldMistake):
+        parameter = ".".join(filter(None, (path, mistake.parameter))) or None
+        remedy = mistake.remedy
+    if kind == "value_error" and not location:  # a rule about several keys names them itself
+        return Problem(message, remedy, parameter)
+    if kind == "foreign_parameter":
+        return Problem(f"{key} {message}", remedy, parameter)
+    value = f"{number:g}" if isinstance(number := details["input"], float) else shown(number)
+    if kind in _RULES:
+        remedy = "If it is text, quote it: YAML reads no, yes, on and off as false and true" * isinstance(number, bool)
+        rule = _RULES[kind].format(**details.get("ctx", {}))
+        return Problem(f"{key} is {value}, but must be {rule}", remedy, parameter)
+    return Problem(f"{key} is {value}: {message[:1].lower()}{message[1:]}", remedy, parameter)
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:
+    """The keys allowed in place of the unknown one at `location`, as far as the models' fields show."""
+    import typing
+
+    current: Any = model
+    for step in location[:-1]:
+        if not (isinstance(current, type) and issubclass(current, BaseModel)):
+            return []
+        if isinstance(step, int) or step not in current.model_fields:
+            continue
+        current = current.model_fields[step].annotation
+        stack = [current]
+        while stack:  # look through list[...], unions and dict[...] for a model
+            candidate = stack.pop()
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                current = candidate
+                break
+            stack.extend(typing.get_args(candidate))
+    if isinstance(current, type) and issubclass(current, StrictModel):
+        return current.known_keys()
+    if isinstance(current, type) and issubclass(current, BaseModel):
+        return [field.alias or name for name, field in current.model_fields.items()]
+    return []

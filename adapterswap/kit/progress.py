@@ -1,0 +1,180 @@
+"""Progress on stderr for commands and training: bars at a terminal, a line every ten seconds in a log.
+
+If stderr is not a terminal, a thread writes the lines, so a step that takes minutes is not silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+from adapterswap.kit.errors import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+
+FIRST_LINE_S = 5.0
+LINE_EVERY_S = 10.0
+_TERMINALS = {"FORCE_COLOR", "TTY_COMPATIBLE"}  # environment variables
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def duration(seconds: float) -> str:
+    """A number of seconds in words: `40 s`, `3 min 20 s`, `3.4 h`."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    minutes, rest = divmod(round(seconds), 60)
+    return " ".join([f"{minutes} min"] * (minutes > 0) + [f"{rest} s"] * (rest > 0 or not minutes))
+
+
+def rate_text(per_second: float) -> str:
+    """A rate per second, minute or hour, in the first unit that makes it 1 or more: `3.2/s`, `14/min`, `2.5/h`."""
+    for factor, unit in ((1, "s"), (60, "min")):
+        if per_second * factor >= 1:
+            return f"{per_second * factor:,.{0 if per_second * factor >= 10 else 1}f}/{unit}"
+    return f"{per_second * 3600:.1f}/h"
+
+
+class ProgressRow:
+    """One line of progress, with or without a known total. Made by `Progress.row`."""
+
+    def __init__(self, owner: Progress, name: str, total: int | None, *, steady: bool = True) -> None:
+        self._owner, self._steady = owner, steady
+        self.begin(name, total)
+
+    def begin(self, name: str, total: int | None = None, *, done: int = 0, amount: float = 0) -> None:
+        """Start counting something else.
+
+        Args:
+            name: what is counted, or the current step.
+            total: how many there are; None if unknown.
+            done: how many were finished earlier; they do not count towards the rate.
+            amount: the current value of another quantity that grows, such as tokens; see `rate_of`.
+        """
+        self.name, self.total, self.done, self.note = printable(name), total, done, ""
+        self._first, self._amount, self._since = done, amount, time.monotonic()
+        self._owner._changed(self)
+
+    def update(self, done: int, total: int | None = None, *, name: str | None = None, note: str | None = None) -> None:
+        """Set how many are done; `note` is shown after the numbers."""
+        self.done, self.total = done, self.total if total is None else total
+        self.name = self.name if name is None else printable(name)
+        self.note = self.note if note is None else note
+        self._owner._changed(self)
+
+    def rate_of(self, amount: float) -> float:
+        """How fast the other quantity has grown since `begin`, per second, now that it is `amount`."""
+        return (amount - self._amount) / max(time.monotonic() - self._since, 1e-9)
+
+    @property
+    def pace(self) -> str:
+        """The rate, the time left and the note, where known."""
+        took, steps = time.monotonic() - self._since, self.done - self._first
+        parts = []
+        if not self._steady:
+            parts += [f"{duration(took)} so far"] if self.done != self.total else []
+            if self.total and self.total / 5 <= steps < self.total:
+                parts.append(f"about {duration((self.total - self.done) * took / steps)} left")
+        elif steps > 0 and took > 0:
+            parts.append(rate_text(steps / took))
+            if self.total is not None and self.total > self.done:
+                parts.append(f"{duration((self.total - self.done) * took / steps)} left")
+        return ", ".join([*parts, *([self.note] if self.note else [])])
+
+    def __str__(self) -> str:
+        """The line for a log."""
+        if self.total is None and self.done == 0:
+            return f"{self.name}: {duration(time.monotonic() - self._since)} so far"
+        count = f"{self.done:,}" + (f" of {self.total:,}" if self.total is not None else "")
+        if self.total and not self._steady:
+            count = f"{self.done / self.total:.0%}"
+        return f"{self.name}: {count}" + (f", {self.pace}" if self.pace else "")
+
+
+class Progress:
+    """A context manager that shows rows of progress on stderr; with `shown=False` it shows nothing.
+
+    At a terminal each row is a bar, and all bars disappear at the end. Elsewhere all rows share one line, written after
+    five seconds and then every ten. `tell` is called with the finished steps and the total of a row that has one.
+    """
+
+    def __init__(self, *, shown: bool = True, tell: Callable[[int, int], None] | None = None) -> None:
+        self._tell = tell
+        self._stream, self._rows = sys.stderr, list[ProgressRow]()
+        self._bars: RichProgress | None = None
+        self._tasks: dict[ProgressRow, TaskID] = {}
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._began = self._last = time.monotonic()
+        self._shown, self._started = shown, False
+
+    def __enter__(self) -> Self:
+        if not self._shown:
+            return self
+        # rich treats these as a terminal too. Importing it takes as long as a small composition, so logs do without it.
+        if (self._stream.isatty() or _TERMINALS & os.environ.keys()) and (console := _console()).is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+            name, pace = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[pace]}"))
+            columns = (SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), pace)
+            self._bars = Progress(*columns, console=console, transient=True)
+            self._bars.start()
+        else:
+            self._thread = threading.Thread(target=self._write_lines, name="progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._bars is not None:
+            self._bars.stop()
+
+    def row(self, name: str, total: int | None = None, *, steady: bool = True) -> ProgressRow:
+        """Add a row. If the count is not `steady`, the row shows the time taken, and guesses the time left."""
+        row = ProgressRow(self, name, total, steady=steady)
+        self._rows.append(row)
+        return row
+
+    def _changed(self, row: ProgressRow) -> None:
+        if self._tell is not None and row.total:
+            self._tell(row.done, row.total)
+        if self._bars is not None:
+            if row not in self._tasks:
+                self._tasks[row] = self._bars.add_task(row.name, total=row.total, pace="")
+            self._bars.update(
+                self._tasks[row], total=row.total, completed=row.done, description=row.name, pace=row.pace
+            )
+        elif self._thread is not None:
+            self._write_if_due()
+
+    def _write_if_due(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            wait = min(LINE_EVERY_S, FIRST_LINE_S) if not self._started else LINE_EVERY_S
+            if now - self._last < wait or not self._rows:
+                return
+            self._last, self._started = now, True
+            with contextlib.suppress(OSError, ValueError):  # the stream may be closed by now
+                self._stream.write("; ".join(map(str, self._rows)) + "\n")
+                self._stream.flush()
+
+    def _write_lines(self) -> None:
+        """Run in a separate thread, for steps that report nothing for a long time."""
+        while not self._stop.wait(0.5):
+            self._write_if_due()

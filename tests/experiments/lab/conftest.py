@@ -1,0 +1,36 @@
+"""One real lab run, small enough for a test: a shipped base, short training, all compositions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from adapterswap.experiments.lab import SCENES, Sizes, Study, plan_lab, run_lab
+
+
+@dataclass(frozen=True)
+class Run:
+    study: Study
+    folder: Path
+    told: list[tuple[int, str, float]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _offline() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    scene = replace(SCENES["gap"], math_rows=1500, language_rows=1500)
+    folder = tmp_path_factory.mktemp("lab") / "run"
+    reports: list[tuple[int, str, float]] = []
+    study = run_lab(
+        plan_lab(scene, 1, folder, sizes=Sizes(development=60, test=120)), tell=lambda *news: reports.append(news)
+    )  # fmt: skip
+    return Run(study, folder, reports)

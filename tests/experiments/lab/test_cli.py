@@ -1,0 +1,42 @@
+"""The command: dry runs, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from adapterswap.cli import main
+from adapterswap.cli.lab import lab_command
+from adapterswap.experiments.lab import SCENES
+
+
+def test_the_scenes_offered_are_the_scenes() -> None:
+    (option,) = (parameter for parameter in lab_command.params if parameter.name == "scene")
+    assert list(option.type.choices) == list(SCENES)  # type: ignore[attr-defined]
+    assert all(f"`{name}`" in (lab_command.help or "") for name in SCENES)
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    result = CliRunner().invoke(main, ["lab", "--seeds", "6", "--out-path", str(target), "--dry-run", "--json"])
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
+    assert output["dry_run"] is True
+    assert output["pretrained"] == [5]  # five are shipped
+    assert output["language_rows"] == SCENES["gap"].language_rows
+    text = CliRunner().invoke(main, ["lab", "--scene", "no-gap", "--out-path", str(target), "--dry-run"])
+    assert "5 pretrained" in text.stdout
+    assert not target.exists()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
+    for arguments in ([], ["--dry-run"]):
+        result = CliRunner().invoke(main, ["lab", "--out-path", str(tmp_path / "out"), *arguments])
+        assert result.exit_code == 3
+        assert "exists" in result.stderr
+    assert CliRunner().invoke(main, ["lab", "--scene", "moon"]).exit_code == 2
+    assert CliRunner().invoke(main, ["lab", "--seeds", "0"]).exit_code == 2
