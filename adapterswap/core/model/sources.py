@@ -121,14 +121,14 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
     parameter = parameter or ("base_model" if what == "base model" else None)
     if not isinstance(reference, str | Path):
         raise ArgumentError(
-            f"the {what} is of type {type(reference).__name__}",
+            f"The {what} is of type {type(reference).__name__}",
             "Pass a local folder or a Hub id such as org/name",
             parameter=parameter,
         )
     path = expand(reference)
     if reference == "":
         raise ArgumentError(
-            f"the {what}'s path is empty",
+            f"The {what}'s path is empty",
             "Pass a folder, or a Hub id such as org/name@revision",
             parameter=parameter,
         )
@@ -147,7 +147,7 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
         first = str(reference).partition("/")[0]
         hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
         why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
-        raise NotFoundError(f"the path {reference} does not exist{why_local}", remedy, parameter=parameter)
+        raise NotFoundError(f"The path {reference} does not exist{why_local}", remedy, parameter=parameter)
     return _download(hub_id, files, what, parameter)
 
 

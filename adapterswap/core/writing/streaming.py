@@ -84,7 +84,7 @@ class ModelForm:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in FLOAT_NAMES:
             remedy = f"Pass {', '.join(FLOAT_NAMES)}"
-            raise ArgumentError(f"the dtype {self.dtype!r} is unknown", remedy, parameter="dtype")
+            raise ArgumentError(f"The dtype {self.dtype!r} is unknown", remedy, parameter="dtype")
         check_type(self.max_shard_size, (str, type(None)), "max_shard_size", "Write for instance 2GB, 500MB or 4GiB")
         _ = self.shard_bytes
 
@@ -96,7 +96,7 @@ class ModelForm:
         match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([A-Za-z]*)\s*", self.max_shard_size)
         if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
             raise ArgumentError(
-                f"the shard size {self.max_shard_size!r} is not a size",
+                f"The shard size {self.max_shard_size!r} is not a size",
                 "Write for instance 2GB, 500MB or 4GiB",
                 parameter="max_shard_size",
             )

@@ -93,7 +93,7 @@ def choose_renderer(
     if source.messages is not None or (chat_prompts and source.text is None):
         if chat is None:
             raise BaseModelError(
-                f"the dataset {source.path} must be rendered as chat, but the tokenizer has no chat template",
+                f"The dataset {source.path} must be rendered as chat, but the tokenizer has no chat template",
                 "Use the instruct model's tokenizer, or `prompt` and `completion` with chat_template: false",
                 parameter="base_model",
             )
@@ -162,7 +162,7 @@ def _messages(column: str) -> Conversation:
             ]
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise DataError(
-                f"the column {column!r} does not contain chat messages",
+                f"The column {column!r} does not contain chat messages",
                 "Use a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
                 parameter="datasets",
             )
@@ -201,7 +201,7 @@ def _chat(conversation: Conversation, chat: ChatTemplate) -> Renderer:
             return Example(text, tuple(trained), chat=True)
         except TemplateError as error:
             raise DataError(
-                f"the tokenizer's chat template rejects the messages: {error}",
+                f"The tokenizer's chat template rejects the messages: {error}",
                 "Put the messages in the order that the template expects",
                 parameter="datasets",
             ) from None
@@ -226,7 +226,7 @@ def _check_written(content: str, written: str) -> None:
     last_line = content.rpartition("</think>")[2].strip().rpartition("\n")[2]
     if last_line not in written:
         raise DataError(
-            f"the tokenizer's chat template does not write the assistant's turn {shown(content)}",
+            f"The tokenizer's chat template does not write the assistant's turn {shown(content)}",
             "Use `prompt` and `completion` with chat_template: false, or a tokenizer whose template takes plain text",
             parameter="datasets",
         )

@@ -194,7 +194,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
             remedy = "Pass experts with `task_expert` and `language_expert`"
         raise ArgumentError(f"{reference} is an adapter, not a recipe", remedy, parameter="recipe")
     reason = "is a folder" if path.is_dir() else "is neither a file nor a shipped recipe"
-    raise NotFoundError(f"the recipe {reference} {reason}", remedy, parameter="recipe")
+    raise NotFoundError(f"The recipe {reference} {reason}", remedy, parameter="recipe")
 
 
 def near_names(name: str, kind: str = "") -> str:
@@ -231,11 +231,11 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
     route = " → ".join(map(str, (*chain, path)))
     if path.resolve() in (earlier.resolve() for earlier in chain):
         raise FieldError(
-            f"recipes extend each other in a circle: {route}", "Remove one of these `extends`", parameter="extends"
+            f"Recipes extend each other in a circle: {route}", "Remove one of these `extends`", parameter="extends"
         )
     if len(chain) > _MAX_FRAGMENTS:
         raise FieldError(
-            f"recipes extend each other more than {_MAX_FRAGMENTS} deep: {route}",
+            f"Recipes extend each other more than {_MAX_FRAGMENTS} deep: {route}",
             "Use fewer levels",
             parameter="extends",
         )
@@ -247,7 +247,7 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
     problems.raise_if_any()
     if len(layers) == _MAX_FILES:
         raise FieldError(
-            f"the recipe extends more than {_MAX_FILES} files: {route}", "Extend fewer files", parameter="extends"
+            f"The recipe extends more than {_MAX_FILES} files: {route}", "Extend fewer files", parameter="extends"
         )
     layers.append(Layer(path, content))
 

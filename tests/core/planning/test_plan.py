@@ -148,10 +148,10 @@ def test_the_number_of_layers_is_never_guessed(math: Path, swahili: Path, tmp_pa
     unknown = [
         copied(folder, tmp_path / folder.name, base_model_name_or_path="/nowhere/base") for folder in (math, swahili)
     ]
-    told = r"that \S+'s adapter_config.json names: the path /nowhere/base does not exist\. Pass `base_model`"
+    told = r"that \S+'s adapter_config.json names: The path /nowhere/base does not exist\. Pass `base_model`"
     with refused(NotFoundError, "base_model", match=told):
         adapterswap.layer_swap(*unknown, bottom=1, top=1)
-    told = r"the base that `base_model` names: the path /lost does not exist\. Correct it, or pass `num_layers`"
+    told = r"the base that `base_model` names: The path /lost does not exist\. Correct it, or pass `num_layers`"
     with refused(NotFoundError, "base_model", match=told):
         adapterswap.layer_swap(*unknown, bottom=1, top=1, base_model="/lost")
     assert adapterswap.layer_swap(*unknown, bottom=1, top=1, num_layers=6).num_layers == 6
