@@ -227,11 +227,18 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
         if outside:
             base = f"the base's {rule.stack}" if rule.stack else "the base"
             problems.add(
-                f"The rule `{rule}` names layer {outside[0]}, but {base} has {count} layers (0-{count - 1})",
+                f"The rule `{rule}` names {_listed(outside)}, but {base} has {count} layers (0-{count - 1})",
                 "Correct the rule's layers, or `num_layers`",
                 parameter="allocation",
                 kind=CompositionError,
             )
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """Layers in words: `layer 8`, `layers 8 and 9`, `layers 8-12,20`."""
+    if len(layers) == 2:
+        return f"layers {layers[0]} and {layers[1]}"
+    return f"layer{'s' * (len(layers) > 1)} {format_layers(layers)}"
 
 
 def check_matches(

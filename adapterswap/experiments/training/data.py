@@ -257,7 +257,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
         raise NotFoundError(
             f"The dataset {source.path} is not a local file and could not be downloaded from the Hub: "
             f"{hub_reason(error)}",
-            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
+            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`", error),
             parameter="datasets",
         ) from None
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:

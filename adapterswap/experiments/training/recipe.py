@@ -502,6 +502,6 @@ def read_train_recipe(path: str | Path, overrides: Iterable[str] = ()) -> TrainR
         NotFoundError: the file does not exist.
         FieldError: lists every mistake in the recipe.
     """
-    recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS)
+    recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS, kind="train")
     recipe._folder = Path(path).parent
     return recipe

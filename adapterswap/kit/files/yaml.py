@@ -180,6 +180,10 @@ def shipped_recipes(kind: str = "") -> dict[str, Path]:
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in recipes}
 
 
+MARKS = {"train": "datasets", "compose": "experts", "sweep": "task_experts"}
+"""Kind of recipe → the key that every recipe of this kind has, and no recipe of another kind."""
+
+
 def find_recipe(reference: str | Path, kind: str = "") -> Path:
     """The recipe's file: `reference` itself if it is a file, else the shipped recipe of that name."""
     path = expand(reference)
@@ -188,6 +192,8 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:
         return shipped[str(reference)]
+    if str(reference) in shipped_recipes():
+        raise _other_kind(reference, str(reference).partition("/")[0], kind)
     remedy = f"Use a YAML file, or {near_names(str(reference), kind)}"
     if exists(path / "adapter_config.json"):
         if kind == "compose":
@@ -458,7 +464,12 @@ def _item(place: Any, step: str, override: str) -> Any:
 
 
 def read_recipe(
-    path: str | Path, model: type[_AnyModel], overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
+    path: str | Path,
+    model: type[_AnyModel],
+    overrides: Iterable[str] = (),
+    *,
+    paths: Iterable[str] = (),
+    kind: str | None = None,
 ) -> _AnyModel:
     """Read the YAML file at `path` and what it extends, apply `overrides`, and check the result against `model`.
 
@@ -467,12 +478,34 @@ def read_recipe(
         model: the model that checks it.
         overrides: see `apply_overrides`.
         paths: keys of local paths, such as `datasets.*.path`; see `read_content`.
+        kind: one of `MARKS`; a recipe of another kind is refused as such.
     """
     content, layers = read_content(path, overrides, paths=paths)
+    if kind is not None:
+        _check_kind(content, kind, path)
     recipe = validate(content, model, where=str(path), layers=layers)
     if isinstance(recipe, StrictModel):
         recipe._files = tuple(dict.fromkeys(layer.path for layer in layers))
     return recipe
+
+
+def _check_kind(content: Mapping[str, Any], kind: str, path: str | Path) -> None:
+    other = next((name for name, mark in MARKS.items() if mark in content), kind)
+    if other != kind and MARKS[kind] not in content:
+        raise _other_kind(path, other, kind)
+
+
+def _other_kind(reference: str | Path, other: str, kind: str) -> FieldError:
+    if other not in MARKS:
+        return FieldError(
+            f"{reference} is a part of recipes, not a whole one", f"Name it in `extends:` of a recipe for `{kind}`",
+            parameter="recipe",
+        )  # fmt: skip
+    return FieldError(
+        f"{reference} is a recipe for `adapterswap {other}`, not for `adapterswap {kind}`",
+        f"Run `adapterswap {other} {reference}`, or pass a recipe with `{MARKS[kind]}:`",
+        parameter="recipe",
+    )
 
 
 def read_content(
