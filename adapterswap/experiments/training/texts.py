@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from adapterswap.core.model.chat import SET_BY_TRANSFORMERS, ChatTemplate
+from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.recipe import DatasetSource, Template
 from adapterswap.kit.errors import BaseModelError, DataError
 from adapterswap.kit.files.text import loads, shown
@@ -281,7 +281,7 @@ class _Beside:
 
     def _variables(self, row: Row) -> dict[str, Any]:
         variables = read_value(row.get(ARGUMENTS))
-        if variables is not None and not (isinstance(variables, dict) and not variables.keys() & SET_BY_TRANSFORMERS):
+        if variables is not None and not (isinstance(variables, dict) and all(map(self._chat.may_set, variables))):
             raise DataError(
                 f"the column {ARGUMENTS!r} does not contain variables of the chat template: {shown(variables)}",
                 "Use an object with variables that the template reads, such as {enable_thinking: false}",

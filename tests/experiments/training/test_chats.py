@@ -14,7 +14,7 @@ from refusals import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from adapterswap.core.model.chat import ChatTemplate
+from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.data import SourceCounts, load_rows
 from adapterswap.experiments.training.recipe import DatasetSource
 from adapterswap.experiments.training.texts import Example

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from refusals import refused
 
-from adapterswap.core.model.chat import ChatTemplate
+from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.data import SourceCounts, load_rows
 from adapterswap.experiments.training.recipe import DatasetSource
 from adapterswap.experiments.training.texts import Example

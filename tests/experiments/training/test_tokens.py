@@ -12,7 +12,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from adapterswap.core.model.chat import ChatTemplate
+from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.data import load_rows
 from adapterswap.experiments.training.recipe import DatasetSource
 from adapterswap.experiments.training.run import isolated

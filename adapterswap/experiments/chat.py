@@ -11,12 +11,12 @@ from typing import Any
 
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag, which only marks text
 
-SET_BY_TRANSFORMERS = frozenset({
+# Arguments of `apply_chat_template` that are no variables of a template's own.
+_NO_VARIABLES = frozenset({
     "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "sanitize_control_tokens", "tokenizer_kwargs",
 })  # fmt: skip
-"""Arguments of `apply_chat_template` that are no variables of a template's own, so no row may set them."""
 
 
 class ChatTemplate:
@@ -67,6 +67,11 @@ class ChatTemplate:
     def reads(self, name: str) -> bool:
         """Whether a template reads a variable of this name, such as `tools`."""
         return any(name in _variables(text) for text in self._texts)
+
+    @staticmethod
+    def may_set(name: str) -> bool:
+        """Whether a row may set a variable of this name: nothing else of transformers' own."""
+        return name not in _NO_VARIABLES
 
     def names(self, word: str) -> bool:
         """Whether a template contains a word, such as the key of a message."""
