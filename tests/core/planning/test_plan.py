@@ -103,7 +103,7 @@ def test_rules_that_cover_nothing(expert: Callable[..., Path]) -> None:
 def test_a_rule_beyond_the_layers_is_one_mistake(math: Path, swahili: Path) -> None:
     """It would also leave nothing for the rules after it and nothing for its expert."""
     composition = allocation({"layers": "0-9", "expert": "swahili"}, {"expert": "math"})
-    with refused(CompositionError, "allocation", match=r"names layers 6-9, but the base has 6 layers \(0-5\)") as caught:
+    with refused(CompositionError, "allocation", match=r"names layers 6-9, .* has 6 layers \(0-5\)") as caught:
         adapterswap.compose(composition, {"math": math, "swahili": swahili})
     assert len(caught.value.problems) == 1
 
