@@ -35,7 +35,6 @@ from adapterswap.kit.files.yaml import (
     dump_yaml,
     find_fragment,
     load_layers,
-    near_names,
     read_content,
     round_trip,
     shipped_recipes,
@@ -170,7 +169,11 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
     problems = Problems(NotFoundError)
     for name in names:
         if name not in shipped:
-            problems.add(f"There is no shipped recipe {name!r}", f"Use {near_names(name)}", parameter="names")
+            problems.add(
+                f"There is no shipped recipe {name!r}",
+                did_you_mean(name, shipped, "Use a name that `adapterswap recipes ls` lists"),
+                parameter="names",
+            )
     problems.raise_if_any()
     places = {file: f"{name}.yaml" for name, file in shipped.items()}
     files = {layer.path for name in names for layer in load_layers(shipped[name])}

@@ -194,7 +194,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
         return shipped[str(reference)]
     if str(reference) in shipped_recipes():
         raise _other_kind(reference, str(reference).partition("/")[0], kind)
-    remedy = f"Use a YAML file, or {near_names(str(reference), kind)}"
+    remedy = f"Use a YAML file, or {_near_names(str(reference), kind)}"
     if exists(path / "adapter_config.json"):
         if kind == "compose":
             remedy = "Pass experts with `task_expert` and `language_expert`"
@@ -203,7 +203,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     raise NotFoundError(f"The recipe {reference} {reason}", remedy, parameter="recipe")
 
 
-def near_names(name: str, kind: str = "") -> str:
+def _near_names(name: str, kind: str = "") -> str:
     """What to use instead of `name`, as the end of a sentence: the most similar shipped names."""
     near = difflib.get_close_matches(name, shipped_recipes(kind), n=3, cutoff=0.4)
     examples = f", such as {', '.join(near)}" if near else ""
@@ -281,7 +281,7 @@ def find_fragment(name: str, path: Path) -> Path:
         return shipped[name]
     raise FieldError(
         f"{path}: extends names {shown(name)}, which is neither a file nor a shipped recipe",
-        f"Use a path relative to this file, or {near_names(name)}",
+        f"Use a path relative to this file, or {_near_names(name)}",
         parameter="extends",
     )
 
