@@ -14,11 +14,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, Part, by_layer
 from adapterswap.core.experts.keys import is_bias
 from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.base import base_at
-from adapterswap.core.model.checkpoints import MODEL_CONFIG, Checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import (
     EMBEDDINGS,
     HEADS,
