@@ -17,7 +17,7 @@ WINGS = {
     "core": ("model", "experts", "changes", "methods", "planning", "writing"),
     "engines": ("live", "gguf", "serving"),
     "tools": (),
-    "experiments": ("evaluation", "training", "analysis", "sweeps", "reporting", "lab", "studio", "recipes"),
+    "experiments": ("chat", "evaluation", "training", "analysis", "sweeps", "reporting", "lab", "studio", "recipes"),
     "cli": (),
 }
 ROOMS = [f"{wing}.{room}" if room else wing for wing, rooms in WINGS.items() for room in rooms or ("",)]
@@ -43,7 +43,7 @@ CEILINGS = {
     "engines.live": 12,
     "experiments.analysis": 12,
     "experiments.lab.bases": 8,
-    "experiments": 4,
+    "experiments": 5,
     "experiments.studio": 3,
     "": 2,
     "cli": 1,

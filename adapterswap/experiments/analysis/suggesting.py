@@ -29,7 +29,7 @@ from adapterswap.engines.live import LiveComposer, load_experts
 from adapterswap.experiments.analysis.analyzing import Bars, no_bars
 from adapterswap.experiments.analysis.interference import Block, Changes, measure
 from adapterswap.experiments.training.recipe import DatasetSource
-from adapterswap.experiments.training.tokens import Reader, choose_reader
+from adapterswap.experiments.training.texts import Reader, choose_reader
 from adapterswap.kit.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
 from adapterswap.kit.files.folders import FileKind, atomic_file, check_file
 from adapterswap.kit.files.text import as_row, expand, is_folder, json_lines, read_small
