@@ -16,8 +16,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from adapterswap import __version__
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
-from adapterswap.core.model.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
+from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.core.model.layers import recorded_layers
 from adapterswap.core.model.sources import (
     CONFIG,

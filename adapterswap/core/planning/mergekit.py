@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, known_depth, num_layers_in_config
-from adapterswap.core.model.tokenizers import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.planning.composition import Composition, expert_name
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from adapterswap.core.changes.kinds import Change, Term, Whole
 from adapterswap.core.changes.locating import TiedHead
+from adapterswap.core.companions.tokenizer import Tokens, clashes, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import HEADS, extra_rows, is_vocabulary, language_config
 from adapterswap.core.model.sources import base_config, cached_base_config, cached_base_folder
-from adapterswap.core.model.tokenizers import Tokens, clashes, read_tokens, tokenizer_bytes
 from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rules import BASE

@@ -289,7 +289,7 @@ class NamedComposer:
 
     def _write(self, plan: Plan, path: Path) -> None:
         # Hashing and copying both check the files' stamps, so the hashes are of the files that are copied.
-        write_prepared(for_any_engine(plan, Form()), path, hashes=self._hashes(plan), tokenizer=False)
+        write_prepared(for_any_engine(plan, Form()), path, hashes=self._hashes(plan), companions=False)
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
         return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.adapters.items()}

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, open_expert
-from adapterswap.core.model.checkpoints import MODEL_CONFIG, Checkpoint, model_fingerprints, open_checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint, model_fingerprints, open_checkpoint
 from adapterswap.core.model.layers import check_depth_of, known_depth, num_layers_in_config
 from adapterswap.core.model.loading import OpenedBase, open_base
 from adapterswap.core.model.sources import WEIGHTS

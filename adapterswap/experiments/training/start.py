@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core.companions.tokenizer import clashes, read_tokens
 from adapterswap.core.experts.adapter import Adapter, and_more, open_adapter
 from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.layers import stacked_layers_in_config
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.model.sources import identity_of, parse_hub_id, public_name
-from adapterswap.core.model.tokenizers import clashes, read_tokens
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composing import compose, read_composition
 from adapterswap.core.planning.composition import Composition
