@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, Part
 from adapterswap.core.experts.keys import is_bias
 from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.base import base_at
-from adapterswap.core.model.checkpoints import MODEL_CONFIG
 from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ends_of, of_any_stack, stack_of
 from adapterswap.core.model.sources import cached_base_config, find_source
 from adapterswap.core.planning.base import reference_of

@@ -13,15 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
 from adapterswap.core.experts.adapter import Adapter, by_layer
-=======
-from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.experts.adapter import Adapter, Part, by_layer
-from adapterswap.core.experts.keys import is_bias
-from adapterswap.core.experts.names import under_canonical_names
-from adapterswap.core.model.base import base_at
->>>>>>> main
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import (
     STACKS,
