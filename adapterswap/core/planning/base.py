@@ -162,7 +162,7 @@ def reference_of(experts: Mapping[str, Expert], declared: str | None) -> str | N
 def named_base(reference: str | None, remedy: str = "Pass `base_model`") -> str:
     """The reference to the base; an error if neither the experts nor the caller name one."""
     if reference is None:
-        raise BaseModelError("the experts do not say which base model they adapt", remedy, parameter="base_model")
+        raise BaseModelError("The experts do not say which base model they adapt", remedy, parameter="base_model")
     return reference
 
 

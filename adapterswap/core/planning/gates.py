@@ -126,7 +126,7 @@ def _covered(filled: Filled, problems: Problems) -> None:
     if filled.uncovered:
         more = f" and {len(filled.uncovered) - 1} more" if len(filled.uncovered) > 1 else ""
         problems.add(
-            f"no rule covers {filled.uncovered[0].name}{more}",
+            f"No rule covers {filled.uncovered[0].name}{more}",
             "End with a rule for everything else, such as {expert: NAME} or, as text, NAME",
             parameter="allocation",
             kind=CompositionError,
@@ -145,7 +145,7 @@ def _rows_of_the_base(ends: Ends, problems: Problems) -> None:
         size = slot.base.tensor.shape[0]
         if any(span.stop > size and term.expert == BASE for span in slot.spans for term in span.base):
             problems.add(
-                f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
+                f"The base has {size} rows of {slot.name}, which was not known when the experts were composed",
                 "Pass `base_model` when you compose them",
                 parameter="base_model",
                 kind=BaseModelError,
@@ -169,7 +169,7 @@ def _depth_of_the_plan(merging: Merging, problems: Problems) -> None:
     depth = stacked_layers_in_config(merging.base.config)
     if depth is not None and depth != merging.plan.num_layers:
         planned = format_depth(merging.plan.num_layers)
-        message = f"the plan is for {planned} layers, but the base has {format_depth(depth)}"
+        message = f"The plan is for {planned} layers, but the base has {format_depth(depth)}"
         problems.add(message, "Pass the experts' base", parameter="base_model")
 
 
