@@ -227,7 +227,6 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
         finally:
             del model.tie_weights
-        self._contexts = SharedContexts(model) if self.device.type == "cpu" else None
         self._max_gen_toks, self._truncate = max_gen_toks, truncate
         self._on_begin, self._on_progress = on_begin, on_progress
         self._seed, self._processes = seed, processes
@@ -329,7 +328,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
         """See the harness. On a CPU, a context with several continuations is read once."""
         pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-        shared = shared_contexts(pairs, self.max_length + 1) if self._contexts else {}
+        shared = shared_contexts(pairs, self.max_length + 1) if self.device.type == "cpu" else {}
         answers: dict[int, tuple[float, bool]] = {}
 
         def on_answer(index: int, answer: tuple[float, bool]) -> None:
@@ -339,7 +338,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
         if shared:
             with torch.no_grad():
-                answer_shared(self._contexts, pairs, shared, size=self.batch_size, on_answer=on_answer)
+                answer_shared(SharedContexts(self.model), pairs, shared, size=self.batch_size, on_answer=on_answer)
         others = [index for index in range(len(requests)) if index not in answers]
         if others:
             # Rolling likelihoods would show a bar despite the settings.
