@@ -25,10 +25,7 @@ from adapterswap.cli.signature import declare
 from adapterswap.kit.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from adapterswap.experiments.lab import LabPlan
-    from adapterswap.experiments.lab.french import FrenchResult
     from adapterswap.experiments.lab.study import SeedReporter
 
 _PARTS = 100  # of a seed, for its progress bar
@@ -68,13 +65,14 @@ def lab_command(
         jobs: With gap and no-gap: seeds to run at the same time, one thread each.  [default: one per core]
         dry_run: Print what would be done and do nothing.
     """
-    from adapterswap.experiments.lab.smollm2 import INSTALL, package_file
+    from adapterswap.experiments.lab.french import default_scene
 
     constructed = seeds is not None or rebuild_base or jobs is not None
     if scene is None:
-        scene = "gap" if constructed or (package_file() is None and experts_path is None) else "french"
-        if not constructed and scene == "gap":
-            note(f"scene gap; for a pretrained model and French, run: {INSTALL}")
+        chosen, hint = ("gap", "") if constructed else ("french", "") if experts_path else default_scene()
+        scene = "french" if chosen == "french" else "gap"
+        if hint:
+            note(f"scene gap; {hint}")
     if scene == "french":
         if constructed:
             raise click.UsageError("--seeds, --rebuild-base and --jobs apply to --scene gap and no-gap.")
@@ -124,7 +122,7 @@ def run_constructed(
 
 def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     """Run the scene on the pretrained model."""
-    from adapterswap.experiments.lab.french import CAVEAT, plan_french, run_french
+    from adapterswap.experiments.lab.french import french_tables, plan_french, run_french
 
     plan = plan_french(out_path, experts=experts_path, overwrite=overwrite)
     if dry_run:
@@ -145,38 +143,9 @@ def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool
     if as_json:
         print_json({"dry_run": False, **result.to_json()})
     else:
-        print_table(*_french_tables(result))
-        echo(CAVEAT)
+        print_table(*french_tables(result))
     note_output(out_path, "report/report.html, results.json, the sweep, the base and the composition math+french")
     note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
-
-
-def _french_tables(result: FrenchResult) -> Iterator[Table]:
-    """Some problems with their answers, and the scores with the swap's paired differences."""
-    from rich.table import Table
-
-    from adapterswap.experiments.lab.french import METHODS, SHOWN
-
-    answers = Table(title="Some of the test problems", title_justify="left")
-    for heading in ("problem", "right", *SHOWN):
-        answers.add_column(heading, justify="left" if heading == "problem" else "right")
-    for problem, said in result.shown():
-        marked = (f"{said[name]} ✓" if said[name] == problem.answer else said[name] for name in SHOWN)
-        answers.add_row(f"{problem.questions['fr']}\n{problem.questions['en']}", problem.answer, *marked)
-    yield answers
-    templates = len({problem.template for problem in result.problems})
-    scores = Table(
-        title=f"{len(result.problems)} French word problems of {templates} templates, four choices (chance .25)",
-        title_justify="left",
-    )
-    for heading in ("method", "right", "layer swap minus it, ± 95 % over templates", "description"):
-        scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
-    for method, description in METHODS.items():
-        is_swap = method == "layer swap"
-        difference, half = (0.0, 0.0) if is_swap else result.against(method)
-        paired = "" if is_swap else f"{difference:+.3f} ± {half:.3f}"
-        scores.add_row(method, f"{result.score(method):.3f}", paired, description, style="bold" if is_swap else "")
-    yield scores
 
 
 def _print_plan(plan: LabPlan) -> None:

@@ -1,4 +1,4 @@
-"""Write the rows and the test problems of the example to data/. They are in the repository; this shows how they were made.
+"""Write the rows and the test problems of the example to data/, which is in the repository.
 
     python examples/smollm2/make_data.py
 
@@ -22,8 +22,8 @@ DATA = Path(__file__).parent / "data"
 SEEDS = 5
 MATH_ROWS = 504  # of each seed: 12 of each template
 PAIRS_FOR_A_WORD = 20
-WORDS = tuple(
-    r"""achèt\w*|achet\w* ensemble\b pos(?:e|er|é|ez)\b donn(?:e|er|é|ez|a)\b vend\w* per(?:d|ds|du|dre|dent)\b
+WORDS = r"""
+achèt\w*|achet\w* ensemble\b pos(?:e|er|é|ez)\b donn(?:e|er|é|ez|a)\b vend\w* per(?:d|ds|du|dre|dent)\b
 moins chaque\b chacun\w* jours?\b partag\w* enfants?\b met(?:s|tre|tez)?\b paniers?\b boîtes?\b
 trouv(?:e|er|é|ez)\b matin\b soir\b ans\b âge\b li(?:t|re|s|sez)\b lu\b pages?\b lundi\b mardi\b personnes\b bus\b
 mont(?:e|er|é|ez)\b ramass\w* sœurs?\b pa(?:ie|yer|ye|yé)\b sacs?\b tasses?\b mère\b apport\w*
@@ -33,8 +33,8 @@ amis?\b fête\b vien(?:t|nent)\b chemises?\b cour(?:s|t|ir)\b kilomètres?\b voi
 lettres?\b gagn\w* heures?\b rangées?\b jardins?\b coup(?:e|er|é|ez)\b cordes?\b mètres?\b morceaux?\b mesur\w* élèves?\b
 équipes?\b billets?\b même\snombre reçoi\w*|reçu\w*|recev\w* combien maintenant\b table\b pommes?\b stylos?\b oranges?\b
 fleurs?\b photos?\b chapeaux?\b clés?\b jouets?\b bouteilles?\b euros?\b égal\w* quel\sâge plus\s(?:de|que)
-moins\s(?:de|que) avoir\b il\sy\sa a-t-(?:il|elle) lui\b""".split()
-)
+moins\s(?:de|que) avoir\b il\sy\sa a-t-(?:il|elle) lui\b
+""".split()  # noqa: SIM905
 """Words of the problems' templates, as patterns."""
 NUMBER = re.compile(
     r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|"

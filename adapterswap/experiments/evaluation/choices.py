@@ -57,7 +57,7 @@ class SharedContexts:
         self._possible = {"past_key_values", "logits_to_keep"} <= set(parameters)
 
     def read(self, contexts: Sequence[Tokens]) -> tuple[Any, torch.Tensor] | None:
-        """The cache and the last logits (contexts, vocabulary) of contexts of equal length; None if it cannot be shared."""
+        """The cache and the last logits (contexts, vocabulary) of contexts of equal length; None for other caches."""
         if not self._possible:
             return None
         output = self._model(input_ids=torch.tensor(contexts), use_cache=True, logits_to_keep=1)
@@ -68,7 +68,9 @@ class SharedContexts:
             return None
         return cache, output.logits[:, -1]
 
-    def answers(self, contexts: Sequence[Tokens], continuations: Sequence[Sequence[Tokens]]) -> list[Likelihoods] | None:
+    def answers(
+        self, contexts: Sequence[Tokens], continuations: Sequence[Sequence[Tokens]]
+    ) -> list[Likelihoods] | None:
         """The likelihoods of each context's continuations; None if the model's cache cannot be shared.
 
         Args:
@@ -87,7 +89,9 @@ class SharedContexts:
         if width > 1:  # the last token is only predicted
             cache.batch_select_indices(selected)
             ids = torch.tensor([[*text[:-1], *[0] * (width - len(text))] for text in flat])
-            logits = torch.cat([logits, self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits], dim=1)
+            logits = torch.cat(
+                [logits, self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits], dim=1
+            )
         scored = iter(_scored(logits, flat))
         return [[next(scored) for _ in texts] for texts in continuations]
 

