@@ -31,8 +31,8 @@ garçons?\b filles?\b école\b gâteaux?\b mang(?:e|er|é|ez)\b œufs?\b cass\w*
 livres?\b oiseaux?\b arbres?\b envol\w* manteau\w* coût\w* seulement\b manqu\w* jet(?:te|er|é|ez)\b encore\b invit\w*
 amis?\b fête\b vien(?:t|nent)\b chemises?\b cour(?:s|t|ir)\b kilomètres?\b voitures?\b places?\b écri(?:t|re|s|ts)\b
 lettres?\b gagn\w* heures?\b rangées?\b jardins?\b coup(?:e|er|é|ez)\b cordes?\b mètres?\b morceaux?\b mesur\w*
-élèves?\b équipes?\b billets?\b même\snombre reçoi\w*|reçu\w*|recev\w* combien maintenant\b table\b pommes?\b stylos?\b oranges?\b
-fleurs?\b photos?\b chapeaux?\b clés?\b jouets?\b bouteilles?\b euros?\b égal\w* quel\sâge plus\s(?:de|que)
+élèves?\b équipes?\b billets?\b même\snombre reçoi\w*|reçu\w*|recev\w* combien maintenant\b table\b pommes?\b stylos?\b
+oranges?\b fleurs?\b photos?\b chapeaux?\b clés?\b jouets?\b bouteilles?\b euros?\b égal\w* quel\sâge plus\s(?:de|que)
 moins\s(?:de|que) avoir\b il\sy\sa a-t-(?:il|elle) lui\b
 """.split()  # noqa: SIM905
 """Words of the problems' templates, as patterns."""
