@@ -32,7 +32,7 @@ from adapterswap.core.planning.checks import (
     check_vocabulary,
 )
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rows import check_sizes
+from adapterswap.core.planning.rows import Vocabularies, check_sizes, check_vocabularies
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.stages import (
     Ends,
@@ -223,6 +223,7 @@ GATES: Mapping[type, tuple[Gate, ...]] = {
     Ruled: (_layers_of_rules,),
     Skeleton: (_one_architecture, _one_list_of_layers),
     Filled: (_covered,),
+    Vocabularies: (check_vocabularies,),
     Rowed: (_rows,),
     Merging: (_unquantized, _depth_of_the_plan),
     Ends: (_rows_of_the_base, _one_size),
