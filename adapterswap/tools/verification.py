@@ -52,7 +52,7 @@ from adapterswap.core.writing.records import (
 from adapterswap.engines.gguf.export import write_gguf
 from adapterswap.engines.gguf.layout import prepare_gguf
 from adapterswap.engines.gguf.reading import REMEDY, GgufFile, is_gguf, open_gguf
-from adapterswap.kit.errors import ArgumentError, ExpertError, Problems, check_type
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, Problems, check_type
 from adapterswap.kit.files.folders import CARD, LIST, PRINTS, prints_of, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import open_files
@@ -208,10 +208,17 @@ def verify(
     composition = _recorded_composition(folder, record, base_model)
     with scratch_folder("verify") as scratch:
         again = scratch / "again"
-        if is_model:
-            _write_model(record, composition, opened, again)
-        else:
-            _write_adapter(record, composition, opened, again)
+        try:
+            if is_model:
+                _write_model(record, composition, opened, again)
+            else:
+                _write_adapter(record, composition, opened, again)
+        except AdapterswapError as error:
+            changed, _ = _changed_files(record.experts, experts or {}, WEIGHTS)
+            if not changed:
+                raise
+            reason = error.problems[0].message
+            return Verification(changed, notes=(f"Not composed again, because another expert was passed: {reason}",))
         return _compare(folder, content, record, opened, again, base_model)
 
 

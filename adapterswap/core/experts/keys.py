@@ -149,6 +149,9 @@ _REFUSED_KEYS = {
 # their own names. PEFT leaves the adapter's name before inner modules: `classifier.modules_to_save.default.dense.bias`.
 _DOUBLE = re.compile(r"(?P<module>.+?)\.(?:original_module|modules_to_save)\.(?P<end>.+)")
 
+# What trainers that gather state dicts themselves leave of PEFT's wrapper around a module trained in full.
+_WRAPPED = re.compile(r"(?P<module>.+?)\.modules_to_save\.(?:default\.)?(?P<end>[^.]+)")
+
 _FACTOR_NAMES = ("A", "B", "embedding_A", "embedding_B")
 _FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
 
@@ -290,7 +293,7 @@ def sort_keys(
         else:
             use, module, name = place
             tensors[use].setdefault(module, {})[name] = tensor
-    _refuse_unknown(unknown, keys, kind, folder, problems)
+    _refuse_unknown(unknown, keys, kind, tuple(modules_to_save), folder, problems)
     parts: dict[str, PartTensors] = {}
     for name, found in tensors["part"].items():
         if _COPY in found and not any(match in found for match in _FACTOR_NAMES):
@@ -351,8 +354,14 @@ class _Rules(NamedTuple):
 
 
 def _refuse_unknown(
-    unknown: Iterable[str], keys: Collection[str], kind: PeftKind | None, folder: Path, problems: Problems
+    unknown: Iterable[str],
+    keys: Collection[str],
+    kind: PeftKind | None,
+    modules_to_save: tuple[str, ...],
+    folder: Path,
+    problems: Problems,
 ) -> None:
+    """Report tensors whose keys mean nothing, or nothing that can be composed; `keys` are all keys."""
     whole = []
     for key in unknown:
         refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
@@ -368,6 +377,13 @@ def _refuse_unknown(
                 f"{folder}: {key} is {refused}, which is not part of s·B·A",
                 "Train it as a plain or rsLoRA",
                 kind=UnsupportedError,
+            )
+        elif key.startswith(_PREFIX) and (wrapped := _WRAPPED.fullmatch(key)):
+            own_key = f"{wrapped['module']}.{wrapped['end']}"
+            problems.add(
+                f"{folder}: {key} is a module trained in full under a name that PEFT does not write and cannot load",
+                f"Rename the tensor to {own_key}, as docs/own_adapters.md shows"
+                + ("" if wrapped["module"].endswith(modules_to_save) else ", and name its module in modules_to_save"),
             )
         elif key.startswith(_PREFIX) and _DOUBLE.fullmatch(key):
             _refuse_copy(key.removeprefix(_PREFIX), folder, problems)

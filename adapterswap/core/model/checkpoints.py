@@ -36,6 +36,7 @@ from adapterswap.core.model.layers import (
     stack_of,
     stacked_layers_in_config,
 )
+from adapterswap.core.model.quantization import Quantization, quantization_in
 from adapterswap.core.model.sources import CONFIG as ADAPTER_CONFIG
 from adapterswap.core.model.sources import (
     MODEL_WEIGHTS,
@@ -45,6 +46,7 @@ from adapterswap.core.model.sources import (
     find_source,
     recorded_base,
 )
+from adapterswap.core.model.stored import StoredModules
 from adapterswap.core.model.tokenizers import TOKENIZER_FILES, tokenizer_files
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import fingerprints, sha256_of
@@ -193,6 +195,22 @@ class Checkpoint:
         """Its model as transformers builds it. Ask this only where the headers do not decide."""
         return base_at(self.source.folder, self.name)
 
+    @property
+    def quantization(self) -> Quantization | None:
+        """How its weights are quantized, by its config; None if they are not."""
+        return quantization_in(self.config)
+
+    def dequantized(self) -> Checkpoint:
+        """The weights that it computes with, if it is quantized; see `dequantizing.dequantized`."""
+        from adapterswap.core.model.dequantizing import dequantized  # which imports transformers
+
+        return dequantized(self)
+
+    @cached_property
+    def modules(self) -> StoredModules:
+        """Its tensors by module."""
+        return StoredModules({name: parameter.tensor for name, parameter in self.parameters.items()})
+
     def is_transposed(self, key: str) -> bool:
         """Whether the weight stored under `key` is a Conv1D's, and so in×out; False for an embedding's, and for other
         tensors.
@@ -252,6 +270,12 @@ class Checkpoint:
             for target in rule.target_patterns if rule else ():
                 sources.setdefault(name.replace(rule.target_patterns[0], target, 1), key)
         return sources
+
+    @property
+    def lacking(self) -> list[str]:
+        """The parameters of its model for which it stores nothing, so that transformers would draw them at random."""
+        stored = self._stored_keys.keys() | self._sources.keys()
+        return [name for name, first in self.base.parameters.items() if not {name, first} & stored]
 
     def fused(self, parameter: str, container: str | None) -> FusedParameter | None:
         """The parameter with a matrix for each expert of a mixture; None if the model has none of this name.

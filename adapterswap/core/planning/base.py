@@ -339,7 +339,7 @@ def check_bases(
             problems.add(
                 f"{name} was trained on {expert.config.base_model}, into which adapters are merged, and not on "
                 f"{declared}",
-                f"Use them as one expert: `chains={{NAME: [FIRST, {name}]}}`; or pass the base that it was trained on",
+                f"{_as_chain('FIRST', name)}. Or pass the base that it was trained on",
                 parameter="base_model",
                 kind=ExpertError,
             )
@@ -378,7 +378,15 @@ def _holds(base: str | None, fingerprints: Mapping[str, str]) -> bool:
 
 def _only_adds(name: str, below: str = "FIRST") -> _Problem:
     message = f"{name} was trained on top of another adapter, and holds only what it adds to that"
-    return message, f"Use both as one expert: `chains={{NAME: [{below}, {name}]}}`"
+    return message, _as_chain(below, name)
+
+
+def _as_chain(first: str, second: str) -> str:
+    """The remedy that makes one expert of two adapters."""
+    return (
+        f"Use both as one expert: `experts={{'{first}': PATH}}`, `experts={{'{second}': PATH}}`, "
+        f"`chains={{'NAME': ['{first}', '{second}']}}` and a rule that gives layers to NAME"
+    )
 
 
 def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tuple[str, ...]:
@@ -445,7 +453,7 @@ def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | 
     for name, part, later, on_top in ((one, first, two, second), (two, second, one, first)):
         if _is_merged_into(part, on_top):
             message = f"{later} was trained on top of {name}, which is merged into its base {on_top.config.base_model}"
-            return message, f"Use both as one expert: `chains={{NAME: [{name}, {later}]}}`"
+            return message, _as_chain(name, later)
     return None
 
 

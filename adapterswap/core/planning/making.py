@@ -48,6 +48,7 @@ from adapterswap.core.planning.checks import (
     check_vocabulary,
 )
 from adapterswap.core.planning.composition import Composition, as_composition
+from adapterswap.core.planning.fit import check_fit, check_heads, check_located, check_quantized
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rows import check_sizes, settle_vocabulary, with_lent_rows, with_rows_of_base
 from adapterswap.core.planning.rules import BASE, Rule
@@ -131,6 +132,9 @@ def make_plan(
         adapters = under_one_name(adapters, composition.base_model, problems)
         opened |= adapters
     check_shapes(adapters, problems)
+    unfound: tuple[str, ...] = ()
+    if not (recorded or base_at_hand or problems):
+        unfound = check_fit(adapters, reference_of(opened, composition.base_model), problems)
     if any(isinstance(expert, Checkpoint) for expert in opened.values()):
         plan = _plan_of_weights(composition, opened, problems)
     else:
@@ -140,7 +144,7 @@ def make_plan(
             check_base_weights(plan.recorded_bases, plan.base_at_hand)
         check_used(plan, names, problems)
         unchecked = unchecked_bases(opened, composition.base_model)
-        plan = replace(plan, notes=(*plan.notes, *unchecked, *chained, *dict.fromkeys(_warnings(plan))))
+        plan = replace(plan, notes=(*plan.notes, *unchecked, *unfound, *chained, *dict.fromkeys(_warnings(plan))))
     problems.raise_if_any()
     return plan
 
@@ -244,6 +248,8 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     rules = composition.rules(num_layers, full=True)
     check_rules(rules, num_layers, problems)
     problems.raise_if_any()
+    check_heads(adapters, skeleton, problems)
+    problems.raise_if_any()  # the tensors of such a head would be missed
     stored, located, tied = locate_all(adapters, skeleton, problems, where=skeleton_name, resized=True)
     problems.raise_if_any()
     changes: dict[str, Mapping[str, Change]] = {
@@ -372,12 +378,15 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         base: the base that the experts adapt.
     """
     problems = Problems(BaseModelError)
-    check_architecture("the base", base, "the base", base, problems)
+    check_quantized(plan.adapters, base, problems)
+    check_heads(plan.adapters, base, problems)
     depth = stacked_layers_in_config(base.config)
     if depth is not None and depth != plan.num_layers:
         message = f"the plan is for {format_depth(plan.num_layers)} layers, but the base has {format_depth(depth)}"
         problems.add(message, "Pass the experts' base", parameter="base_model")
+    problems.raise_if_any()  # names of quantized tensors would be missed
     stored, located, tied = locate_all(plan.adapters, base, problems, resized=True)
+    check_located(located, base, problems)
     problems.raise_if_any()
     filled = {}
     for key, parameter in stored.items():
