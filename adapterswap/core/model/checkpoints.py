@@ -10,13 +10,16 @@ No tensor is read and torch is not imported. An index is always compared with th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from adapterswap.core.model.architectures import architectures_in
 from adapterswap.core.model.base import Base, FusedParameter, base_at
@@ -50,12 +53,15 @@ from adapterswap.core.model.stored import StoredModules
 from adapterswap.core.model.tokenizers import TOKENIZER_FILES, tokenizer_files
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import fingerprints, sha256_of
-from adapterswap.kit.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
+from adapterswap.kit.files.numbers import encode, open_files, read_bytes, read_elements
+from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor, TensorFile, read_header
 from adapterswap.kit.files.text import exists, read_json
 
 # The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
 _SHARED = "num_hidden_groups"  # ALBERT runs its stored layers several times
+
+_SAMPLED, _NUMBERS = 16, 2**14  # tensors, and numbers of each, by which two checkpoints are known as one model
 
 _REMEDY = "Use a folder whose config.json and weights belong to one model: download or save it again"
 
@@ -210,6 +216,35 @@ class Checkpoint:
     def modules(self) -> StoredModules:
         """Its tensors by module."""
         return StoredModules({name: parameter.tensor for name, parameter in self.parameters.items()})
+
+    def rounded_from(self, other: Checkpoint, *, without: Container[str] = ()) -> str | None:
+        """The dtype to which it holds the weights of `other` rounded, so that both are one model in two dtypes; None if
+        they are of one dtype, or of two models. A few thousand numbers of some tensors decide.
+
+        Args:
+            other: the checkpoint with the more precise weights.
+            without: tensors that are expected to differ.
+        """
+        pairs = [
+            (tensor, other.parameters[name]) for name, tensor in self.parameters.items() if name in other.parameters
+        ]
+        rounded = [
+            (ours, theirs)
+            for ours, theirs in pairs
+            if ours.name not in without
+            and len(ours.tensor.shape) > 1
+            and ours.tensor.shape == theirs.tensor.shape
+            and {ours.tensor.dtype, theirs.tensor.dtype} <= {*FLOATS}
+            and FLOATS.index(ours.tensor.dtype) > FLOATS.index(theirs.tensor.dtype)
+        ]
+        with open_files([*self.shards, *other.shards]) as files:
+            for ours, theirs in rounded[:: max(1, len(rounded) // _SAMPLED)]:
+                dtype, count = ours.tensor.dtype, min(prod(ours.tensor.shape), _NUMBERS)
+                precise = read_elements(other.name, files[theirs.path], theirs.tensor, 0, count)
+                own = read_bytes(files[ours.path], ours.tensor, 0, count * DTYPE_BYTES[dtype])
+                if not np.array_equal(encode(precise, dtype), own):
+                    return None
+        return rounded[0][0].tensor.dtype if rounded else None
 
     def is_transposed(self, key: str) -> bool:
         """Whether the weight stored under `key` is a Conv1D's, and so in×out; False for an embedding's, and for other

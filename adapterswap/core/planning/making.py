@@ -141,7 +141,7 @@ def make_plan(
         plan = _plan_of_modules(composition, opened, num_layers, problems, base_at_hand=base_at_hand)
     if not recorded:
         with problems.collect():
-            check_base_weights(plan.recorded_bases, plan.base_at_hand)
+            check_base_weights(plan.recorded_bases, plan.base_at_hand, plan.own_bases)
         check_used(plan, names, problems)
         unchecked = unchecked_bases(opened, composition.base_model)
         plan = replace(plan, notes=(*plan.notes, *unchecked, *unfound, *chained, *dict.fromkeys(_warnings(plan))))

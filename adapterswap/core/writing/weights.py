@@ -239,7 +239,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     if not plan.is_model:
         base = base_of(plan, base_model)
         if not recorded:
-            check_base_weights(plan.recorded_bases, base.source)
+            check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
         if form.dequantize and base.quantization is None:
             raise ArgumentError(
                 f"`dequantize` is set, but the base {base.name} is not quantized",

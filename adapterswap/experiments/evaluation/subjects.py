@@ -124,9 +124,14 @@ def check_subject(base: OpenedBase, adapter: Source | None, plan: Plan | None) -
     """Check whether an adapter or a composition fits a base, as far as files without weights tell."""
     if plan is not None:
         check_depth_of(base.reference, _depth(base), plan.num_layers, "Leave out `num_layers`")
-        check_base_weights(plan.recorded_bases, base.source)
+        check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
     if adapter is not None:
-        check_base_weights({str(adapter): recorded_base(adapter.folder)}, base.source)
+        own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+        check_base_weights(
+            {str(adapter): recorded_base(adapter.folder)},
+            base.source,
+            {str(adapter): own if isinstance(own, str) else None},
+        )
         try:
             _alone(adapter, base)
         except BaseModelError:
