@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core.companions.companions import copy_companions
 from adapterswap.core.model.base import read_config
-from adapterswap.core.model.checkpoints import Checkpoint, copy_small_files, read_checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint, read_checkpoint
 from adapterswap.core.model.loading import load_as_saved
 from adapterswap.core.model.quantization import Quantization, quantization_in
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
@@ -29,7 +30,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
         model._weight_conversions = _without_quantization(model)
         model.save_pretrained(folder)
         del model
-        copy_small_files(base, folder)
+        copy_companions(base.source.folder, base.config, folder)
         checkpoint = read_checkpoint(replace(base.source, folder=folder))
         if checkpoint.quantization is not None:
             raise _cannot(base.name, base.quantization, "the weights stay quantized")
