@@ -232,6 +232,30 @@ def is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
+_MISNAMED = (
+    (
+        r"^base_model\.model\.",
+        "PEFT's prefix base_model.model. is there twice: save the adapter from the model that PEFT returned first, or "
+        "remove one of the two from the names in its file",
+    ),
+    (
+        r"(^|\.)unembed_tokens$",
+        "Tinker calls the head unembed_tokens, which PEFT leaves out: rename it to lm_head in the adapter's file, as "
+        "docs/own_adapters.md shows",
+    ),
+    (
+        r"\.experts\.\d+\.",
+        "Where a base stores all experts of a layer in one parameter, train LoRA on that (PEFT's `target_parameters`), "
+        "or merge the adapter with the tool that trained it",
+    ),
+)
+
+
+def misnamed(module: str) -> str | None:
+    """What to do about a name that a base does not have, if it is known how such names come about."""
+    return next((remedy for pattern, remedy in _MISNAMED if re.search(pattern, module)), None)
+
+
 def is_fused(module: str) -> bool:
     """Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
     return re.search(r"\.experts\.\d+\.", module) is not None

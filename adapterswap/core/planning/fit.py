@@ -28,25 +28,6 @@ from adapterswap.kit.files.tensorfile import FLOATS, Tensor
 
 _REMEDY = "Pass the base that the experts adapt as `base_model`"
 
-# Names that no base has: how they come about, and what to do.
-_MISNAMED = (
-    (
-        r"^base_model\.model\.",
-        "PEFT's prefix base_model.model. is there twice: save the adapter from the model that PEFT returned first, or "
-        "remove one of the two from the names in its file",
-    ),
-    (
-        r"(^|\.)unembed_tokens$",
-        "Tinker calls the head unembed_tokens, which PEFT would leave out: rename it in the adapter's file, as "
-        "docs/own_adapters.md shows",
-    ),
-    (
-        r"\.experts\.\d+\.",
-        "Its files and transformers hold all experts of a layer in one parameter: train LoRA on that (PEFT's "
-        "`target_parameters`), or merge the adapter with the tool that trained it",
-    ),
-)
-
 # Types of models whose layers have these linear modules, each with the sides of its weight (out, in).
 _PLAIN_TYPES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite", "cohere", "cohere2", "olmo2", "smollm3"}
@@ -87,7 +68,7 @@ def check_fit(experts: Mapping[str, Adapter], reference: str | None, problems: P
                 "have no such name, and transformers cannot build the model here to compare others"
             )
         by_model = {part.name: _in_model(part, adapter, model) for part in unknown if model is not None}
-        _report_missing(name, [part for part, pairs in by_model.items() if pairs is None], reference, problems)
+        _report_missing(name, [part for part in unknown if by_model.get(part.name, ()) is None], reference, problems)
         compared = [pair for pairs in (*by_files.values(), *by_model.values()) for pair in pairs or ()]
         compare_shapes(
             {pair.name: pair.ours for pair in compared}, {pair.name: pair.theirs for pair in compared},
@@ -160,12 +141,11 @@ def _quantized_there(expert: str, modules: Sequence[str], base: Checkpoint) -> t
     )
 
 
-def _report_missing(expert: str, missing: list[str], reference: str, problems: Problems) -> None:
+def _report_missing(expert: str, missing: list[Part], reference: str, problems: Problems) -> None:
     """Report modules that a base lacks, with what is known of names like theirs."""
     remedies: dict[str, list[str]] = {}
-    for module in missing:
-        known = (remedy for pattern, remedy in _MISNAMED if re.search(pattern, module))
-        remedies.setdefault(next(known, _REMEDY), []).append(module)
+    for part in missing:
+        remedies.setdefault(part.misnamed or _REMEDY, []).append(part.name)
     for remedy, modules in remedies.items():
         problems.add(
             f"{expert} adapts {and_more(modules)}, but the base {reference} has no such module",
