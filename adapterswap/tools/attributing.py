@@ -595,6 +595,8 @@ def attribute(
         raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
     plan = plan and resolve(plan).plan
     model = open_checkpoint(folder, what="model")
+    if base.quantization is not None and model.quantization is None:  # then it was made from dequantized weights
+        base = base.dequantized()
     merged = None if plan is None else plan if plan.is_model else merge_plan(plan, base)
     check_precision(model, base, {slot.name for slot in merged or () if slot.terms})
     return _attribute_model(model, base, plan)
