@@ -450,8 +450,8 @@ def read_adapter(source: Source) -> Adapter:
         tokens=bool(config.trained_tokens),
     )  # fmt: skip
     parameters: set[str] = set()
+    trial = None if problems else _try_in_base(config, parts, saved, file, folder)  # else the rest would be guesses
     with problems.collect():
-        trial = None if problems else _try_in_base(config, parts, saved, file, folder)
         if trial is not None:
             config = replace(config, targets=Targets(modules=trial.adapted))
         if config.target_parameters:
