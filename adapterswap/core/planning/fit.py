@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,37 +46,74 @@ class Pair(NamedTuple):
     theirs: str
 
 
-def check_fit(experts: Mapping[str, Adapter], reference: str | None, problems: Problems) -> tuple[str, ...]:
-    """Report modules that the base lacks or has in another width; notes about those that could not be looked up.
+@dataclass(frozen=True)
+class Fit:
+    """What a base at hand has of what experts adapt; nothing if no base is at hand.
 
-    Args:
-        experts: the experts by name.
-        reference: their base; None if it is not known.
-        problems: collects the mistakes.
+    Attributes:
+        reference: the base.
+        missing: by expert: modules that the base lacks.
+        compared: by expert: the shapes of the others.
+        unknown: by expert: modules that could not be looked up.
     """
+
+    reference: str = ""
+    missing: Mapping[str, list[Part]] = field(default_factory=dict)
+    compared: Mapping[str, list[Pair]] = field(default_factory=dict)
+    unknown: Mapping[str, list[Part]] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what could not be looked up."""
+        return tuple(
+            f"Not checked whether {self.reference} has {and_more([part.name for part in parts])} of {expert}: its "
+            "files have no such name, and transformers cannot build the model here to compare others"
+            for expert, parts in self.unknown.items()
+            if parts
+        )
+
+
+def fit(experts: Mapping[str, Adapter], reference: str | None) -> Fit:
+    """Look up what experts adapt in their base, if that is on this machine."""
     folder = cached_base_folder(reference) if reference else None
     config = cached_base_config(reference) if reference else None
     if folder is None or config is None or reference is None:
-        return ()
-    checkpoint, notes = _opened(folder), []
+        return Fit()
+    checkpoint, result = _opened(folder), Fit(reference, {}, {}, {})
     for name, adapter in experts.items():
         by_files = dict(_by_headers(adapter, checkpoint, config) if checkpoint else _by_config(adapter, config))
-        unknown = [part for part in adapter.parts.values() if part.name not in by_files]
-        model = _model(folder, reference) if unknown else None
-        if model is None and unknown:
-            notes.append(
-                f"Not checked whether {reference} has {and_more([part.name for part in unknown])} of {name}: its files "
-                "have no such name, and transformers cannot build the model here to compare others"
-            )
-        by_model = {part.name: _in_model(part, adapter, model) for part in unknown if model is not None}
-        _report_missing(name, [part for part in unknown if by_model.get(part.name, ()) is None], reference, problems)
-        compared = [pair for pairs in (*by_files.values(), *by_model.values()) for pair in pairs or ()]
+        others = [part for part in adapter.parts.values() if part.name not in by_files]
+        model = _model(folder, reference) if others else None
+        by_model = {part.name: _in_model(part, adapter, model) for part in others if model is not None}
+        result.unknown[name] = [part for part in others if part.name not in by_model]
+        result.missing[name] = [part for part in others if by_model.get(part.name, ()) is None]
+        result.compared[name] = [pair for pairs in (*by_files.values(), *by_model.values()) for pair in pairs or ()]
+    return result
+
+
+def check_fit(seen: Fit, problems: Problems) -> None:
+    """Report modules that the base lacks or has in another width."""
+    for name, pairs in seen.compared.items():
+        _report_missing(name, seen.missing[name], seen.reference, problems)
         compare_shapes(
-            {pair.name: pair.ours for pair in compared}, {pair.name: pair.theirs for pair in compared},
-            one=name, other=f"the base {reference}", remedy=_REMEDY, problems=problems, parameter="base_model",
+            {pair.name: pair.ours for pair in pairs}, {pair.name: pair.theirs for pair in pairs},
+            one=name, other=f"the base {seen.reference}", remedy=_REMEDY, problems=problems, parameter="base_model",
             kind=BaseModelError,
         )  # fmt: skip
-    return tuple(notes)
+
+
+class Heads(NamedTuple):
+    """Adapters, and the full weights that they are merged into or composed with."""
+
+    adapters: Mapping[str, Adapter]
+    base: Checkpoint
+
+
+class Placed(NamedTuple):
+    """Where adapters change a base: by adapter, and by the name of the stored tensor."""
+
+    located: Mapping[str, Mapping[str, Located]]
+    base: Checkpoint
 
 
 def check_quantized(experts: Mapping[str, Adapter], base: Checkpoint, problems: Problems) -> None:
@@ -104,9 +142,10 @@ def check_quantized(experts: Mapping[str, Adapter], base: Checkpoint, problems: 
             problems.add(*_quantized_there(name, odd, base), parameter="base_model", kind=UnsupportedError)
 
 
-def check_heads(experts: Mapping[str, Adapter], base: Checkpoint, problems: Problems) -> None:
+def check_heads(heads: Heads, problems: Problems) -> None:
     """Report heads of an adapter's task that a base of another class does not have, such as a causal language model."""
-    for name, adapter in experts.items():
+    base = heads.base
+    for name, adapter in heads.adapters.items():
         task = adapter.config.task_type or ""
         for part in adapter.saved.values():
             if not _is_on_head(part, adapter) or part.name in base.modules or part.name.rpartition(".")[2] in HEADS:
@@ -122,14 +161,13 @@ def check_heads(experts: Mapping[str, Adapter], base: Checkpoint, problems: Prob
             )
 
 
-def check_located(located: Mapping[str, Mapping[str, Located]], base: Checkpoint, problems: Problems) -> None:
-    """The same for the stored tensors that were found, under whatever name."""
-    for name, places in located.items() if base.quantization else ():
-        stored = base.parameters
-        if odd := [
-            place.module for key, place in places.items() if key in stored and stored[key].tensor.dtype not in FLOATS
-        ]:
-            problems.add(*_quantized_there(name, odd, base), parameter="base_model", kind=UnsupportedError)
+def check_placed(placed: Placed, problems: Problems) -> None:
+    """Report the same for the stored tensors that were found, under whatever name."""
+    stored = placed.base.parameters
+    for name, places in placed.located.items() if placed.base.quantization else ():
+        odd = [p.module for key, p in places.items() if key in stored and stored[key].tensor.dtype not in FLOATS]
+        if odd:
+            problems.add(*_quantized_there(name, odd, placed.base), parameter="base_model", kind=UnsupportedError)
 
 
 def _quantized_there(expert: str, modules: Sequence[str], base: Checkpoint) -> tuple[str, str]:
