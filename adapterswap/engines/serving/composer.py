@@ -92,7 +92,7 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, target: T
             + (f"calls {and_more([*map(str, moved)], 1)}" if renamed else "does not have"),
             "Write it under the base's names with `adapterswap convert` and `names=transformers5`"
             if renamed
-            else remedy,
+            else adapter.modules[missing[0]].misnamed or remedy,
             parameter="experts",
         )
     adapter_shapes = {module.name: module.shape for module in adapter.modules.values() if not module.parameter}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,18 +132,20 @@ def check_subject(base: OpenedBase, adapter: Source | None, plan: Plan | None) -
             base.source,
             {str(adapter): own if isinstance(own, str) else None},
         )
+        opened = None
+        with suppress(AdapterswapError):  # PEFT loads more kinds than can be opened here
+            opened = read_adapter(adapter)
         try:
-            _alone(adapter, base)
-        except BaseModelError:
-            raise
-        except AdapterswapError:  # of a kind that PEFT loads, but that is not composed
-            return
+            _ = opened and _alone(opened, base)
+        except AdapterswapError as error:
+            if any(issubclass(problem.kind, BaseModelError | ExpertError) for problem in error.found):
+                raise
 
 
-def _alone(adapter: Source, base: OpenedBase) -> Plan:
+def _alone(adapter: Adapter, base: OpenedBase) -> Plan:
     """The plan of one adapter."""
     composition = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
-    return make_plan(composition, {"adapter": read_adapter(adapter)}, num_layers=_depth(base))
+    return make_plan(composition, {"adapter": adapter}, num_layers=_depth(base))
 
 
 def _depth(base: OpenedBase) -> int | None:
@@ -322,7 +324,7 @@ class Evaluation:
         plan, base = self.plan, self.base
         name = "the adapter" if self.adapter is not None else "the composition"
         if self.adapter is not None:
-            plan = _alone(self.adapter, base)
+            plan = _alone(read_adapter(self.adapter), base)
         output = {name: value for name in ("max_rank", "max_error") if (value := getattr(self, name)) is not None}
         shapes = shapes_of(base)
         full = plan is not None and not all(fits_vllm(one, name, shapes) for name, one in plan.adapters.items())
