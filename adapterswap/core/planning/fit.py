@@ -58,9 +58,9 @@ class Fit:
     """
 
     reference: str = ""
-    missing: Mapping[str, list[Part]] = field(default_factory=dict)
-    compared: Mapping[str, list[Pair]] = field(default_factory=dict)
-    unknown: Mapping[str, list[Part]] = field(default_factory=dict)
+    missing: dict[str, list[Part]] = field(default_factory=dict)
+    compared: dict[str, list[Pair]] = field(default_factory=dict)
+    unknown: dict[str, list[Part]] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
