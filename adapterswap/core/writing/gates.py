@@ -17,7 +17,8 @@ from adapterswap.core.experts.keys import LORA
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.loadable import check_form, check_fusing, check_renaming
 from adapterswap.core.writing.outputs import Form, Layout
-from adapterswap.kit.errors import ExpertError
+from adapterswap.core.writing.streaming import ModelForm
+from adapterswap.kit.errors import ExpertError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class LaidOut:
 
     plan: Plan
     layout: Layout
+
+
+@dataclass(frozen=True)
+class FullWeights:
+    """A plan of full weights with all numbers, and the form in which they are to be written."""
+
+    plan: Plan
+    form: ModelForm
 
 
 def check(made: object) -> None:
@@ -67,14 +76,35 @@ def _renaming(laid_out: LaidOut) -> None:
     check_renaming(laid_out.plan, laid_out.layout)
 
 
-def _tied_rows_of_weights(merged: Plan) -> None:
-    check_tied_rows(merged.adapters)
+def _tied_rows_of_weights(full: FullWeights) -> None:
+    check_tied_rows(full.plan.adapters)
 
 
-def _copies_of_the_base(merged: Plan) -> None:
-    if merged.base is not None:
+def _copies_of_the_base(full: FullWeights) -> None:
+    if full.plan.base is not None:
         remedy = "Pass the base that it was trained on as `base_model`"
-        check_base(_copies(merged), merged.base, effect="which PEFT would put in its place", remedy=remedy)
+        check_base(_copies(full.plan), full.plan.base, effect="which PEFT would put in its place", remedy=remedy)
+
+
+def _quantization(full: FullWeights) -> None:
+    """Refuse what the quantization that the result keeps does not allow."""
+    plan, base = full.plan, full.plan.base
+    if base is None or base.quantization is None:
+        return
+    remedy = "Pass `dequantize=True`, or the original base in floating point"
+    if full.form.dtype is not None:
+        raise UnsupportedError(
+            f"The base {base.name} is quantized ({base.quantization.title}), and `dtype` would change its scales",
+            f"Leave out `dtype`. Or: {remedy}",
+            parameter="dtype",
+        )
+    if plan.untied:
+        raise UnsupportedError(
+            f"The experts change an embedding or its tied head, so that the result has to store both, but the base "
+            f"{base.name} is quantized ({base.quantization.title}), and its config may apply that to the head",
+            remedy,
+            parameter="base_model",
+        )
 
 
 def _copies(plan: Plan) -> Iterator[Carried]:
@@ -87,8 +117,9 @@ def _copies(plan: Plan) -> Iterator[Carried]:
                 yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)
 
 
-def _tokens(plan: Plan) -> None:
+def _tokens(full: FullWeights) -> None:
     """Check that the result's tokenizer has the tokens whose rows it has from their owners."""
+    plan = full.plan
     united = plan.companions.united
     if united is None or not any(slot.spans for slot in plan):
         return
@@ -111,5 +142,5 @@ def _tokens(plan: Plan) -> None:
 GATES: Mapping[type, tuple[Callable[[Any], None], ...]] = {
     Requested: (_form, _one_base, _tied_rows, _fusing),
     LaidOut: (_settings, _renaming),
-    Plan: (_tied_rows_of_weights, _copies_of_the_base, _tokens),
+    FullWeights: (_tied_rows_of_weights, _quantization, _copies_of_the_base, _tokens),
 }
