@@ -123,7 +123,7 @@ def _print_estimate(expected: TrainEstimate) -> None:
     parts = ", ".join(f"{part} {size}" for part, size in memory.items() if part != "total")
     print_line("memory", f"about {memory['total']}: {parts}")
     print_line("device", f"{expected.device}, {expected.dtype}" + _processes_text(expected.processes))
-    for line in rows.notes():
+    for line in (*rows.notes(), *expected.notes()):
         note(line)
     note_dry_run("trained")
 
