@@ -117,7 +117,6 @@ def _names(options: tuple[str, ...]) -> list[str] | None:
 
 
 def _print(report: Report) -> None:
-    from adapterswap.experiments.reporting.figures import no_wilcoxon
     from adapterswap.experiments.reporting.statistics import MIN_LEVELS, MIN_UNITS
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
@@ -139,8 +138,8 @@ def _print(report: Report) -> None:
             )
     elif ranks is not None and ranks.statistic is not None:
         note(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
-    if ranks is not None and ranks.settings >= MIN_UNITS and (reason := no_wilcoxon(report)):
-        note(reason)
+    if report.why_no_wilcoxon:
+        note(report.why_no_wilcoxon)
     for target in report.targets:
         if target.of_corpus:
             note(f"No intervals for {target.task}: it has one score for the whole corpus")

@@ -15,7 +15,7 @@ from adapterswap.experiments.reporting.choosing import Unit, unit_text
 from adapterswap.experiments.reporting.headline import MethodRow, Target, resampled
 from adapterswap.experiments.reporting.relations import Indicator, ZoneGrid
 from adapterswap.experiments.reporting.report import Report
-from adapterswap.experiments.reporting.statistics import LEVEL, MIN_UNITS, cliques
+from adapterswap.experiments.reporting.statistics import MIN_UNITS, cliques
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.drawing import (
     GREY,
@@ -289,18 +289,6 @@ def lead_indicators(report: Report) -> list[Indicator]:
 def labels_of(report: Report, family: str) -> list[str]:
     """The labels of a family's rows."""
     return [row.label for target in report.targets for row in target.rows if row.family == family]
-
-
-def no_wilcoxon(report: Report) -> str:
-    """Why there is no p of Wilcoxon's test; empty if there is one."""
-    ranks = report.ranking.ranks if report.ranking is not None else None
-    if ranks is None or ranks.least <= LEVEL:
-        return ""
-    comparisons = f" after Holm's correction for {ranks.tested} comparisons" if ranks.tested > 1 else ""
-    return (
-        f"With {ranks.settings} settings, the p of Wilcoxon's test is at least {ranks.least:.2g}{comparisons}, "
-        "whatever the scores are, so it is left out"
-    )
 
 
 def number_text(value: float, *, signed: bool = False) -> str:

@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import TypeGuard
 
 from adapterswap.core.planning.describe import error_text
-from adapterswap.experiments.reporting.figures import no_wilcoxon
 from adapterswap.experiments.reporting.headline import MethodRow, Spread, Target, resampled
 from adapterswap.experiments.reporting.report import Report
 from adapterswap.experiments.reporting.statistics import RankComparison
@@ -361,10 +360,9 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
     if {"ci", "interval"} & {*columns}:
         parts += _by_target(targets, _intervals)
     if "p" in columns:
-        reason = no_wilcoxon(report)
         parts.append(
-            f"{_tex(reason)}."
-            if reason
+            f"{_tex(report.why_no_wilcoxon)}."
+            if report.why_no_wilcoxon
             else "$p$: Wilcoxon's signed-rank test over the settings of all targets, corrected by Holm's method."
         )
     if "effect" in columns:

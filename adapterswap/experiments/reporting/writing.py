@@ -23,7 +23,6 @@ from adapterswap.experiments.reporting.figures import (
     draw,
     labels_of,
     lead_indicators,
-    no_wilcoxon,
     number_text,
     p_value,
     plan_figures,
@@ -84,7 +83,6 @@ def render_page(
         resampled=[resampled(target) for target in report.targets],
         disagreements=[pair for pair in report.disagreements if pair.examples],
         min_units=MIN_UNITS,
-        no_wilcoxon=no_wilcoxon(report),
         recipe=dump_yaml(report.recipe) if report.recipe else "",
     )
 
