@@ -296,11 +296,10 @@ class TrainReport:
 
     def losses_text(self, digits: int) -> str:
         """The training loss at the first and at the last entry of the log, or the only one."""
-        (first_step, first), (last_step, last) = self.train_losses[0], self.train_losses[-1]
-        if len(self.train_losses) == 1:
-            return f"{first:.{digits}f}, the mean of {last_step:,} steps" if last_step > 1 else f"{first:.{digits}f}"
-        started = "at the start" if self.resumed_from is None else f"at step {first_step:,}"
-        return f"{first:.{digits}f} {started}, {last:.{digits}f} at the end"
+        (_, first), (steps, last) = self.train_losses[0], self.train_losses[-1]
+        if len(self.train_losses) > 1:
+            return f"{first:.{digits}f} at the start, {last:.{digits}f} at the end"
+        return f"{first:.{digits}f}" + (f", the mean of {steps:,} steps" if steps > 1 else "")
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}

@@ -16,7 +16,7 @@ from tolerances import near
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from adapterswap.experiments.training import TrainRecipe, estimate, train
+from adapterswap.experiments.training import TrainRecipe, TrainReport, estimate, train
 from adapterswap.experiments.training.batches import RowsInSteps, only_labelled
 from adapterswap.experiments.training.recipe import TrainingOptions
 from adapterswap.experiments.training.report import padded_tokens, parts_of_batch
@@ -101,3 +101,17 @@ def test_logits_are_computed_at_labels_only_and_are_the_same(pico: Callable[[str
     for one, other in zip(outputs.log_probs[0].tolist(), chosen.tolist(), strict=True):
         assert one == near(other, depth=model.config.num_hidden_layers)
     assert not model.base_model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("losses", "text"),
+    [
+        ([(1, 2.5)], "2.50"),
+        ([(7, 2.5)], "2.50, the mean of 7 steps"),
+        ([(10, 2.5), (20, 1.25)], "2.50 at the start, 1.25 at the end"),
+    ],
+)
+def test_a_loss_that_was_logged_once_is_not_at_both_ends(losses: list[tuple[int, float]], text: str) -> None:
+    rows: Any = None
+    report = TrainReport(Path(), losses[-1][0], None, losses, [], rows, 0, 1.0, 0, 1)
+    assert report.losses_text(2) == text
