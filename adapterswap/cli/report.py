@@ -195,7 +195,10 @@ def _cells(row: MethodRow) -> list[str]:
     return [
         row.label,
         str(len(row.chosen)) if len(row.chosen) == row.expected else f"{len(row.chosen)} of {row.expected}",
-        *(_text(value) for value in (several and several.min, spread and spread.mean, several and several.max)),
+        *map(
+            _text,
+            (several.min if several else None, spread.mean if spread else None, several.max if several else None),
+        ),
         "–" if difference is None else _signed(difference.mean),
         _interval(difference),
         *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),

@@ -647,7 +647,7 @@ def sequences(data: Data, options: TrainingOptions) -> tuple[Any, tuple[int, ...
 
 def row_lengths(rows: Any) -> NDArray[np.int64]:
     """Tokens of each row of a dataset from `sequences`."""
-    import pyarrow.compute  # type: ignore[import-untyped]
+    import pyarrow.compute
 
     lengths = pyarrow.compute.list_value_length(rows.with_format("arrow")["input_ids"][:])
     return np.asarray(lengths, np.int64)
