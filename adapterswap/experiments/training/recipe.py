@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
 
-from adapterswap.core.model.layers import format_layers, parse_layers
-from adapterswap.core.planning.composition import SIDES, Composition, Partition, Side
+from adapterswap.core import SIDES, Composition, Partition, Side, format_layers, parse_layers
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
 from adapterswap.kit.files.text import expand, is_folder
