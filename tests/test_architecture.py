@@ -17,7 +17,17 @@ WINGS = {
     "core": ("model", "experts", "changes", "methods", "planning", "writing"),
     "engines": ("live", "gguf", "serving"),
     "tools": (),
-    "experiments": ("evaluation", "training", "analysis", "sweeps", "reporting", "lab", "studio", "recipes"),
+    "experiments": (
+        "permitted",
+        "evaluation",
+        "training",
+        "analysis",
+        "sweeps",
+        "reporting",
+        "lab",
+        "studio",
+        "recipes",
+    ),
     "cli": (),
 }
 ROOMS = [f"{wing}.{room}" if room else wing for wing, rooms in WINGS.items() for room in rooms or ("",)]

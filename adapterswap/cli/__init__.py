@@ -38,6 +38,7 @@ from adapterswap.kit.errors import (
     RunError,
     UnsupportedError,
     printable,
+    visible,
 )
 from adapterswap.kit.processes import TerminationHandler, is_first
 
@@ -220,7 +221,7 @@ class _Commands(click.Group):
             if ctx.meta.get(_VERBOSE):
                 import traceback
 
-                click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+                click.echo(visible("".join(traceback.format_exception(error))), err=True, nl=False)
         except ModuleNotFoundError as error:
             if (missing := explained(error)) is None:
                 raise

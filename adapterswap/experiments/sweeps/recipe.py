@@ -22,6 +22,7 @@ from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Place, chains_of, placed, shared_name
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions, Settings
+from adapterswap.experiments.permitted import ENGINE, GENERATION, foreign
 from adapterswap.experiments.sweeps.families import (
     EXTRA,
     LANGUAGE,
@@ -36,7 +37,7 @@ from adapterswap.experiments.sweeps.families import (
     expert_row,
     named_in,
 )
-from adapterswap.kit.errors import FieldError, Problems
+from adapterswap.kit.errors import FieldError, Problems, did_you_mean
 from adapterswap.kit.files.text import exists, expand
 from adapterswap.kit.files.yaml import FieldMistake, StrictModel, read_recipe, validate
 
@@ -60,6 +61,20 @@ class SweepSettings(EvaluationOptions):
         default={}, description="With vllm: its own settings, such as gpu_memory_utilization."
     )
     in_flight: int = Field(default=4, ge=1, description="With vllm: compositions that are evaluated at once.")
+
+    @field_validator("gen_kwargs", "engine_args")
+    @classmethod
+    def _harmless(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Refuse what a recipe may not pass on to the libraries; see `permitted`."""
+        key = str(info.field_name)
+        names = GENERATION if key == "gen_kwargs" else ENGINE
+        refused = dict(foreign(cls.from_files(value, ("settings", key), info), names))
+        if refused:
+            first = next(iter(refused))
+            remedy = f"Remove it or, if you trust it, set settings.{key}.{first} with `overrides`"
+            message = f"a recipe may not set {', '.join(refused)}: {refused[first]}"
+            raise FieldMistake(message, first, remedy=did_you_mean(first, names, remedy))
+        return value
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
         """See `EvaluationOptions`. Of two engines, the one that generates."""

@@ -15,13 +15,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from adapterswap.core.model.layers import format_layers, parse_layers
 from adapterswap.core.planning.composition import SIDES, Composition, Partition, Side
+from adapterswap.experiments.permitted import foreign_address, foreign_dataset
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import exists, expand, is_folder, shown
 from adapterswap.kit.files.yaml import MEMBER, FiniteModel, StrictModel, list_values, read_recipe
 
 
@@ -317,6 +327,17 @@ class DatasetSource(StrictModel):
             except FieldError as error:
                 raise ValueError(str(error)) from None
         return text
+
+    @model_validator(mode="after")
+    def _known_origin(self, info: ValidationInfo) -> DatasetSource:
+        """Refuse what is neither a file nor a dataset on the Hub: `datasets` also runs queries and opens addresses."""
+        if (address := foreign_address([self.data_files, self.data_dir])) is not None:
+            raise ValueError(f"{shown(address)} is neither a file here nor on the Hub (hf://): download it")
+        folder = (info.context or {}).get("folder", Path())
+        is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or exists(folder / self.path)
+        if not is_local and (reason := foreign_dataset(self.path)) is not None:
+            raise ValueError(f"the dataset {reason}")
+        return self
 
     @model_validator(mode="after")
     def _one_kind(self) -> DatasetSource:
