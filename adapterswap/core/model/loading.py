@@ -77,10 +77,15 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
     from transformers import AutoModelForCausalLM
 
     if dtype not in _DTYPES:
+<<<<<<< HEAD
         raise ArgumentError(f"the dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
     folder = base.source.folder
     if base.source.revision is not None:  # on the Hub, of which only the small files are here
         folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
+=======
+        raise ArgumentError(f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
+    folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
+>>>>>>> main
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
@@ -95,14 +100,14 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
     if mismatched := sorted(info["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         raise BaseModelError(
-            f"the weights of the base model {base.reference} do not match its config: {name} is {_shape(stored)}, but "
+            f"The weights of the base model {base.reference} do not match its config: {name} is {_shape(stored)}, but "
             f"the config says {_shape(expected)}",
             "Use the config.json that was saved with these weights",
             parameter="base_model",
         )
     if missing := sorted(info["missing_keys"]):
         raise BaseModelError(
-            f"the base model {base.reference} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
+            f"The base model {base.reference} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
             "Save or download the model again: transformers would fill these weights with random numbers",
             parameter="base_model",
         )
@@ -140,7 +145,7 @@ def choose_device(name: str) -> Any:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
         raise ArgumentError(
-            f"the device {name!r} cannot be used: {reason_of(error)}",
+            f"The device {name!r} cannot be used: {reason_of(error)}",
             "Use auto, cpu, cuda, cuda:N or mps",
             parameter="device",
         ) from None

@@ -19,22 +19,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.loading import OpenedBase, generation_config
 from adapterswap.core.model.sources import hub_reason, hub_remedy
 from adapterswap.core.planning.composition import SIDES
+from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.hygiene import MATH, Screen
 from adapterswap.experiments.training.recipe import DatasetSource, Template, TrainingOptions, TrainRecipe
 from adapterswap.experiments.training.report import RowCounts
-from adapterswap.experiments.training.tokens import (
-    ChatTemplate,
+from adapterswap.experiments.training.texts import (
+    TEMPLATE_COLUMNS,
     Example,
     Renderer,
-    TokenCounts,
-    Tokens,
+    Row,
     choose_reader,
     choose_renderer,
-    tokenize,
+    is_chat,
+    store_value,
+    template_columns,
 )
+from adapterswap.experiments.training.tokens import TokenCounts, Tokens, tokenize
 from adapterswap.kit.errors import BaseModelError, DataError, NotFoundError, Problems, reason_of
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
@@ -44,9 +47,18 @@ _BUFFER = 10_000  # rows
 
 
 def draw_rows(
-    stream: Any, columns: Sequence[str], allowed: Mapping[str, set[Any]], *, samples: int, seed: int
+    stream: Any,
+    columns: Sequence[str],
+    allowed: Mapping[str, set[Any]],
+    *,
+    samples: int,
+    seed: int,
+    for_chat: Collection[str | None] = (),
 ) -> tuple[Any, int]:
-    """The first matching rows of the shuffled stream, as a Dataset in memory, and how many rows were read."""
+    """The first matching rows of the shuffled stream, as a Dataset in memory, and how many rows were read.
+
+    Columns `for_chat` hold lists and objects for a chat template.
+    """
     rows_read = 0
     drawn: dict[str, list[Any]] = {column: [] for column in columns}
 
@@ -60,7 +72,7 @@ def draw_rows(
     for _, row in zip(range(samples), rows(), strict=False):
         for column, values in drawn.items():
             values.append(row.get(column))
-    return _as_dataset(drawn), rows_read
+    return _as_dataset(drawn, for_chat), rows_read
 
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -77,6 +89,7 @@ class SourceCounts:
         empty: of `kept`, rows dropped because a value is missing or there is nothing to train on.
         math: of `kept`, rows dropped by hygiene as math.
         overlap: of `kept`, rows dropped because they share text with an evaluation, by the evaluation's name.
+        unread: columns, and keys in the rows' messages, that neither the recipe nor the chat template reads.
         files: for local files, name → sha256.
     """
 
@@ -86,22 +99,30 @@ class SourceCounts:
     empty: int = 0
     math: int = 0
     overlap: dict[str, int] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
 
 
-def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, SourceCounts]:
-    """Load the rows of `source` as a datasets.Dataset, filtered and sampled, with their counts."""
+def load_table(
+    source: DatasetSource, folder: Path, *, seed: int, chat: ChatTemplate | None = None
+) -> tuple[Any, SourceCounts]:
+    """Load the rows of `source` as a datasets.Dataset, filtered and sampled, with their counts.
+
+    With the template that renders them, `chat`, the columns that it reads are loaded too.
+    """
     counts = SourceCounts(_display_name(source))
     table = _load(source, folder, counts)
     if source.streaming:
-        table = _draw(source, table, counts, seed=seed)
+        table = _draw(source, table, counts, chat, seed=seed)
         counts.kept = len(table)
         return table, counts
     counts.read = len(table)
     _check_columns(source, table.column_names)
+    columns = _columns_to_read(source, table.column_names, chat)
+    counts.unread += [name for name in table.column_names if name not in columns]
     if not len(table):
         raise DataError(
-            f"the dataset {source.path} has no rows in the split {source.split}",
+            f"The dataset {source.path} has no rows in the split {source.split}",
             "Correct `path` or `split`",
             parameter="datasets",
         )
@@ -121,21 +142,29 @@ def _display_name(source: DatasetSource) -> str:
     return source.path
 
 
-def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int) -> Any:
+def _columns_to_read(source: DatasetSource, columns: Sequence[str], chat: ChatTemplate | None) -> list[str]:
+    """The columns of a table that the recipe names, and those that the template reads."""
+    named = [name for _, name in _named_columns(source)]
+    return list(dict.fromkeys([*named, *(template_columns(columns, chat) if chat is not None else ())]))
+
+
+def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, chat: ChatTemplate | None, *, seed: int) -> Any:
     """`samples` rows of a stream, as a datasets.Dataset."""
 
     def draw() -> tuple[Any, int]:
         columns = stream.column_names or list(dict.fromkeys(key for row in stream.take(_BATCH) for key in row))
         _check_columns(source, columns)
         allowed_values = {column: _values(allowed) for column, allowed in source.filter.items()}
-        named = list(dict.fromkeys(name for _, name in _named_columns(source)))
-        return draw_rows(stream, named, allowed_values, samples=source.samples or 0, seed=seed)
+        read = _columns_to_read(source, columns, chat)
+        counts.unread += [name for name in columns if name not in read]
+        for_chat = source.messages, *TEMPLATE_COLUMNS
+        return draw_rows(stream, read, allowed_values, samples=source.samples or 0, seed=seed, for_chat=for_chat)
 
     table, counts.read = _attempt(source, draw)
     if not len(table):
         filtered = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
         raise DataError(
-            f"the dataset {source.path} has no rows{filtered} in the split {source.split}",
+            f"The dataset {source.path} has no rows{filtered} in the split {source.split}",
             "Correct `path` or `split`",
             parameter="datasets",
         )
@@ -153,11 +182,11 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
         return _attempt(source, lambda: _read(files, source))
     if local.is_dir():
         raise DataError(
-            f"the dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
+            f"The dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
         )
     if Path(source.path).suffix in _BUILDERS or source.path.startswith((".", "/", "~")):
         raise NotFoundError(
-            f"the dataset file {source.path} does not exist",
+            f"The dataset file {source.path} does not exist",
             "Correct the path; it is relative to the recipe's folder",
             parameter="datasets",
         )
@@ -209,32 +238,36 @@ def _json_rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _json_table(names: Sequence[str], split: str, source: DatasetSource) -> Any:
-    """The rows of JSON files as a datasets.Dataset; columns that the recipe does not name are empty."""
+    """The rows of JSON files as a datasets.Dataset; columns that nothing reads are empty."""
     import datasets
 
     columns: dict[str, list[Any]] = {}
     named, number = _named_columns(source), 0
-    needed = {name for _, name in named}
+    needed = {*(name for _, name in named), *TEMPLATE_COLUMNS}
     for row in _json_rows(names):
         columns |= {key: [None] * number for key in row if key not in columns}
         for key, values in columns.items():
             values.append(row.get(key) if key in needed else None)
         number += 1
     compared = {name for key, name in named if key == "filter"} - {name for key, name in named if key != "filter"}
-    table = _as_dataset(columns, compared)
+    table = _as_dataset(columns, (source.messages, *TEMPLATE_COLUMNS), compared)
     parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": number})
     return table.select([row for part in parts for row in range(part.from_, part.to)])
 
 
-def _as_dataset(columns: Mapping[str, list[Any]], compared: Collection[str] = ()) -> Any:
+def _as_dataset(
+    columns: Mapping[str, list[Any]], for_chat: Collection[str | None], compared: Collection[str] = ()
+) -> Any:
     """Columns as a datasets.Dataset. Texts and numbers of several types, or beyond 64 bits, become text.
 
-    In columns that are only compared, whole numbers and fractions stay numbers.
+    So do lists and objects in columns for chat templates, to which a table would add each other's keys; `read_value`
+    reads them. In columns that are only compared, whole numbers and fractions stay numbers.
     """
     import datasets
 
     alike = {}
-    for name, values in columns.items():
+    for name, cells in columns.items():
+        values = [store_value(cell) for cell in cells] if name in for_chat else cells
         kinds = {type(value) for value in values if value is not None}
         huge = int in kinds and any(type(value) is int and abs(value) >= 2**63 for value in values)
         mixed = len(kinds) > 1 and not (name in compared and kinds == {int, float})
@@ -255,9 +288,9 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
         return load()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise NotFoundError(
-            f"the dataset {source.path} is not a local file and could not be downloaded from the Hub: "
+            f"The dataset {source.path} is not a local file and could not be downloaded from the Hub: "
             f"{hub_reason(error)}",
-            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
+            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`", error),
             parameter="datasets",
         ) from None
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
@@ -268,7 +301,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
                 f"and data_files: hf://datasets/{source.path}/…, or use a converted revision"
             )
         raise DataError(
-            f"the dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
+            f"The dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
         ) from None
 
 
@@ -288,16 +321,16 @@ def _builder(files: Sequence[Path]) -> str:
     for file in files:
         if not file.is_file():
             problems.add(
-                f"the dataset file {file.name} does not exist",
+                f"The dataset file {file.name} does not exist",
                 "Correct `path` or `data_files`",
                 parameter="datasets",
                 kind=NotFoundError,
             )
         elif not file.stat().st_size:
-            problems.add(f"the dataset file {file.name} is empty", "Name a file with rows", parameter="datasets")
+            problems.add(f"The dataset file {file.name} is empty", "Name a file with rows", parameter="datasets")
         elif file.suffix not in _BUILDERS:
             problems.add(
-                f"the dataset file {file.name} has an unknown suffix",
+                f"The dataset file {file.name} has an unknown suffix",
                 f"Known: {', '.join(_BUILDERS)}",
                 parameter="datasets",
             )
@@ -305,7 +338,7 @@ def _builder(files: Sequence[Path]) -> str:
             builders.add(_BUILDERS[file.suffix])
     if len(builders) > 1:
         problems.add(
-            f"the dataset's files have different formats: {', '.join(sorted(builders))}",
+            f"The dataset's files have different formats: {', '.join(sorted(builders))}",
             "List them as separate datasets",
             parameter="datasets",
         )
@@ -319,7 +352,7 @@ def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
     for key, name in _named_columns(source):
         if name not in columns:
             problems.add(
-                f"the dataset {source.path}: `{key}` names the column {name!r}, which does not exist",
+                f"The dataset {source.path}: `{key}` names the column {name!r}, which does not exist",
                 remedy,
                 parameter="datasets",
             )
@@ -344,7 +377,7 @@ def _filter(source: DatasetSource, table: Any) -> Any:
         cells = table.with_format("arrow")[column][:]
         if pyarrow.types.is_nested(cells.type):
             raise DataError(
-                f"the dataset {source.path}: `filter` names {column}, which does not contain plain values",
+                f"The dataset {source.path}: `filter` names {column}, which does not contain plain values",
                 "Filter another column",
                 parameter="datasets",
             )
@@ -363,7 +396,7 @@ def _filter(source: DatasetSource, table: Any) -> Any:
 def _no_row(source: DatasetSource, column: str, allowed: list[Any], values: Iterable[Any]) -> DataError:
     examples = ", ".join(repr(value) for value in sorted(set(map(str, values)))[:8])
     return DataError(
-        f"the dataset {source.path}: no row has {column} in {allowed}",
+        f"The dataset {source.path}: no row has {column} in {allowed}",
         f"Use values of that column, such as {examples}",
         parameter="datasets",
     )
@@ -382,8 +415,6 @@ def _as_list(value: Any) -> list[Any]:
 _WORDS = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
 _BATCH = 1000  # rows held as Python objects at once
 
-Row = Mapping[str, Any]
-
 
 def load_rows(
     sources: Sequence[DatasetSource],
@@ -398,15 +429,17 @@ def load_rows(
     """The rows of every source. The counts of a source are complete once its rows have been read.
 
     Args:
-        chat: the tokenizer's `apply_chat_template`; None if it has no template.
+        chat: the tokenizer's chat template; None if it has none.
         chat_prompts: render prompts and completions as chat turns.
         separator: the text between prompt and completion if they are not chat turns.
         screen: decides which rows to drop; dropped rows are counted.
     """
     for source in sources:
-        render = choose_renderer(source, chat, chat_prompts=chat_prompts, separator=separator)
-        table, counts = load_table(source, folder, seed=seed)
-        yield counts, _examples(table, render, _row_filter(source, screen, counts), counts)
+        unread: dict[str, None] = {}
+        render = choose_renderer(source, chat, chat_prompts=chat_prompts, separator=separator, unread=unread)
+        used_chat = chat if is_chat(source, chat_prompts=chat_prompts) else None
+        table, counts = load_table(source, folder, seed=seed, chat=used_chat)
+        yield counts, _examples(table, render, _row_filter(source, screen, counts), counts, unread)
 
 
 def _row_filter(source: DatasetSource, screen: Screen | None, counts: SourceCounts) -> Callable[[Row], bool]:
@@ -432,7 +465,9 @@ def _row_filter(source: DatasetSource, screen: Screen | None, counts: SourceCoun
     return keeps
 
 
-def _examples(table: Any, render: Renderer, keeps: Callable[[Row], bool], counts: SourceCounts) -> Iterator[Example]:
+def _examples(
+    table: Any, render: Renderer, keeps: Callable[[Row], bool], counts: SourceCounts, unread: Mapping[str, None]
+) -> Iterator[Example]:
     for start in range(0, len(table), _BATCH):
         batch = table[start : start + _BATCH]
         names = list(batch)
@@ -447,6 +482,7 @@ def _examples(table: Any, render: Renderer, keeps: Callable[[Row], bool], counts
                 counts.empty += 1
             elif is_kept:
                 yield example
+    counts.unread += unread
 
 
 @dataclass(frozen=True)
@@ -485,7 +521,7 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
         if share >= min(map(len, groups)):
             side = " of each side" if recipe.simultaneous else ""
             raise DataError(
-                f"validation would take {share} rows{side}, but there are only {min(map(len, groups))}",
+                f"Validation would take {share} rows{side}, but there are only {min(map(len, groups))}",
                 "Hold out fewer rows, or add more",
                 parameter="validation",
             )
@@ -504,6 +540,7 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
         truncated=int(np.sum(np.array(counts.truncated)[used_rows])),
         split=counts.split,
         boundary_moved=int(np.sum(np.array(counts.boundary_moved)[used_rows])),
+        without_end=int(np.sum(np.array(counts.without_end)[used_rows])),
         longest=counts.longest,
         tokens=len(train.ids),
         trained_tokens=int(train.trained.sum() - train.trained[train.starts[:-1]].sum()),  # nothing predicts a first
@@ -531,17 +568,20 @@ def _tokens(
     """The rows of all sources, the side of each row, the counts of each source, and the counts of tokens."""
     options = recipe.training
     parts, sources, total = [], [], TokenCounts()
+    ends = end_tokens(base)
     loaded = load_rows(
         datasets,
         recipe.folder,
         seed=options.data_seed,
-        chat=base.tokenizer.apply_chat_template if base.tokenizer.chat_template else None,
+        chat=ChatTemplate(base.tokenizer) if base.tokenizer.chat_template else None,
         chat_prompts=recipe.chat_template,
         separator=recipe.separator,
         screen=Screen(recipe.hygiene, recipe.folder) if recipe.hygiene else None,
     )
     for source, examples in loaded:
-        part, counts = tokenize(examples, base.tokenizer, max_length=options.max_length, split_long=options.split_long)
+        part, counts = tokenize(
+            examples, base.tokenizer, max_length=options.max_length, split_long=options.split_long, ends=ends
+        )
         if not len(part):
             _nothing_left(source, counts, options.max_length)
         parts.append(part)
@@ -551,7 +591,7 @@ def _tokens(
     vocabulary = base.config.get_text_config().vocab_size
     if joined.ids.max() >= vocabulary:
         raise BaseModelError(
-            f"the tokenizer of {base.reference} produces the token {joined.ids.max()}, but the model's vocabulary has "
+            f"The tokenizer of {base.reference} produces the token {joined.ids.max()}, but the model's vocabulary has "
             f"{vocabulary} tokens",
             "Use a folder whose tokenizer belongs to its model",
             parameter="base_model",
@@ -560,22 +600,28 @@ def _tokens(
     return joined, sides, sources, total
 
 
+def end_tokens(base: OpenedBase) -> frozenset[int]:
+    """The tokens at which the model stops: the tokenizer's, and those of its generation settings."""
+    chosen = generation_config(base).eos_token_id
+    return frozenset([base.tokenizer.eos_token_id, *([chosen] if isinstance(chosen, int) else chosen or ())])
+
+
 def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
     if counts.cut_off:
         raise DataError(
-            f"the dataset {source.source}: max_length {max_length} cuts off the completion of all {counts.cut_off} "
+            f"The dataset {source.source}: max_length {max_length} cuts off the completion of all {counts.cut_off} "
             "rows",
             f"Raise training.max_length (the longest row has {counts.longest} tokens) or shorten the prompt",
             parameter="training.max_length",
         )
     if screened := source.math + sum(source.overlap.values()):
         raise DataError(
-            f"the dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the rest are empty",
+            f"The dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the rest are empty",
             "Choose a source without math and evaluation texts; if it is the task's own math, set `side: task`",
             parameter="datasets",
         )
     raise DataError(
-        f"the dataset {source.source}: all {source.kept} rows are empty",
+        f"The dataset {source.source}: all {source.kept} rows are empty",
         "Check the templates and the values in the columns",
         parameter="datasets",
     )

@@ -119,7 +119,7 @@ class RowCounts:
 
     Attributes:
         sources: for each source: its path, rows read, rows kept by filter and samples, empty rows, rows dropped by
-            hygiene, and its files with their sha256.
+            hygiene, columns that nothing reads, and its files with their sha256.
         train, validation: rows used.
         empty: rows dropped because a value was missing or there was no completion.
         math: rows dropped because they look like math.
@@ -129,6 +129,7 @@ class RowCounts:
         truncated: rows used for training, or held out of the same sources, that were cut to max_length.
         split: long texts that were split into several rows of max_length.
         boundary_moved: rows used whose prompt ends in other tokens than the prompt alone would.
+        without_end: rows used whose last trained turn has no token at which the model stops.
         longest: tokens of the longest row of the sources, used or not, before it was cut.
         tokens, trained_tokens: tokens in one pass over the training rows: all, and those that the loss is computed on.
         sha256: the hash of the training rows' tokens.
@@ -145,6 +146,7 @@ class RowCounts:
     truncated: int
     split: int
     boundary_moved: int
+    without_end: int
     longest: int
     tokens: int
     trained_tokens: int
@@ -186,6 +188,17 @@ class RowCounts:
                 f"{self.boundary_moved} rows have a prompt whose last token merges with the completion: end prompts "
                 "without a space and begin completions with one"
             )
+        if self.without_end:
+            messages.append(
+                f"{self.without_end} rows have no end-of-sequence token after their last turn, as the chat template "
+                "writes none: the expert will not learn to stop"
+            )
+        for source in self.sources:
+            if source["unread"]:
+                messages.append(
+                    f"{source['source']}: not used: {', '.join(source['unread'])} (neither the recipe nor the chat "
+                    "template reads it)"
+                )
         return messages
 
 

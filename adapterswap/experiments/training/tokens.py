@@ -1,236 +1,22 @@
-"""Render rows as text and tokens, mark those that the loss is computed on, and count rows that were cut.
+"""Rendered rows → tokens, and those of them that the loss is computed on; rows that are cut are counted.
 
-A rendered row is an `Example`: its whole text, and the prefixes between which the loss is computed. Tokens are kept in
-flat arrays, and finally in an Arrow table, because a list for each row would take ten times the memory. As in TRL, a
-completion begins at the first token in which the tokens of the prompt alone differ from those of prompt and completion
-together.
+Tokens are kept in flat arrays, and finally in an Arrow table, because a list for each row would take ten times the
+memory. As in TRL, a completion begins at the first token in which the tokens of the prompt alone differ from those of
+prompt and completion together.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.experiments.training.recipe import DatasetSource, Template
-from adapterswap.kit.errors import BaseModelError, DataError
-from adapterswap.kit.files.text import shown
-
-ChatTemplate = Callable[..., str]
-"""A tokenizer's `apply_chat_template`."""
-
-
-class Example(NamedTuple):
-    """A row as text.
-
-    Attributes:
-        text: all of it.
-        trained: pairs of prefixes of `text`; the loss is computed on the text between the end of the first and the end
-            of the second (None: the end of the text).
-        chat: whether a chat template rendered it, which writes the special tokens itself.
-    """
-
-    text: str
-    trained: tuple[tuple[str, str | None], ...]
-    chat: bool = False
-
-
-Renderer = Callable[[Mapping[str, Any]], Example | None]
-"""Turns a row into an Example; None for a row with nothing to train on."""
-
-
-Reader = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
-"""Turns a row into prompts and completions, without chat templates; plain text is a completion."""
-
-
-def choose_reader(source: DatasetSource) -> Reader:
-    """A reader of the rows of `source`, for code that checks their text, not their form."""
-    if source.text is not None:
-        template = Template(source.text)
-        return lambda row: [("", template.fill(row) or "")]
-    if source.messages is not None:
-        conversation = _messages(source.messages)
-        return lambda row: _exchanges(conversation(row) or [])
-    pair = _pairs(source)
-
-    def read(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-        prompt_and_completion = pair(row)
-        return [prompt_and_completion] if prompt_and_completion else []
-
-    return read
-
-
-def _exchanges(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
-    """Each turn of the assistant, with the messages since its previous turn as the prompt."""
-    exchanges, prompt = [], ""
-    for message in messages:
-        if message["role"] == "assistant":
-            exchanges.append((prompt, message["content"]))
-            prompt = ""
-        else:
-            prompt += message["content"] + "\n"
-    return exchanges
-
-
-def choose_renderer(
-    source: DatasetSource, chat: ChatTemplate | None, *, chat_prompts: bool, separator: str = ""
-) -> Renderer:
-    """A renderer of the rows of `source`.
-
-    Args:
-        chat: the tokenizer's `apply_chat_template`, if it has a template.
-        chat_prompts: render prompts and completions as chat turns.
-        separator: text between prompt and completion, if they are not chat turns.
-
-    The renderer itself raises a `DataError` for a value that is not text, for a column that does not hold chat
-    messages, and for messages that the template refuses.
-    """
-    if source.messages is not None or (chat_prompts and source.text is None):
-        if chat is None:
-            raise BaseModelError(
-                f"the dataset {source.path} must be rendered as chat, but the tokenizer has no chat template",
-                "Use the instruct model's tokenizer, or `prompt` and `completion` with chat_template: false",
-                parameter="base_model",
-            )
-        return _chat(_messages(source.messages) if source.messages is not None else _turns(source), chat)
-    return _plain(source, separator) if source.text is None else _text(Template(source.text))
-
-
-def _text(template: Template) -> Renderer:
-    def render(row: Mapping[str, Any]) -> Example | None:
-        filled = template.fill(row)
-        return Example(filled, (("", None),)) if filled and filled.strip() else None
-
-    return render
-
-
-def _pairs(source: DatasetSource) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
-    """The prompt and completion of a row; None if a value is missing or the completion is empty."""
-    prompts, completions = Template(source.prompt or ""), Template(source.completion or "")
-
-    def pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
-        prompt, completion = prompts.fill(row), completions.fill(row)
-        if prompt is None or completion is None or not completion.strip():
-            return None
-        return prompt, completion
-
-    return pair
-
-
-def _plain(source: DatasetSource, separator: str) -> Renderer:
-    pair = _pairs(source)
-
-    def render(row: Mapping[str, Any]) -> Example | None:
-        if (prompt_and_completion := pair(row)) is None:
-            return None
-        prompt, completion = prompt_and_completion[0] + separator, prompt_and_completion[1]
-        return Example(prompt + completion, ((prompt, None),))
-
-    return render
-
-
-Conversation = Callable[[Mapping[str, Any]], list[dict[str, str]] | None]
-
-
-def _turns(source: DatasetSource) -> Conversation:
-    pair = _pairs(source)
-
-    def conversation(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
-        if (prompt_and_completion := pair(row)) is None:
-            return None
-        prompt, completion = prompt_and_completion
-        # A template such as "{instruction}\n\n{input}" ends in newlines if there is no input.
-        return [{"role": "user", "content": prompt.strip()}, {"role": "assistant", "content": completion}]
-
-    return conversation
-
-
-def _messages(column: str) -> Conversation:
-    def conversation(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
-        messages = row[column]
-        if messages is None:
-            return None
-        if isinstance(messages, list) and all(_is_pair(item) for item in messages):
-            roles = ("user", "assistant")
-            messages = [
-                {"role": role, "content": text} for pair in messages for role, text in zip(roles, pair, strict=True)
-            ]
-        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-            raise DataError(
-                f"the column {column!r} does not contain chat messages",
-                "Use a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
-                parameter="datasets",
-            )
-        return messages
-
-    return conversation
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def _chat(conversation: Conversation, chat: ChatTemplate) -> Renderer:
-    """A renderer of conversations; the loss is computed on what the template writes for each assistant turn."""
-    from jinja2 import TemplateError
-
-    def render(row: Mapping[str, Any]) -> Example | None:
-        messages = conversation(row) or []
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            return None
-        try:
-            text = chat(messages, tokenize=False)
-            trained = []
-            for turn in turns:
-                before = chat(messages[:turn], tokenize=False, add_generation_prompt=True)
-                is_last = turn == len(messages) - 1
-                after = None if is_last else _through_turn(text, chat(messages[: turn + 1], tokenize=False))
-                end = len(text) if after is None else _common(after, text)
-                _check_written(messages[turn]["content"], text[_common(before, text) : end])
-                trained.append((before, after))
-            return Example(text, tuple(trained), chat=True)
-        except TemplateError as error:
-            raise DataError(
-                f"the tokenizer's chat template rejects the messages: {error}",
-                "Put the messages in the order that the template expects",
-                parameter="datasets",
-            ) from None
-
-    return render
-
-
-def _through_turn(text: str, alone: str) -> str:
-    """The text up to the end of a turn, to compare with that of the conversation; `alone` if nothing follows.
-
-    The two differ inside the turn if a template leaves something out once others follow, as Qwen3's does with the
-    reasoning. The turn then ends where the longest end of `alone` does.
-    """
-    shared = _common(alone, text)
-    rest = alone[shared:]
-    size = next((size for size in range(len(rest), 0, -1) if text.startswith(rest[-size:], shared)), 0)
-    return text[: shared + size] if size else alone
-
-
-def _check_written(content: str, written: str) -> None:
-    """Refuse a template that does not write what the assistant says; it may leave out reasoning before it."""
-    last_line = content.rpartition("</think>")[2].strip().rpartition("\n")[2]
-    if last_line not in written:
-        raise DataError(
-            f"the tokenizer's chat template does not write the assistant's turn {shown(content)}",
-            "Use `prompt` and `completion` with chat_template: false, or a tokenizer whose template takes plain text",
-            parameter="datasets",
-        )
-
+from adapterswap.experiments.training.texts import Example, common_length
 
 _BATCH = 1000
 _ALL = (("", None),)  # the whole text is trained on
@@ -247,6 +33,7 @@ class TokenCounts:
         truncated: for each remaining row, whether it was cut to max_length.
         boundary_moved: for each remaining row, whether its prompt ends in other tokens alone than with its completion.
             The model then trains on a context that it does not see when it answers the prompt.
+        without_end: for each remaining row, whether what is trained on last has no token at which the model stops.
     """
 
     cut_off: int = 0
@@ -254,6 +41,7 @@ class TokenCounts:
     longest: int = 0
     truncated: list[bool] = field(default_factory=list)
     boundary_moved: list[bool] = field(default_factory=list)
+    without_end: list[bool] = field(default_factory=list)
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
@@ -262,6 +50,7 @@ class TokenCounts:
             max(self.longest, other.longest),
             self.truncated + other.truncated,
             self.boundary_moved + other.boundary_moved,
+            self.without_end + other.without_end,
         )
 
 
@@ -328,13 +117,19 @@ class Tokens:
 
 
 def tokenize(
-    examples: Iterable[Example], tokenizer: Any, *, max_length: int, split_long: bool = False
+    examples: Iterable[Example],
+    tokenizer: Any,
+    *,
+    max_length: int,
+    split_long: bool = False,
+    ends: Collection[int] = (),
 ) -> tuple[Tokens, TokenCounts]:
     """Tokenise rows, mark the tokens to train on, and cut rows to `max_length`.
 
-    Rows without a chat template get the end-of-sequence token. Rows with nothing left to train on are dropped and
-    counted. The first token of a row is never trained on, because nothing predicts it. With `split_long`, a plain text
-    that is too long becomes several rows; each begins with the last token of the row before, so no token is lost.
+    Rows without a chat template get the end-of-sequence token; others that have none of `ends` are counted. A text that
+    begins with the token for that gets no second one. Rows with nothing left to train on are dropped and counted. The
+    first token of a row is never trained on, because nothing predicts it. With `split_long`, a plain text that is too
+    long becomes several rows; each begins with the last token of the row before, so no token is lost.
     """
     counts = TokenCounts()
     ids: list[NDArray[np.int32]] = []
@@ -344,12 +139,14 @@ def tokenize(
         encode = _encoder(batch, tokenizer)
         for example in batch:
             row, mask, moved = _row(example, encode, tokenizer.eos_token_id)
+            has_no_end = example.chat and bool(ends) and not _ends(row, mask, ends)
             counts.longest = max(counts.longest, len(row))
             if split_long and len(row) > max_length and example.trained == _ALL:
                 counts.split += 1
                 begins = range(0, len(row) - 1, max_length - 1)
                 counts.truncated += [False] * len(begins)
                 counts.boundary_moved += [False] * len(begins)
+                counts.without_end += [False] * len(begins)
                 ids.extend(row[begin : begin + max_length] for begin in begins)
                 masks.extend(mask[begin : begin + max_length] for begin in begins)
                 continue
@@ -358,6 +155,7 @@ def tokenize(
                 continue
             counts.truncated.append(len(row) > max_length)
             counts.boundary_moved.append(moved)
+            counts.without_end.append(has_no_end)
             ids.append(row[:max_length])
             masks.append(mask[:max_length])
     starts = np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64)
@@ -369,17 +167,32 @@ def tokenize(
 def _encoder(batch: Sequence[Example], tokenizer: Any) -> dict[tuple[bool, str], list[int]]:
     """(whether it is a chat, text) → ids, for each text and prefix of the batch, tokenised once."""
     encoded: dict[tuple[bool, str], list[int]] = {}
-    for chat in (False, True):
-        texts: dict[str, None] = {}
-        for example in batch:
-            if example.chat == chat:
-                texts[example.text] = None
-                texts.update((prefix, None) for pair in example.trained for prefix in pair if prefix)
-        if texts:
-            # A chat template writes the special tokens itself.
-            result = tokenizer(list(texts), add_special_tokens=not chat, return_attention_mask=False)
-            encoded.update(((chat, text), row) for text, row in zip(texts, result["input_ids"], strict=True))
+    texts: dict[tuple[bool, str], None] = {}
+    for example in batch:
+        texts[example.chat, example.text] = None
+        texts.update(((example.chat, prefix), None) for pair in example.trained for prefix in pair if prefix)
+    for adds_special in (True, False):
+        # A chat template writes the special tokens itself. A text that begins with the first of them has no need of it.
+        alike = [key for key in texts if adds_special != (key[0] or _begins(key[1], tokenizer.bos_token))]
+        if alike:
+            plain = [text for _, text in alike]
+            result = tokenizer(plain, add_special_tokens=adds_special, return_attention_mask=False)
+            encoded.update(zip(alike, result["input_ids"], strict=True))
     return encoded
+
+
+def _begins(text: str, bos: str | None) -> bool:
+    return bool(bos) and text.startswith(str(bos))
+
+
+def _ends(ids: NDArray[np.int32], mask: NDArray[np.bool_], ends: Collection[int]) -> bool:
+    """Whether the last run of trained tokens has one at which the model stops."""
+    trained = np.flatnonzero(mask)
+    if not len(trained):
+        return True
+    gaps = np.flatnonzero(np.diff(trained) > 1)
+    last = trained[gaps[-1] + 1 if len(gaps) else 0 :]
+    return not frozenset(ends).isdisjoint(ids[last].tolist())
 
 
 def _row(
@@ -395,17 +208,9 @@ def _row(
         begin = 0
         if before:
             prefix = encode[example.chat, before]
-            begin = _common(prefix, ids)
+            begin = common_length(prefix, ids)
             # Some tokenizers end every text with EOS, also the prompt alone. That is not a moved boundary.
             moved |= begin < len(prefix) and prefix[begin:] != [eos]
-        end = len(ids) if after is None else _common(encode[example.chat, after], ids)
+        end = len(ids) if after is None else common_length(encode[example.chat, after], ids)
         mask[begin:end] = True
     return np.array(ids, np.int32), mask, moved
-
-
-def _common(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
-    """The length of the common prefix."""
-    length = min(len(first), len(second))
-    if first[:length] == second[:length]:
-        return length
-    return next(index for index in range(length) if first[index] != second[index])

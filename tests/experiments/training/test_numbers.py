@@ -18,7 +18,8 @@ from tolerances import close, near
 from adapterswap.experiments.training import TrainRecipe, train
 from adapterswap.experiments.training.base import open_trainable
 from adapterswap.experiments.training.data import load_data, sequences
-from adapterswap.experiments.training.tokens import Example, tokenize
+from adapterswap.experiments.training.texts import Example
+from adapterswap.experiments.training.tokens import tokenize
 from adapterswap.kit.errors import FieldError
 
 from .conftest import echo_rows, two_sides, word_tokenizer

@@ -4,23 +4,22 @@ import csv
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pyarrow
 import pyarrow.parquet
 import pytest
 from refusals import refused
 
+from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.data import SourceCounts, load_rows
 from adapterswap.experiments.training.recipe import DatasetSource
-from adapterswap.experiments.training.tokens import Example
+from adapterswap.experiments.training.texts import Example
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, DataError, FieldError, NotFoundError
 from adapterswap.kit.files.yaml import read_content
 
-from .conftest import write_jsonl
+from .conftest import word_tokenizer, write_jsonl
 
 ROWS = [
     {"question": "moja, na “mbili”?", "answer": "3", "kind": "a"},
@@ -31,7 +30,7 @@ PAIR = {"prompt": "{question}", "completion": " {answer}"}
 
 
 def load(
-    folder: Path, *, seed: int = 0, chat: Callable[..., str] | None = None, chat_prompts: bool = False, **source: Any
+    folder: Path, *, seed: int = 0, chat: ChatTemplate | None = None, chat_prompts: bool = False, **source: Any
 ) -> tuple[SourceCounts, list[Example]]:
     [(counts, examples)] = load_rows([DatasetSource(**source)], folder, seed=seed, chat=chat, chat_prompts=chat_prompts)
     return counts, list(examples)
@@ -124,10 +123,18 @@ def test_rows_without_a_value_are_dropped_and_counted(tmp_path: Path) -> None:
     assert counts.empty == 3
 
 
-def _template(messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool = False) -> str:
-    assert not tokenize
-    text = "".join(f"<{message['role']}>{message['content']}</>" for message in messages)
-    return text + "<assistant>" * add_generation_prompt
+_TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+_PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def chat_of(template: str) -> ChatTemplate:
+    """A template of a tokenizer."""
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = template
+    return ChatTemplate(tokenizer)
+
+
+_template = chat_of(_TURNS + _PROMPT)
 
 
 def test_prompts_become_chat_turns(tmp_path: Path) -> None:
@@ -147,14 +154,11 @@ def test_messages_train_on_every_turn_of_the_assistant(tmp_path: Path) -> None:
     assert counts.empty == 2
 
 
-def _reasoning(messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool = False) -> str:
-    """Like Qwen3's template, which writes the reasoning of the last turn only."""
-    text = "".join(
-        f"<{message['role']}>" + "<think></think>" * (message is messages[-1] and message["role"] == "assistant")
-        + message["content"].rpartition("</think>")[2] + "</>"
-        for message in messages
-    )  # fmt: skip
-    return text + "<assistant>" * add_generation_prompt
+# Like Qwen3's template, which writes the reasoning of the last turn only.
+_reasoning = chat_of(
+    "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}</>{% endfor %}" + _PROMPT
+)
 
 
 def test_every_turn_is_trained_on_if_a_template_writes_the_last_one_otherwise(tmp_path: Path) -> None:
@@ -168,10 +172,7 @@ def test_every_turn_is_trained_on_if_a_template_writes_the_last_one_otherwise(tm
 
 def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(tmp_path: Path) -> None:
     """Templates of some vision models take lists of parts, and write nothing of plain text."""
-
-    def parts(messages: list[dict[str, str]], **options: bool) -> str:
-        return _template([{**message, "content": ""} for message in messages], **options)
-
+    parts = chat_of("{% for m in messages %}<{{ m.role }}></>{% endfor %}" + _PROMPT)
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with refused(DataError, "datasets", match="row 0 .*does not write .*' 3'"):
         load(tmp_path, path="rows.jsonl", **PAIR, chat=parts, chat_prompts=True)
@@ -217,11 +218,8 @@ def test_a_value_that_is_not_text_names_its_row(tmp_path: Path) -> None:
 
 
 def test_messages_that_the_template_refuses_name_their_row(tmp_path: Path) -> None:
-    def strict(messages: list[dict[str, str]], **options: bool) -> str:
-        if messages[0]["role"] != "user":
-            raise jinja2.TemplateError("Conversation roles must alternate")
-        return _template(messages, **options)
-
+    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    strict = chat_of(refusal + _TURNS + _PROMPT)
     rows = [
         {"m": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]} for role in ("user", "system")
     ]

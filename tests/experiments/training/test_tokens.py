@@ -12,10 +12,12 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
+from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.data import load_rows
 from adapterswap.experiments.training.recipe import DatasetSource
 from adapterswap.experiments.training.run import isolated
-from adapterswap.experiments.training.tokens import Example, Tokens, tokenize
+from adapterswap.experiments.training.texts import Example
+from adapterswap.experiments.training.tokens import Tokens, tokenize
 
 from .conftest import WORDS, word_tokenizer, write_jsonl
 
@@ -80,7 +82,7 @@ def test_tokens_and_masks_equal_those_of_trl(
         pairs += [(f"{a} ", b) for a, b in pairs] + [(a, f" {b}") for a, b in pairs]
     write_jsonl(tmp_path / "rows.jsonl", [{"p": p, "c": c} for p, c in pairs])
     source = DatasetSource(path="rows.jsonl", prompt="{p}", completion="{c}")
-    [(_, examples)] = load_rows([source], tmp_path, seed=0, chat=bpe.apply_chat_template, chat_prompts=chat)
+    [(_, examples)] = load_rows([source], tmp_path, seed=0, chat=ChatTemplate(bpe), chat_prompts=chat)
     max_length = 24 if chat else 8
     tokens, counts = tokenize(examples, bpe, max_length=max_length)
 

@@ -1,0 +1,113 @@
+"""Render conversations with a tokenizer's chat template, as transformers does, and say what the template reads."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag, which only marks text
+
+# Arguments of `apply_chat_template` that are no variables of a template's own.
+_NO_VARIABLES = frozenset({
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "sanitize_control_tokens", "tokenizer_kwargs",
+})  # fmt: skip
+
+
+class ChatTemplate:
+    """Renders conversations as text with a tokenizer's chat template.
+
+    Args:
+        tokenizer: a tokenizer of transformers with one or several chat templates.
+        arguments: variables that every conversation gets, such as `enable_thinking`.
+        date: the template's `today`, such as 2026-11-27; None for the real one.
+
+    Attributes:
+        asked_date: whether the template has asked for today's date so far.
+    """
+
+    def __init__(
+        self, tokenizer: Any, arguments: Mapping[str, Any] | None = None, *, date: datetime.date | None = None
+    ) -> None:
+        self._tokenizer, self._arguments, self._date = tokenizer, dict(arguments or {}), date
+        self.asked_date = False
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            jinja2.TemplateError: the template refuses the messages.
+        """
+        with self._today():
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **self._arguments,
+                    **(arguments or {}),
+                )
+            )
+
+    def reads(self, name: str) -> bool:
+        """Whether a template reads a variable of this name, such as `tools`."""
+        return any(name in _variables(text) for text in self._texts)
+
+    @staticmethod
+    def may_set(name: str) -> bool:
+        """Whether a row may set a variable of this name: nothing else of transformers' own."""
+        return name not in _NO_VARIABLES
+
+    def names(self, word: str) -> bool:
+        """Whether a template contains a word, such as the key of a message."""
+        return any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) for text in self._texts)
+
+    @property
+    def _texts(self) -> list[str]:
+        templates = self._tokenizer.chat_template
+        return list(templates.values()) if isinstance(templates, dict) else [templates]
+
+    @contextmanager
+    def _today(self) -> Iterator[None]:
+        """Have templates see the chosen date, and note whether one asks for it. transformers calls `datetime.now`."""
+        from transformers.utils import chat_template_utils
+
+        template, before = self, chat_template_utils.datetime
+
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+                template.asked_date = True
+                now = datetime.datetime.now(tz)
+                return now if template._date is None else datetime.datetime.combine(template._date, datetime.time())
+
+        chat_template_utils.datetime = Clock
+        try:
+            yield
+        finally:
+            chat_template_utils.datetime = before
+
+
+@lru_cache(maxsize=16)
+def _variables(text: str) -> frozenset[str]:
+    """The variables that a template reads and does not set before."""
+    import jinja2
+    from jinja2 import meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", text))))

@@ -1,0 +1,368 @@
+"""Rows of a dataset → text, with or without a chat template, and where the loss is computed.
+
+A rendered row is an `Example`: its whole text, and the prefixes between which the loss is computed. The columns `tools`
+and `chat_template_kwargs` of a row reach the chat template, as in TRL. A turn of the assistant with `weight: 0` or
+`train: false` is left out of the loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from adapterswap.experiments.chat import ChatTemplate
+from adapterswap.experiments.training.recipe import DatasetSource, Template
+from adapterswap.kit.errors import BaseModelError, DataError
+from adapterswap.kit.files.text import loads, shown
+
+
+class Example(NamedTuple):
+    """A row as text.
+
+    Attributes:
+        text: all of it.
+        trained: pairs of prefixes of `text`; the loss is computed on the text between the end of the first and the end
+            of the second (None: the end of the text).
+        chat: whether a chat template rendered it, which writes the special tokens itself.
+    """
+
+    text: str
+    trained: tuple[tuple[str, str | None], ...]
+    chat: bool = False
+
+
+Row = Mapping[str, Any]
+
+Renderer = Callable[[Row], Example | None]
+"""Turns a row into an Example; None for a row with nothing to train on."""
+
+
+Reader = Callable[[Row], list[tuple[str, str]]]
+"""Turns a row into prompts and completions, without chat templates; plain text is a completion."""
+
+Message = dict[str, Any]
+Conversation = Callable[[Row], list[Message] | None]
+
+TOOLS, ARGUMENTS = TEMPLATE_COLUMNS = "tools", "chat_template_kwargs"
+_CHOICES = "weight", "train"  # keys of a message that say whether the loss is computed on it
+_KEYS = frozenset({"role", "content", *_CHOICES})  # those that need not stand in a template
+_ANSWERS = "assistant"
+
+
+def is_chat(source: DatasetSource, *, chat_prompts: bool) -> bool:
+    """Whether the rows of `source` are rendered by a chat template."""
+    return source.messages is not None or (chat_prompts and source.text is None)
+
+
+def template_columns(columns: Sequence[str], chat: ChatTemplate) -> list[str]:
+    """The columns, besides those that the recipe names, that reach a chat template."""
+    return [name for name in TEMPLATE_COLUMNS if name in columns and (name == ARGUMENTS or chat.reads(name))]
+
+
+def choose_reader(source: DatasetSource) -> Reader:
+    """A reader of the rows of `source`, for code that checks their text, not their form."""
+    if source.text is not None:
+        template = Template(source.text)
+        return lambda row: [("", template.fill(row) or "")]
+    if source.messages is not None:
+        conversation = _messages(source.messages)
+        return lambda row: _exchanges(conversation(row) or [])
+    pair = _pairs(source)
+
+    def read(row: Row) -> list[tuple[str, str]]:
+        prompt_and_completion = pair(row)
+        return [prompt_and_completion] if prompt_and_completion else []
+
+    return read
+
+
+def _exchanges(messages: list[Message]) -> list[tuple[str, str]]:
+    """Each turn of the assistant, with the messages since its previous turn as the prompt."""
+    exchanges, prompt = [], ""
+    for message in messages:
+        content = message.get("content", "")
+        if message["role"] == _ANSWERS:
+            exchanges.append((prompt, content))
+            prompt = ""
+        else:
+            prompt += content + "\n"
+    return exchanges
+
+
+def choose_renderer(
+    source: DatasetSource,
+    chat: ChatTemplate | None,
+    *,
+    chat_prompts: bool,
+    separator: str = "",
+    unread: dict[str, None] | None = None,
+) -> Renderer:
+    """A renderer of the rows of `source`.
+
+    Args:
+        chat: the tokenizer's chat template, if it has one.
+        chat_prompts: render prompts and completions as chat turns.
+        separator: text between prompt and completion, if they are not chat turns.
+        unread: gets the keys of messages that do not stand in the template.
+
+    The renderer itself raises a `DataError` for a value that is not text, for a column that does not hold chat
+    messages, tools or arguments, and for messages that the template refuses.
+    """
+    if not is_chat(source, chat_prompts=chat_prompts):
+        return _plain(source, separator) if source.text is None else _text(Template(source.text))
+    if chat is None:
+        raise BaseModelError(
+            f"The dataset {source.path} must be rendered as chat, but the tokenizer has no chat template",
+            "Use the instruct model's tokenizer, or `prompt` and `completion` with chat_template: false",
+            parameter="base_model",
+        )
+    conversation = _messages(source.messages) if source.messages is not None else _turns(source)
+    return _chat(conversation, chat, {} if unread is None else unread)
+
+
+def _text(template: Template) -> Renderer:
+    def render(row: Row) -> Example | None:
+        filled = template.fill(row)
+        return Example(filled, (("", None),)) if filled and filled.strip() else None
+
+    return render
+
+
+def _pairs(source: DatasetSource) -> Callable[[Row], tuple[str, str] | None]:
+    """The prompt and completion of a row; None if a value is missing or the completion is empty."""
+    prompts, completions = Template(source.prompt or ""), Template(source.completion or "")
+
+    def pair(row: Row) -> tuple[str, str] | None:
+        prompt, completion = prompts.fill(row), completions.fill(row)
+        if prompt is None or completion is None or not completion.strip():
+            return None
+        return prompt, completion
+
+    return pair
+
+
+def _plain(source: DatasetSource, separator: str) -> Renderer:
+    pair = _pairs(source)
+
+    def render(row: Row) -> Example | None:
+        if (prompt_and_completion := pair(row)) is None:
+            return None
+        prompt, completion = prompt_and_completion[0] + separator, prompt_and_completion[1]
+        return Example(prompt + completion, ((prompt, None),))
+
+    return render
+
+
+def _turns(source: DatasetSource) -> Conversation:
+    pair = _pairs(source)
+
+    def conversation(row: Row) -> list[Message] | None:
+        if (prompt_and_completion := pair(row)) is None:
+            return None
+        prompt, completion = prompt_and_completion
+        # A template such as "{instruction}\n\n{input}" ends in newlines if there is no input.
+        return [{"role": "user", "content": prompt.strip()}, {"role": _ANSWERS, "content": completion}]
+
+    return conversation
+
+
+def _messages(column: str) -> Conversation:
+    def conversation(row: Row) -> list[Message] | None:
+        messages = read_value(row[column])
+        if messages is None:
+            return None
+        if isinstance(messages, list) and all(_is_pair(item) for item in messages):
+            roles = ("user", _ANSWERS)
+            messages = [
+                {"role": role, "content": text} for pair in messages for role, text in zip(roles, pair, strict=True)
+            ]
+        if isinstance(messages, list):
+            messages = [_without_nulls(message) if isinstance(message, dict) else message for message in messages]
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            raise DataError(
+                f"The column {column!r} does not contain chat messages",
+                "Use a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
+                parameter="datasets",
+            )
+        return messages
+
+    return conversation
+
+
+def store_value(value: Any) -> Any:
+    """A list or an object as text: a table gives all objects of a column the same keys."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+
+
+def read_value(value: Any) -> Any:
+    """What `store_value` stored, or a table's own value, without the nulls that tables fill missing keys with."""
+    if isinstance(value, str):
+        try:
+            return loads(value)
+        except ValueError:
+            return value
+    return _filled(value)
+
+
+def _filled(value: Any) -> Any:
+    """A value without keys that are null."""
+    if isinstance(value, dict):
+        return {key: _filled(item) for key, item in value.items() if item is not None}
+    return [_filled(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_nulls(message: Message) -> Message:
+    """A message as transformers takes it: `content: null` beside tool calls is no content."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value["content"], str) if "content" in value else bool(value.get("tool_calls"))
+
+
+def _is_trained(message: Message) -> bool:
+    """Whether the loss is computed on a message: on the assistant's, unless its `weight` or `train` says otherwise."""
+    answers = message["role"] == _ANSWERS
+    choices = {key: message[key] for key in _CHOICES if key in message}
+    if wrong := [f"{key}: {json.dumps(value)}" for key, value in choices.items() if value not in (0, 1)]:
+        raise DataError(
+            f"A message has {wrong[0]}, but the loss is computed on a turn or it is not",
+            "Use `weight` 0 or 1, or `train` true or false",
+            parameter="datasets",
+        )
+    chosen = {bool(value) for value in choices.values()}
+    if len(chosen) > 1 or (chosen == {True} and not answers):
+        said = " and ".join(f"{key}: {json.dumps(value)}" for key, value in choices.items())
+        raise DataError(
+            f"A message of the role {shown(message['role'])} has {said}",
+            "Set one of them; the loss is computed on the assistant's turns only",
+            parameter="datasets",
+        )
+    return answers and chosen != {False}
+
+
+def _tools(row: Row) -> list[dict[str, Any]] | None:
+    """The tools of a row."""
+    tools = read_value(row.get(TOOLS))
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(
+            f"The column {TOOLS!r} does not contain a list of tools: {shown(tools)}",
+            "Use a list of objects, as transformers takes them, or leave the column out",
+            parameter="datasets",
+        )
+    return tools
+
+
+class _Beside:
+    """What a row's columns give the chat template besides the messages.
+
+    Attributes:
+        unread: keys of messages and of variables that the template does not read, in order.
+    """
+
+    def __init__(self, chat: ChatTemplate, unread: dict[str, None]) -> None:
+        self._chat, self.unread = chat, unread
+        self._seen = set(_KEYS)
+
+    def read(self, row: Row, messages: list[Message]) -> dict[str, Any]:
+        """Arguments for the template; notes keys that it does not read."""
+        for key in sorted({key for message in messages for key in message} - self._seen):
+            self._seen.add(key)
+            if not self._chat.names(key):
+                self.unread[f"{key} of messages"] = None
+        return {"tools": _tools(row), "arguments": self._variables(row)}
+
+    def _variables(self, row: Row) -> dict[str, Any]:
+        variables = read_value(row.get(ARGUMENTS))
+        if variables is not None and not (isinstance(variables, dict) and all(map(self._chat.may_set, variables))):
+            raise DataError(
+                f"The column {ARGUMENTS!r} does not contain variables of the chat template: {shown(variables)}",
+                "Use an object with variables that the template reads, such as {enable_thinking: false}",
+                parameter="datasets",
+            )
+        for key in variables or {}:
+            if not self._chat.reads(key):
+                self.unread[f"{key} of {ARGUMENTS}"] = None
+        return {key: value for key, value in (variables or {}).items() if self._chat.reads(key)}
+
+
+def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None]) -> Renderer:
+    """A renderer of conversations; the loss is computed on what the template writes for each assistant turn."""
+    from jinja2 import TemplateError
+
+    beside = _Beside(chat, unread)
+
+    def render(row: Row) -> Example | None:
+        messages = conversation(row) or []
+        turns = [turn for turn, message in enumerate(messages) if _is_trained(message)]
+        if not turns:
+            return None
+        messages = [{key: value for key, value in message.items() if key not in _CHOICES} for message in messages]
+        inputs = beside.read(row, messages)
+        if not turns[0]:
+            raise DataError(
+                "The conversation begins with the assistant's turn, before which there is nothing to answer",
+                "Put a turn of the user before it, or set `train: false` in it",
+                parameter="datasets",
+            )
+        try:
+            text = chat(messages, **inputs)
+            trained = []
+            for turn in turns:
+                before = chat(messages[:turn], add_generation_prompt=True, **inputs)
+                is_last = turn == len(messages) - 1
+                after = None if is_last else _through_turn(text, chat(messages[: turn + 1], **inputs))
+                end = len(text) if after is None else common_length(after, text)
+                _check_written(messages[turn], text[common_length(before, text) : end])
+                trained.append((before, after))
+            return Example(text, tuple(trained), chat=True)
+        except TemplateError as error:
+            raise DataError(
+                f"The tokenizer's chat template rejects the messages: {error}",
+                "Put the messages in the order that the template expects",
+                parameter="datasets",
+            ) from None
+
+    return render
+
+
+def _through_turn(text: str, alone: str) -> str:
+    """The text up to the end of a turn, to compare with that of the conversation; `alone` if nothing follows.
+
+    The two differ inside the turn if a template leaves something out once others follow, as Qwen3's does with the
+    reasoning. The turn then ends where the longest end of `alone` does.
+    """
+    shared = common_length(alone, text)
+    rest = alone[shared:]
+    size = next((size for size in range(len(rest), 0, -1) if text.startswith(rest[-size:], shared)), 0)
+    return text[: shared + size] if size else alone
+
+
+def _check_written(message: Message, written: str) -> None:
+    """Refuse a template that does not write what the assistant says; it may leave out reasoning before it."""
+    said = [message.get("content", "").rpartition("</think>")[2].strip().rpartition("\n")[2]]
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        said.append(str(function.get("name", "")) if isinstance(function, dict) else "")
+    if any(text not in written for text in said):
+        raise DataError(
+            f"The tokenizer's chat template does not write the assistant's turn {shown(message)}",
+            "Use `prompt` and `completion` with chat_template: false, or a tokenizer whose template takes plain text",
+            parameter="datasets",
+        )
+
+
+def common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
+    """The length of the common prefix."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    return next(index for index in range(length) if first[index] != second[index])
