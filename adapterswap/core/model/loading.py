@@ -77,15 +77,10 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
     from transformers import AutoModelForCausalLM
 
     if dtype not in _DTYPES:
-<<<<<<< HEAD
-        raise ArgumentError(f"the dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
+        raise ArgumentError(f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
     folder = base.source.folder
     if base.source.revision is not None:  # on the Hub, of which only the small files are here
         folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
-=======
-        raise ArgumentError(f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
-    folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
->>>>>>> main
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,

@@ -122,7 +122,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("dequantized"))
         _load(base, settings).save_pretrained(folder)
-        copy_companions(base.source.folder, base.config, folder)
+        copy_companions(base.source.folder, folder)
         checkpoint = read_checkpoint(replace(base.source, folder=folder))
         if checkpoint.config.get("quantization_config"):
             raise _cannot(base, settings, "the weights stay quantized")

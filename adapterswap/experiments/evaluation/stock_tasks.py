@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-<<<<<<< HEAD
+from adapterswap.core.model.sources import hub_reason
 from adapterswap.experiments.permitted import (
     FILTER,
     FILTERS,
@@ -39,9 +39,6 @@ from adapterswap.experiments.permitted import (
     foreign_address,
     foreign_dataset,
 )
-=======
-from adapterswap.core.model.sources import hub_reason
->>>>>>> main
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,

@@ -18,8 +18,9 @@ from pathlib import Path
 from adapterswap.kit.errors import AdapterswapError, ExpertError
 from adapterswap.kit.files.text import check_pointer
 
-_MOST = 2**28  # bytes; the largest tokenizers have some 40 MB
-_CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib")
+_MOST = 2**28  # bytes to read; the largest tokenizers have some 40 MB
+_MOST_COPIED = 2**32  # bytes
+CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib")
 _REPOSITORIES = ("models--", "datasets--")  # what the names of folders in the Hub's cache begin with
 _COPY = "Replace it with a copy of the file, or remove it"
 
@@ -30,7 +31,7 @@ def names_inside(folder: Path, patterns: Iterable[str]) -> list[str]:
     Links, pipes and devices are listed too, so that reading or copying them is an error and not an omission.
     """
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if not entry.is_dir() and not entry.name.endswith(_CODE)]
+        names = [entry.name for entry in entries if not entry.is_dir() and not entry.name.endswith(CODE)]
     return sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
@@ -101,14 +102,14 @@ def copy_inside(folder: Path, name: str, target: Path, *, kind: type[Adapterswap
 
     A file of code is refused: code of strangers is never copied into a result.
     """
-    if name.endswith(_CODE):
+    if name.endswith(CODE):
         raise kind(f"{folder / name} is code, which is never copied", "Remove it from the list of files")
     file = open_inside(folder, name, kind=kind)
     if file is None:
         return False
     with file:
-        if os.fstat(file.fileno()).st_size > _MOST:
-            raise kind(f"{folder / name} is larger than {_MOST:,} bytes, the most that is copied", _COPY)
+        if os.fstat(file.fileno()).st_size > _MOST_COPIED:
+            raise kind(f"{folder / name} is larger than {_MOST_COPIED:,} bytes, the most that is copied", _COPY)
         check_pointer(file.peek(1024)[:1024], folder / name, kind=kind)
         with target.open("wb") as output:
             shutil.copyfileobj(file, output)
