@@ -175,9 +175,6 @@ def test_what_clients_see(world: dict[str, Path], bases: Bases, tmp_path: Path) 
             assert str(tmp_path) not in json.dumps(answer)
         assert client.ask("/lora-adapters")[0] == 404
         assert client.ask("/health") == (200, {"status": "ok"})
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
-        assert process.wait(900) == 3  # with its engine
 
 
 def streamed(client: Client, path: str, body: dict[str, Any]) -> str:
