@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,19 @@ FILTER = _listed(
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.py)")
 _HUB = "hf://"
 _MOST_ITEMS = 10_000
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Inside the block, `datasets` does not report loads to a server; it also does so for files on this machine."""
+    from datasets import config
+
+    before = config.HF_UPDATE_DOWNLOAD_COUNTS
+    config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    try:
+        yield
+    finally:
+        config.HF_UPDATE_DOWNLOAD_COUNTS = before
 
 
 def foreign(content: Any, names: Collection[str]) -> Iterator[tuple[str, str]]:

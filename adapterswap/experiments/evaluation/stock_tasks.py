@@ -38,6 +38,7 @@ from adapterswap.experiments.permitted import (
     TASK,
     foreign_address,
     foreign_dataset,
+    uncounted,
 )
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -384,6 +385,7 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
             code_allowed(unsafe_code),
             rendering(sandboxed=include_path is not None and not trust_task_code),
             from_source() if include_path is not None else nullcontext(),
+            uncounted(),
         ):
             loaded = manager.load(matched)
     except AdapterswapError:

@@ -329,6 +329,15 @@ class DatasetSource(StrictModel):
         return text
 
     @model_validator(mode="after")
+    def _one_kind(self) -> DatasetSource:
+        kinds = [self.prompt is not None or self.completion is not None, self.text is not None, bool(self.messages)]
+        if sum(kinds) != 1 or (self.prompt is None) != (self.completion is None):
+            raise ValueError(f"the dataset {self.path} needs `prompt` with `completion`, or `text`, or `messages`")
+        if self.streaming and self.samples is None:
+            raise ValueError(f"the dataset {self.path} is streamed, so it needs `samples`, the number of rows to read")
+        return self
+
+    @model_validator(mode="after")
     def _known_origin(self, info: ValidationInfo) -> DatasetSource:
         """Refuse what is neither a file nor a dataset on the Hub: `datasets` also runs queries and opens addresses."""
         if (address := foreign_address([self.data_files, self.data_dir])) is not None:
@@ -337,15 +346,6 @@ class DatasetSource(StrictModel):
         is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or exists(folder / self.path)
         if not is_local and (reason := foreign_dataset(self.path)) is not None:
             raise ValueError(f"the dataset {reason}")
-        return self
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> DatasetSource:
-        kinds = [self.prompt is not None or self.completion is not None, self.text is not None, bool(self.messages)]
-        if sum(kinds) != 1 or (self.prompt is None) != (self.completion is None):
-            raise ValueError(f"the dataset {self.path} needs `prompt` with `completion`, or `text`, or `messages`")
-        if self.streaming and self.samples is None:
-            raise ValueError(f"the dataset {self.path} is streamed, so it needs `samples`, the number of rows to read")
         return self
 
 

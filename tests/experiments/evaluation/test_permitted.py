@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.stock_tasks import _foreign, harness_folder
 from adapterswap.experiments.evaluation.tasks import load_tasks
 from adapterswap.experiments.permitted import ENGINE, GENERATION, READERS, foreign_address, foreign_dataset
+from adapterswap.experiments.training.data import load_table
+from adapterswap.experiments.training.recipe import DatasetSource
 from adapterswap.kit.errors import ArgumentError
 
 ATTACKS: dict[str, dict[str, Any]] = {
@@ -102,6 +105,28 @@ def test_what_is_not_listed_is_refused(folder: Path, name: str) -> None:
 def test_usual_tasks_need_no_trust(folder: Path) -> None:
     (task,) = load_tasks(["own_usual"], Settings(include_path=folder / "files"))["tasks"].values()
     assert task.config.generation_kwargs["max_gen_toks"] == 8
+
+
+def test_local_files_need_no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` would tell a server of each load."""
+    hosts: list[str] = []
+
+    def look_up(host: str, *_: object, **__: object) -> None:
+        hosts.append(host)
+        raise socket.gaierror
+
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("adapterswap.experiments.evaluation.tasks._KEPT", {})
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    load_tasks(["own_usual"], Settings(include_path=folder / "files"))
+    rows: dict[str, Any] = {"path": str(folder / "rows.json"), "text": "{text}"}
+    for more in ({}, {"streaming": True, "samples": 1, "split": "train[:1]"}):
+        load_table(DatasetSource(**rows, **more), folder, seed=0)
+    (folder / "rows.csv").write_text("text\na\n")
+    load_table(DatasetSource(path=str(folder / "rows.csv"), text="{text}"), folder, seed=0)
+    assert hosts == []
 
 
 def test_most_tasks_of_the_harness_would_need_no_trust() -> None:
