@@ -102,6 +102,14 @@ def test_continuous_integration_runs_make_targets() -> None:
     assert project()["requires-python"] == f">={tested[0]}"
 
 
+def test_actions_are_pinned_by_commit() -> None:
+    """A tag may be moved to another commit; the comment says which version the commit is."""
+    texts = [path.read_text(encoding="utf-8") for path in (WORKFLOW, ROOT / "docs/scripts.md")]
+    used = [line for text in texts for line in re.findall(r"uses: (.*)", text)]
+    assert len(used) > 5
+    assert [line for line in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+
+
 def test_every_development_tool_is_pinned() -> None:
     pinned = {
         line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line

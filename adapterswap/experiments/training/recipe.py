@@ -340,6 +340,8 @@ class DatasetSource(StrictModel):
     @model_validator(mode="after")
     def _known_origin(self, info: ValidationInfo) -> DatasetSource:
         """Refuse what is neither a file nor a dataset on the Hub: `datasets` also runs queries and opens addresses."""
+        if not self.from_files({"path": self.path}, (), info):
+            return self  # made in Python
         if (address := foreign_address([self.data_files, self.data_dir])) is not None:
             raise ValueError(f"{shown(address)} is neither a file here nor on the Hub (hf://): download it")
         folder = (info.context or {}).get("folder", Path())
