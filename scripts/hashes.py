@@ -34,8 +34,8 @@ def main() -> None:
     command = [sys.executable, "-m", "pip", *_ASK, "-r", str(ROOT / "constraints.txt")]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     environment = report["environment"]
-    head = f"# Made by scripts/hashes.py for Python {environment['python_version']}, {environment['platform_machine']}, "
-    head += environment["sys_platform"]
+    place = ", ".join(environment[key] for key in ("python_version", "platform_machine", "sys_platform"))
+    head = f"# Made by scripts/hashes.py for Python {place}"
     content = "\n".join([head, *lines(report["install"]), ""])
     (ROOT / "constraints-hashes.txt").write_text(content, encoding="utf-8")
 

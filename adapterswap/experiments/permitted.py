@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from adapterswap.kit.errors import did_you_mean
 from adapterswap.kit.files.text import shown
+from adapterswap.kit.files.yaml import FieldMistake
 
 
 def _listed(names: str) -> frozenset[str]:
@@ -103,21 +105,25 @@ def uncounted() -> Iterator[None]:
         config.HF_UPDATE_DOWNLOAD_COUNTS = before
 
 
-def foreign(content: Any, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """What a mapping of settings may not pass on: names outside `names`, and values that are not plain.
+def check_settings(key: str, content: Mapping[str, Any]) -> None:
+    """Refuse what a sweep's recipe may not pass on: names that are not listed, and values that are not plain.
 
     Args:
-        content: the settings, as a file has them. Anything but a mapping is for others to refuse.
-        names: the permitted names.
+        key: `gen_kwargs` or `engine_args`.
+        content: the settings that files set.
 
-    Yields:
-        The name of each such setting, and why it is refused.
+    Raises:
+        FieldMistake: names the first of them.
     """
-    for name, value in content.items() if isinstance(content, Mapping) else ():
-        if name not in names:
-            yield str(name), "it is not one of the settings that are known to be harmless"
-        elif not _is_plain(value):
-            yield str(name), f"{shown(value)} is neither a plain value nor a list of them"
+    names = GENERATION if key == "gen_kwargs" else ENGINE
+    refused = [name for name, value in content.items() if name not in names or not _is_plain(value)]
+    if refused:
+        reason = "it is not one of the settings that are known to be harmless"
+        if refused[0] in names:
+            reason = f"{shown(content[refused[0]])} is neither a plain value nor a list of them"
+        remedy = f"Remove it or, if you trust it, set settings.{key}.{refused[0]} with `overrides`"
+        message = f"a recipe may not set {', '.join(map(str, refused))}: {reason}"
+        raise FieldMistake(message, str(refused[0]), remedy=did_you_mean(str(refused[0]), names, remedy))
 
 
 def _is_plain(value: Any) -> bool:
@@ -127,31 +133,83 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def foreign_dataset(path: Any, folder: Path | None = None) -> str | None:
-    """Why `datasets` may not load what a file names as its data set; None if it may.
-
-    It may be one of `READERS`, a Hub id org/name, or a folder.
+def foreign_source(path: Any, *files: Any, known: bool = False) -> str | None:
+    """Why `datasets` may not load what a file names as its data; None if it may.
 
     Args:
-        path: the name.
-        folder: the folder that a relative path starts from; None for the current one.
+        path: one of `READERS`, a Hub id org/name, or a folder.
+        files: names of files and folders in it: paths on this machine, and addresses on the Hub (`hf://`). An address
+            elsewhere is one that only the author of the file chose.
+        known: whether the path is known to be on this machine.
     """
-    if path is None or (isinstance(path, str) and (path in READERS or _HUB_ID.fullmatch(path))):
+    if (address := _foreign_address(files)) is not None:
+        return f"{shown(address)} is neither a file here nor on the Hub (hf://)"
+    if known or path is None or (isinstance(path, str) and (path in READERS or _HUB_ID.fullmatch(path))):
         return None
-    if isinstance(path, str) and path and (Path(folder or "") / path).is_dir():
+    if isinstance(path, str) and path and Path(path).is_dir():
         return None
     readers = ", ".join(sorted(READERS))
-    return f"{shown(path)} is neither a data set org/name on the Hub, nor a folder, nor one of {readers}"
+    return f"{shown(path)} is neither a dataset org/name on the Hub, nor a folder, nor one of {readers}"
 
 
-def foreign_address(value: Any) -> str | None:
-    """The first of the names of files in `value`, a text, list or mapping, that may not be opened; None if all may.
-
-    These are paths on this machine and addresses on the Hub (`hf://`): an address elsewhere is one that only the author
-    of the file chose.
-    """
+def _foreign_address(value: Any) -> str | None:
+    """The first of the names of files in a text, list or mapping that may not be opened; None if all may."""
     if isinstance(value, Mapping | list | tuple):
         inner = value.values() if isinstance(value, Mapping) else value
-        return next((address for item in inner if (address := foreign_address(item)) is not None), None)
+        return next((address for item in inner if (address := _foreign_address(item)) is not None), None)
     text = str(value)
     return text if "::" in text or "://" in text.removeprefix(_HUB) else None
+
+
+def foreign_in_task(content: Mapping[str, Any], function: type) -> Iterator[str]:
+    """What a task file passes on that is not known to be harmless: keys, and values of some keys.
+
+    A group's file may change the settings of its members, and each member its own.
+
+    Args:
+        content: the content of the file.
+        function: the class of values that name functions; these are refused elsewhere.
+    """
+    known = {"generation_kwargs": GENERATION, "metadata": METADATA, "fewshot_config": SHOTS, "dataset_kwargs": READING}
+    yield from _unlisted(content, TASK, "", function)
+    for key, names in known.items():
+        yield from _unlisted(content.get(key), names, f"{key}: ", function)
+    options = content.get("dataset_kwargs")
+    files = [options.get(key) for key in ("data_files", "data_dir")] if isinstance(options, Mapping) else []
+    for key, reason in (("dataset_path", foreign_source(content.get("dataset_path"))),
+                        ("dataset_kwargs", foreign_source(None, *files))):  # fmt: skip
+        if reason is not None:
+            yield f"{key}: {reason}"
+    for key in ("metric_list", "aggregate_metric_list"):
+        for metric in _mappings(content.get(key)):
+            yield from _unlisted(metric, METRIC, f"{key}: ", function)
+            yield from _foreign_metric(metric, function) if key == "metric_list" else ()
+    for pipeline in _mappings(content.get("filter_list")):
+        for step in _mappings(pipeline.get("filter")):
+            yield from _unlisted(step, FILTER, "filter_list: ", function)
+            if (name := step.get("function")) not in FILTERS and not isinstance(name, function):
+                yield f"filter_list: function: {name}"
+    for member in _mappings(content.get("task")):
+        yield from foreign_in_task(member, function)
+
+
+def _unlisted(content: Any, names: Collection[str], where: str, function: type) -> Iterator[str]:
+    """The keys of a mapping that are not among `names`, unless a function, which is refused anyway, is their value."""
+    for name, value in content.items() if isinstance(content, Mapping) else ():
+        if name not in names and not isinstance(value, function):
+            yield f"{where}{name}"
+
+
+def _mappings(content: Any) -> list[Mapping[str, Any]]:
+    return [item for item in content if isinstance(item, Mapping)] if isinstance(content, list) else []
+
+
+def _foreign_metric(metric: Mapping[str, Any], function: type) -> Iterator[str]:
+    """A metric that the harness lacks, which the evaluate library would run as a script."""
+    from lm_eval.api import metrics  # noqa: F401  registers the harness's metrics
+    from lm_eval.api.registry import metric_registry
+
+    name = metric.get("metric")
+    known = isinstance(name, function) or (isinstance(name, str) and name in metric_registry)
+    if name is not None and (not known or metric.get("hf_evaluate") is True):
+        yield f"metric: {name}, which is a script"

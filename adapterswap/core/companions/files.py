@@ -13,7 +13,7 @@ from typing import Any
 
 from adapterswap.kit.errors import AdapterswapError
 from adapterswap.kit.files.hashes import fingerprint
-from adapterswap.kit.files.inside import CODE, copy_inside, open_inside
+from adapterswap.kit.files.inside import copy_inside, files_inside
 from adapterswap.kit.files.text import read_json
 
 MODEL_CONFIG = "config.json"
@@ -40,17 +40,8 @@ COMPANION_FILES = (
 
 
 def files_matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files in a folder that match, sorted by name; never code.
-
-    Raises:
-        ExpertError: one is a pipe, a device, or a link that leads out of the folder.
-    """
-    paths = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
-    files = sorted(path for path in paths if path.suffix not in CODE)
-    for path in files:
-        if (file := open_inside(folder, path.relative_to(folder).as_posix())) is not None:
-            file.close()
-    return files
+    """The files in a folder that match, sorted by name; never code. Raises as `files_inside`."""
+    return files_inside(folder, patterns)
 
 
 def code_in(folder: Path) -> list[str]:

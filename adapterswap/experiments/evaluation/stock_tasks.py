@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -27,19 +27,7 @@ from typing import Any
 import yaml
 
 from adapterswap.core.model.sources import hub_reason
-from adapterswap.experiments.permitted import (
-    FILTER,
-    FILTERS,
-    GENERATION,
-    METADATA,
-    METRIC,
-    READING,
-    SHOTS,
-    TASK,
-    foreign_address,
-    foreign_dataset,
-    uncounted,
-)
+from adapterswap.experiments.permitted import foreign_in_task, uncounted
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -185,63 +173,16 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
         ) from None
     content = content if isinstance(content, dict) else {}
     if not _is_ours(path):
-        for problem in (*code_places, *(f"{path} sets {_FOREIGN}: {name}" for name in _foreign(content))):
+        for problem in (
+            *code_places,
+            *(f"{path} sets {_FOREIGN}: {name}" for name in foreign_in_task(content, _Function)),
+        ):
             problems.add(problem, _REMEDY, parameter="trust_task_code", kind=ArgumentError)
     includes = content.pop("include", None) or []
     merged: dict[str, Any] = {}
     for include in includes if isinstance(includes, list) else [includes]:
         merged |= _read(path.parent / str(include), problems, seen)
     return merged | content
-
-
-def _foreign(content: Mapping[str, Any]) -> Iterator[str]:
-    """What a task file passes on that is not known to be harmless; see `permitted`. Functions are found elsewhere.
-
-    A group's file may change the settings of its members, and each member its own.
-    """
-    known = {"generation_kwargs": GENERATION, "metadata": METADATA, "fewshot_config": SHOTS, "dataset_kwargs": READING}
-    yield from _names(content, TASK, "")
-    for key, names in known.items():
-        yield from _names(content.get(key), names, f"{key}: ")
-    path, options = content.get("dataset_path"), content.get("dataset_kwargs")
-    if (reason := foreign_dataset(path)) is not None:
-        yield f"dataset_path: {reason}"
-    files = {key: options.get(key) for key in ("data_files", "data_dir")} if isinstance(options, Mapping) else {}
-    if (address := foreign_address(files)) is not None:
-        yield f"dataset_kwargs: {address} is neither a file here nor on the Hub (hf://)"
-    for key in ("metric_list", "aggregate_metric_list"):
-        for metric in _mappings(content.get(key)):
-            yield from _names(metric, METRIC, f"{key}: ")
-            yield from _foreign_metric(metric) if key == "metric_list" else ()
-    for pipeline in _mappings(content.get("filter_list")):
-        for step in _mappings(pipeline.get("filter")):
-            yield from _names(step, FILTER, "filter_list: ")
-            if (name := step.get("function")) not in FILTERS and not isinstance(name, _Function):
-                yield f"filter_list: function: {name}"
-    for member in _mappings(content.get("task")):
-        yield from _foreign(member)
-
-
-def _names(content: Any, names: Collection[str], where: str) -> Iterator[str]:
-    """The keys of a mapping that are not among `names`, unless a function, which is refused anyway, is their value."""
-    for name, value in content.items() if isinstance(content, Mapping) else ():
-        if name not in names and not isinstance(value, _Function):
-            yield f"{where}{name}"
-
-
-def _mappings(content: Any) -> list[Mapping[str, Any]]:
-    return [item for item in content if isinstance(item, Mapping)] if isinstance(content, list) else []
-
-
-def _foreign_metric(metric: Mapping[str, Any]) -> Iterator[str]:
-    """A metric that the harness lacks, which the evaluate library would run as a script."""
-    from lm_eval.api import metrics  # noqa: F401  registers the harness's metrics
-    from lm_eval.api.registry import metric_registry
-
-    name = metric.get("metric")
-    known = isinstance(name, _Function) or (isinstance(name, str) and name in metric_registry)
-    if name is not None and (not known or metric.get("hf_evaluate") is True):
-        yield f"metric: {name}, which is a script"
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Place, chains_of, placed, shared_name
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions, Settings
-from adapterswap.experiments.permitted import ENGINE, GENERATION, foreign
+from adapterswap.experiments.permitted import check_settings
 from adapterswap.experiments.sweeps.families import (
     EXTRA,
     LANGUAGE,
@@ -37,7 +37,7 @@ from adapterswap.experiments.sweeps.families import (
     expert_row,
     named_in,
 )
-from adapterswap.kit.errors import FieldError, Problems, did_you_mean
+from adapterswap.kit.errors import FieldError, Problems
 from adapterswap.kit.files.text import exists, expand
 from adapterswap.kit.files.yaml import FieldMistake, StrictModel, read_recipe, validate
 
@@ -67,13 +67,7 @@ class SweepSettings(EvaluationOptions):
     def _harmless(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         """Refuse what a recipe may not pass on to the libraries; see `permitted`."""
         key = str(info.field_name)
-        names = GENERATION if key == "gen_kwargs" else ENGINE
-        refused = dict(foreign(cls.from_files(value, ("settings", key), info), names))
-        if refused:
-            first = next(iter(refused))
-            remedy = f"Remove it or, if you trust it, set settings.{key}.{first} with `overrides`"
-            message = f"a recipe may not set {', '.join(refused)}: {refused[first]}"
-            raise FieldMistake(message, first, remedy=did_you_mean(first, names, remedy))
+        check_settings(key, cls.from_files(value, ("settings", key), info))
         return value
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:

@@ -28,10 +28,10 @@ from pydantic import (
 
 from adapterswap.core.model.layers import format_layers, parse_layers
 from adapterswap.core.planning.composition import SIDES, Composition, Partition, Side
-from adapterswap.experiments.permitted import foreign_address, foreign_dataset
+from adapterswap.experiments.permitted import foreign_source
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
-from adapterswap.kit.files.text import exists, expand, is_folder, shown
+from adapterswap.kit.files.text import exists, expand, is_folder
 from adapterswap.kit.files.yaml import MEMBER, FiniteModel, StrictModel, list_values, read_recipe
 
 
@@ -342,11 +342,9 @@ class DatasetSource(StrictModel):
         """Refuse what is neither a file nor a dataset on the Hub: `datasets` also runs queries and opens addresses."""
         if not self.from_files({"path": self.path}, (), info):
             return self  # made in Python
-        if (address := foreign_address([self.data_files, self.data_dir])) is not None:
-            raise ValueError(f"{shown(address)} is neither a file here nor on the Hub (hf://): download it")
         folder = (info.context or {}).get("folder", Path())
         is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or exists(folder / self.path)
-        if not is_local and (reason := foreign_dataset(self.path)) is not None:
+        if (reason := foreign_source(self.path, self.data_files, self.data_dir, known=bool(is_local))) is not None:
             raise ValueError(f"the dataset {reason}")
         return self
 

@@ -12,9 +12,9 @@ import yaml
 from refusals import refused
 
 from adapterswap.experiments.evaluation import Settings
-from adapterswap.experiments.evaluation.stock_tasks import _foreign, harness_folder
+from adapterswap.experiments.evaluation.stock_tasks import harness_folder
 from adapterswap.experiments.evaluation.tasks import load_tasks
-from adapterswap.experiments.permitted import ENGINE, GENERATION, READERS, foreign_address, foreign_dataset
+from adapterswap.experiments.permitted import ENGINE, GENERATION, READERS, foreign_in_task, foreign_source
 from adapterswap.experiments.training.data import load_table
 from adapterswap.experiments.training.recipe import DatasetSource
 from adapterswap.kit.errors import ArgumentError
@@ -150,7 +150,7 @@ def test_most_tasks_of_the_harness_would_need_no_trust() -> None:
             except yaml.YAMLError:
                 continue
             count += 1
-            if problems := [*_foreign(content)]:
+            if problems := [*foreign_in_task(content, type(None))]:
                 found[str(path.relative_to(place))] = problems
     assert count > 300
     assert len(found) < count / 50, found
@@ -159,8 +159,7 @@ def test_most_tasks_of_the_harness_would_need_no_trust() -> None:
 def test_names_of_data(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     permitted = [None, *READERS, "org/name", "openai/gsm8k", str(tmp_path / "rows")]
-    assert [path for path in permitted if foreign_dataset(path) is not None] == []
-    assert foreign_dataset("rows", tmp_path) is None
+    assert [path for path in permitted if foreign_source(path) is not None] == []
     others = [
         "pandas",
         "sql",
@@ -173,11 +172,11 @@ def test_names_of_data(tmp_path: Path) -> None:
         "",
         1,
     ]
-    assert [path for path in others if foreign_dataset(path, tmp_path) is None] == []
+    assert [path for path in others if foreign_source(path) is None] == []
     for harmless in ("rows.json", ["a", {"test": "hf://datasets/org/name/x.json"}], None, "C:/rows.json"):
-        assert foreign_address(harmless) is None
+        assert foreign_source(None, harmless) is None
     for address in ("http://a/x", "https://a/x", "s3://a", "ssh://a", "hf://a::http://b", "memory://a", "file:///etc"):
-        assert foreign_address({"test": ["rows.json", address]}) == address
+        assert address in str(foreign_source("json", {"test": ["rows.json", address]}))
 
 
 def test_the_tables_hold_no_name_that_runs_code() -> None:
