@@ -55,7 +55,7 @@ CEILINGS = {
     "engines.live": 12,
     "experiments.analysis": 12,
     "experiments.lab.bases": 8,
-    "experiments": 5,
+    "experiments": 9,
     "experiments.studio": 3,
     "": 2,
     "cli": 1,
