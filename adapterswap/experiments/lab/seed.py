@@ -47,10 +47,21 @@ class Questions:
     """
 
     def __init__(self, problems: Sequence[WordProblem], language: str) -> None:
-        prompts = [[BOS, *ids_of(problem.prompt(language))] for problem in problems]
-        answers = [[*ids_of(problem.answer), EOS] for problem in problems]
-        order = sorted(range(len(problems)), key=lambda i: len(prompts[i]) + len(answers[i]))
-        self.number = len(problems)
+        self._batch(
+            [[BOS, *ids_of(problem.prompt(language))] for problem in problems],
+            [[*ids_of(problem.answer), EOS] for problem in problems],
+        )
+
+    @classmethod
+    def of_tokens(cls, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Questions:
+        """Questions whose prompts and answers are tokens already; an answer ends with the end of sequence."""
+        questions = cls.__new__(cls)
+        questions._batch(prompts, answers)
+        return questions
+
+    def _batch(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
+        self.number = len(prompts)
         self.batches: list[tuple[list[int], Any, Any]] = []
         for start in range(0, len(order), _BATCH):
             chosen = order[start : start + _BATCH]
@@ -177,7 +188,8 @@ def run_seed(
         judge = _LoadedPair(folder)
         development = Questions(draw_problems(scene, "development", sizes.development), "xx")
         judged = count(1)
-        half = partial(_within, tell, "development set", compositions, (1 + compositions) / 2)
+        middle = (1 + compositions) / 2
+        half = partial(_within, tell, "development set", compositions, middle)
 
         def accuracy(plan: Plan) -> float:
             value = judge.accuracy(plan, development)
@@ -188,14 +200,15 @@ def run_seed(
         scales = {scale: accuracy(judge.sum(scale)) for scale in SCALES}
         bottom, top = max(ZONES[1:], key=lambda zone: (grid[zone], -sum(zone)))
         scale = max(scales, key=lambda scale: (scales[scale], scale))
-        tell("test set", (1 + compositions) / 2)
+        tell("test set", middle)
         plans = judge.plans(bottom, top, scale)
         problems = draw_problems(scene, "test", sizes.test)
         tests = {language: Questions(problems, language) for language in LANGUAGES}
-        right = {
-            name: {language: judge.right(plan, questions) for language, questions in tests.items()}
-            for name, plan in plans.items()
-        }
+        right: dict[str, dict[str, NDArray[np.bool_]]] = {name: {} for name in plans}
+        rounds = [(method, asked) for method in plans for asked in tests]
+        for done, (method, asked) in enumerate(rounds, 1):
+            right[method][asked] = judge.right(plans[method], tests[asked])
+            _within(tell, "test set", middle, 1.0, done, len(rounds))
     write_adapter(judge.swap(bottom, top), folder / "math+language")
     unfamiliar = np.array([len(problem.key_words & scene.unfamiliar) for problem in problems])
     return SeedResult(seed, grid, scales, bottom, top, scale, right, unfamiliar, losses)
