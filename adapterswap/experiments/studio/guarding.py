@@ -27,8 +27,8 @@ _HEADERS = {
     "content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"
 }  # fmt: skip
 _MOST_BYTES = 4_000_000  # of a request: a file for Evaluate, as JSON
-_FETCHED = ("/", "/config", "/theme.css", "/favicon.ico")
-_FETCHED += tuple(f"/gradio_api/{name}" for name in ("info", "info/", "app_id", "queue/data", "startup-events"))
+_FETCHED = {"/", "/config", "/theme.css", "/favicon.ico"}
+_FETCHED |= {f"/gradio_api/{name}" for name in ("info", "info/", "app_id", "queue/data", "startup-events")}
 _BELOW = ("/assets/", "/static/", "/svelte/", "/gradio_api/heartbeat/", "/gradio_api/file=")
 _POSTED = {"/studio/answer", *(f"/gradio_api/{name}" for name in ("run/predict", "queue/join", "cancel", "reset"))}
 
