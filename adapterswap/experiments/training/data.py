@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from adapterswap.core import SIDES, OpenedBase, generation_config
 from adapterswap.core.model.sources import hub_reason, hub_remedy
 from adapterswap.experiments.chat import ChatTemplate
+from adapterswap.experiments.permitted import uncounted
 from adapterswap.experiments.training.hygiene import MATH, Screen
 from adapterswap.experiments.training.recipe import DatasetSource, Template, TrainingOptions, TrainRecipe
 from adapterswap.experiments.training.report import RowCounts
@@ -284,7 +285,8 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
     import datasets
 
     try:
-        return load()
+        with uncounted():
+            return load()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise NotFoundError(
             f"The dataset {source.path} is not a local file and could not be downloaded from the Hub: "
