@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from adapterswap.core.changes.copies import Carried, check_base, check_tied_rows
 from adapterswap.core.companions.tokenizer import read_tokens
-from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.core.model.sources import PROVENANCE
 from adapterswap.core.planning.base import check_base_weights
@@ -225,7 +225,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     check_tokens(full)
     if quantized is not None:
         note = f"the base {quantized.name} is quantized: ΔW is added to the weights that it computes with"
-        full = replace(full, notes=(*full.notes, note))
+        full = replace(full, notes=(*full.notes, note, *_lost(quantized, full)))
     return Merged(
         full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized
     )
@@ -249,6 +249,16 @@ def _check_kept(plan: Plan, base: Checkpoint, form: ModelForm) -> None:
             remedy,
             parameter="base_model",
         )
+
+
+def _lost(quantized: Checkpoint, plan: Plan) -> Iterator[str]:
+    """A note about modules of a quantized base that the dequantized one lacks: transformers does not load them."""
+    left = {parameter.module for parameter in plan.skeleton.parameters.values()}
+    stored = dict.fromkeys(parameter.module.removesuffix(".weight") for parameter in quantized.parameters.values())
+    model = quantized.base
+    others = (module for module in stored if module not in left)
+    if lost := [module for module in others if model.convert(f"{module}.weight")[0] not in model.parameters]:
+        yield f"Not in the result, because transformers does not load it: {and_more(lost)}"
 
 
 def _copies(plan: Plan) -> Iterator[Carried]:
