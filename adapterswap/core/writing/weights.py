@@ -154,7 +154,8 @@ def merge(
         max_shard_size: such as `2GB`; by default the base's shards are kept.
         dtype: the dtype of the result; by default each tensor keeps the base's dtype.
         dequantize: merge into the weights that a quantized base computes with, in the model's dtype. The result is not
-            quantized. This needs memory for the whole base, and the library that quantized it.
+            quantized. This needs memory for the whole base, and the library that quantized it. Without it, adapters may
+            change only what an FP8, MXFP4 or compressed-tensors base stores in floating point; the rest is copied.
         device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
         overwrite: replace the folder if adapterswap wrote it.
 
