@@ -140,6 +140,24 @@ def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
         )
 
 
+_EXACT_TYPES = {"F32", "F16", "BF16"}
+
+
+def rounding_of(gguf: str | Path) -> str | None:
+    """What to know about the answers of a base whose weights are quantized; None if they are not."""
+    sizes: dict[str, int] = {}
+    for tensor in load_gguf().GGUFReader(expand(gguf)).tensors:
+        kind = tensor.tensor_type.name
+        sizes[kind] = sizes.get(kind, 0) + int(tensor.n_elements)
+    largest = max(sizes, key=sizes.__getitem__, default="F32")
+    if largest in _EXACT_TYPES:
+        return None
+    return (
+        f"{Path(gguf).name} has weights of the type {largest}, for which llama.cpp rounds activations to 8 bits: answers "
+        "differ from those of the same weights in transformers. To compare, use a file in F16 or F32"
+    )
+
+
 def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
     """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
