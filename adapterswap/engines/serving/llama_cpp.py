@@ -153,8 +153,8 @@ def rounding_of(gguf: str | Path) -> str | None:
     if largest in _EXACT_TYPES:
         return None
     return (
-        f"{Path(gguf).name} has weights of the type {largest}, for which llama.cpp rounds activations to 8 bits: answers "
-        "differ from those of the same weights in transformers. To compare, use a file in F16 or F32"
+        f"{Path(gguf).name} has weights of the type {largest}, for which llama.cpp rounds activations to 8 bits: "
+        "answers differ from those of the same weights in transformers. To compare, use a file in F16 or F32"
     )
 
 
