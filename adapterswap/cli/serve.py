@@ -86,7 +86,7 @@ def serve_command(
         require("vllm")
     manifest, store = read_manifest(experts_path), Cache(cache or default_cache())
     if gguf is not None:
-        from adapterswap.engines.serving.llama_cpp import plan_llama, rounding_of, serve_llama
+        from adapterswap.engines.serving.llama_cpp import plan_llama, serve_llama
         from adapterswap.engines.serving.pieces import PieceComposer
 
         pieces = PieceComposer(manifest, base_model, store, outtype or "f32")
@@ -94,7 +94,7 @@ def serve_command(
         for name in manifest.allow or ():
             pieces.scales(name)  # an allowed name must not fail later
         opened = {name: pieces.open(name) for name in manifest.adapters}
-        warned = [*pieces.unchecked, *filter(None, [rounding_of(gguf)])]
+        warned = [*pieces.unchecked, *filter(None, [llama.remark])]
         _show(llama, pieces, opened, warned, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
         note_dry_run("started") if dry_run else serve_llama(llama, pieces)
         return

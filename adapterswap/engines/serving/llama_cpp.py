@@ -53,6 +53,7 @@ class LlamaLaunch:
         base_name: the name of the base itself in requests.
         keys: clients must send one of them; none if everybody is answered.
         max_bytes: of a request.
+        remark: what to know about the answers of this base; see `rounding_of`.
     """
 
     command: tuple[str, ...]
@@ -62,6 +63,7 @@ class LlamaLaunch:
     base_name: str
     keys: tuple[str, ...] = field(repr=False)
     max_bytes: int
+    remark: str | None = None
 
     @property
     def url(self) -> str:
@@ -106,7 +108,9 @@ def plan_llama(
         rest,
     )  # fmt: skip
     keys = _keys(own.api_key_file)
-    return LlamaLaunch(tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6)
+    return LlamaLaunch(
+        tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6, rounding_of(path)
+    )
 
 
 def _keys(file: str | None) -> tuple[str, ...]:
