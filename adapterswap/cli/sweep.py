@@ -46,7 +46,7 @@ from adapterswap.kit.processes import is_first
 from adapterswap.kit.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
-    from adapterswap.core.planning.plan import Plan
+    from adapterswap.core import Plan
     from adapterswap.experiments.sweeps import Cell, Row, Run, SweepProgress
     from adapterswap.experiments.sweeps.preparing import PreparedSweep
     from adapterswap.experiments.sweeps.running import Estimate
@@ -108,8 +108,7 @@ def sweep_command(
         dry_run: Check and count everything, without loading weights or writing files.
         tokens_per_second: With --dry-run: how fast your engine generates, to estimate the time.
     """
-    from adapterswap.core.model.loading import choose_device
-    from adapterswap.core.planning.describe import strip
+    from adapterswap.core import choose_device, strip
     from adapterswap.experiments.evaluation.settings import parsed_arguments
     from adapterswap.experiments.sweeps import prepare, read_sweep_recipe, remarks, summarize, sweep
     from adapterswap.experiments.sweeps.recipe import with_rules
@@ -266,21 +265,25 @@ def _time_text(expected: Estimate) -> str:
 
 def _print(rows: list[Row], run: Run) -> None:
     """Print a table of families to stdout, in full even without a terminal."""
-    from adapterswap.core.planning.describe import error_text
+    from adapterswap.core import error_text
 
     reduced = any(row.relative_error is not None for row in rows)
     heads = ["family", "n", "min", "mean", "max", "best configuration", "chosen at", "reported at"]
     cells: list[list[Any]] = []
     for row in rows:
         best = None if row.best is None else row.best or "(defaults)"
-        values = [_number(value) for value in (row.minimum, row.mean, row.maximum)]
+        extremes = (row.minimum, row.maximum) if row.n > 1 else (None, None)
+        values = [_number(value) for value in (extremes[0], row.mean, extremes[1])]
         halves = [_number(None if best is None else row.chosen_at), _number(row.reported_at)]
         error = "" if row.relative_error is None else error_text(row.relative_error)
         cells.append([row.family, row.n, *values, best or "", *halves, *[error] * reduced])
     print_rows(*heads, *["ΔW error"] * reduced, rows=cells)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     echo("", f"Means over {', '.join(targets)}.")
-    echo("Configurations are chosen on one part of the documents and reported on the other.")
+    if any(row.best is not None for row in rows):
+        echo("Configurations are chosen on one part of the documents and reported on the other.")
+    elif any(row.configurations > 1 for row in rows):
+        echo("No configuration is chosen, because no documents are set aside to choose on.")
     if reduced:
         echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
 

@@ -10,20 +10,13 @@ appears whole or not at all, and the same inputs give the same bytes.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.core.changes.copies import Carried, check_base, check_tied_rows
-from adapterswap.core.companions.companions import copy_companions
-from adapterswap.core.companions.tokenizer import read_tokens
-from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.base import read_config
-from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, read_checkpoint
-from adapterswap.core.model.loading import OpenedBase, load_weights
+from adapterswap.core.experts.adapter import Adapter, and_more
+from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.core.model.sources import PROVENANCE
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composing import adapter_plan
@@ -33,6 +26,7 @@ from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
 from adapterswap.core.writing.blocks import Entered, Rows
 from adapterswap.core.writing.cards import merged_card
+from adapterswap.core.writing.gates import FullWeights, check
 from adapterswap.core.writing.records import (
     SourceRecord,
     adapter_source,
@@ -42,8 +36,8 @@ from adapterswap.core.writing.records import (
 )
 from adapterswap.core.writing.resolving import resolve
 from adapterswap.core.writing.streaming import ModelForm, OutputShard, choose_devices, index_of, lay_out_model, stream
-from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, UnsupportedError, check_type
-from adapterswap.kit.files.folders import CARD, atomic_folder, check_target, scratch_folder
+from adapterswap.kit.errors import ArgumentError, UnsupportedError, check_type
+from adapterswap.kit.files.folders import CARD, atomic_folder, check_target
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import expand, write_json
 
@@ -53,27 +47,6 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 def write_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
     """Write config.json and everything else that stands beside the weights into `folder`."""
     plan.companions.write_model(folder, _config(plan.skeleton.config, plan, form))
-
-
-def check_tokens(plan: Plan) -> None:
-    """Check that the result's tokenizer has the tokens whose rows it has from their owners."""
-    united = plan.companions.united
-    if united is None or not any(slot.spans for slot in plan):
-        return
-    folders = {name: companions.folder for name, companions in plan.companions.folders.items()}
-    tokens = dict(read_tokens(folders[united.owner]) or {})
-    tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
-    for slot in plan:
-        for span in (span for span in slot.spans if span.is_new):
-            expert = span.terms[0].expert
-            theirs = read_tokens(folders[expert]) or {}
-            odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
-            if odd is not None:
-                raise ExpertError(
-                    f"Row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
-                    f"{united.owner}, which the result would have, cannot have that token",
-                    "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
-                )
 
 
 def resized_vocabulary(plan: Plan) -> dict[int, int]:
@@ -106,65 +79,6 @@ def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str,
         if form.dtype and not any(key in config for key in _DTYPE_KEYS):
             changed["torch_dtype"] = form.dtype  # which transformers 5 reads too
     return changed
-
-
-def dequantized(base: Checkpoint) -> Checkpoint:
-    """The base with dequantized weights, in a temporary folder that is deleted once the checkpoint is no longer used.
-
-    These are the weights that its layers multiply by: the original ones, rounded by the quantization, in the model's
-    dtype. The whole model is in memory in the meantime.
-    """
-    settings = base.config.get("quantization_config")
-    if not isinstance(settings, dict):
-        raise ArgumentError(
-            f"`dequantize` is set, but the base {base.name} is not quantized", "Leave it out", parameter="dequantize"
-        )
-    with ExitStack() as stack:
-        folder = stack.enter_context(scratch_folder("dequantized"))
-        _load(base, settings).save_pretrained(folder)
-        copy_companions(base.source.folder, base.config, folder)
-        checkpoint = read_checkpoint(replace(base.source, folder=folder))
-        if checkpoint.config.get("quantization_config"):
-            raise _cannot(base, settings, "the weights stay quantized")
-        weakref.finalize(checkpoint, stack.pop_all().close)
-    return checkpoint
-
-
-def _load(base: Checkpoint, settings: dict[str, Any]) -> Any:
-    """The model, on the CPU, with ordinary layers."""
-    config = read_config(base.source.folder, f"The base model {base.name}")
-    later = settings.get("quant_method") == "bitsandbytes"  # it dequantizes a model after loading
-    if not later:
-        config.quantization_config = {**settings, "dequantize": True}
-    opened = OpenedBase(str(base.source.folder), base.source, config, None)
-    try:
-        model = load_weights(opened, config=config, device_map="cpu")
-        model = model.dequantize() if later else model
-        # Saving reverses these conversions to restore the original names; quantization cannot be reversed this way.
-        conversions = getattr(model, "_weight_conversions", None)
-        if conversions:
-            model._weight_conversions = [conversion for conversion in conversions if _can_be_reversed(conversion)]
-        return model
-    except AdapterswapError as error:
-        raise _cannot(base, settings, error.problems[0].message) from None
-    except Exception as error:  # each quantization library has its own errors
-        raise _cannot(base, settings, str(error) or type(error).__name__) from None
-
-
-def _can_be_reversed(conversion: Any) -> bool:
-    try:
-        conversion.reverse_transform()
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _cannot(base: Checkpoint, settings: dict[str, Any], reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"The base {base.name} ({settings.get('quant_method')}) cannot be dequantized here: {reason}",
-        "Install the library that quantized it, or use the base with floating point weights",
-        parameter="base_model",
-    )
 
 
 @dataclass(frozen=True)
@@ -218,7 +132,8 @@ def merge(
         max_shard_size: such as `2GB`; by default the base's shards are kept.
         dtype: the dtype of the result; by default each tensor keeps the base's dtype.
         dequantize: merge into the weights that a quantized base computes with, in the model's dtype. The result is not
-            quantized. This needs memory for the whole base, and the library that quantized it.
+            quantized. This needs memory for the whole base, and the library that quantized it. Without it, adapters may
+            change only what an FP8, MXFP4 or compressed-tensors base stores in floating point; the rest is copied.
         device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
         overwrite: replace the folder if adapterswap wrote it.
 
@@ -259,9 +174,15 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     if not plan.is_model:
         base = base_of(plan, base_model)
         if not recorded:
-            check_base_weights(plan.recorded_bases, base.source)
+            check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
+        if form.dequantize and base.quantization is None:
+            raise ArgumentError(
+                f"`dequantize` is set, but the base {base.name} is not quantized",
+                "Leave it out",
+                parameter="dequantize",
+            )
         if form.dequantize:
-            quantized, base = base, dequantized(base)
+            quantized, base = base, base.dequantized()
         resolved = resolve(plan)
         full = merge_plan(resolved.plan, base)
     else:
@@ -275,27 +196,23 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
             plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
         resolved = resolve(plan)
         full = resolved.plan
-    check_tied_rows(full.adapters)
-    if full.base is not None:
-        remedy = "Pass the base that it was trained on as `base_model`"
-        check_base(_copies(full), full.base, effect="which PEFT would put in its place", remedy=remedy)
-    check_tokens(full)
+    check(FullWeights(full, form))
     if quantized is not None:
         note = f"the base {quantized.name} is quantized: ΔW is added to the weights that it computes with"
-        full = replace(full, notes=(*full.notes, note))
+        full = replace(full, notes=(*full.notes, note, *_lost(quantized, full)))
     return Merged(
         full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized
     )
 
 
-def _copies(plan: Plan) -> Iterator[Carried]:
-    """The experts' copies of base weights whose LoRA takes part."""
-    for slot in plan:
-        terms = (term for part in (slot, *slot.spans) for term in part.terms)
-        adapted = [term for term in terms if term.change.lora is not None]
-        for expert, copy in {term.expert: term.change.copy for term in adapted}.items():
-            if copy is not None and slot.base is not None:
-                yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)
+def _lost(quantized: Checkpoint, plan: Plan) -> Iterator[str]:
+    """A note about modules of a quantized base that the dequantized one lacks: transformers does not load them."""
+    left = {parameter.module for parameter in plan.skeleton.parameters.values()}
+    stored = dict.fromkeys(parameter.module.removesuffix(".weight") for parameter in quantized.parameters.values())
+    model = quantized.base
+    others = (module for module in stored if module not in left)
+    if lost := [module for module in others if model.convert(f"{module}.weight")[0] not in model.parameters]:
+        yield f"Not in the result, because transformers does not load it: {and_more(lost)}"
 
 
 def write_model(

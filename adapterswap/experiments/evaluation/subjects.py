@@ -11,16 +11,31 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.experts.adapter import Adapter, read_adapter
+from adapterswap.core import (
+    Adapter,
+    Composition,
+    OpenedBase,
+    Plan,
+    adapter_source,
+    check_base_weights,
+    choose_device,
+    identity_of,
+    load_weights,
+    make_plan,
+    num_layers_in_config,
+    open_base,
+)
+from adapterswap.core.experts.adapter import read_adapter
 from adapterswap.core.experts.config import is_plain
-from adapterswap.core.model.layers import check_depth_of, num_layers_in_config
-from adapterswap.core.model.loading import OpenedBase, choose_device, load_weights, open_base, quiet_peft
+from adapterswap.core.experts.keys import KINDS, LORA, TRAINABLE_TOKENS
+from adapterswap.core.model.layers import check_depth_of
+from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import (
     CONFIG,
     PROVENANCE,
@@ -28,25 +43,28 @@ from adapterswap.core.model.sources import (
     WEIGHTS,
     Source,
     find_source,
-    identity_of,
     recorded_base,
 )
-from adapterswap.core.planning.base import check_base_weights
-from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.writing.records import CompositionRecord, adapter_source, composition_record, read_record
+from adapterswap.core.writing.records import CompositionRecord, composition_record, read_record
 from adapterswap.experiments.evaluation import evaluating
 from adapterswap.experiments.evaluation.languages import check_languages
 from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.experiments.evaluation.settings import SEED, Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.errors import ArgumentError, ExpertError, check_type, reason_of
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    UnsupportedError,
+    check_type,
+    reason_of,
+)
 from adapterswap.kit.files.folders import check_target, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import read_header
-from adapterswap.kit.files.text import read_json
+from adapterswap.kit.files.text import read_json, shown
 from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
@@ -63,6 +81,8 @@ _REGEXES = {  # as PEFT 0.21 builds them
     "rank_pattern": r"(.*\.)?(%s)$",
     "alpha_pattern": r"(.*\.)?(%s)$",
 }
+_LOADED = {LORA, TRAINABLE_TOKENS, *KINDS, "ADALORA", "VBLORA", "PREFIX_TUNING", "P_TUNING"}  # of PEFT, whose configs
+# name nothing that is opened or run. PROMPT_TUNING names a tokenizer with its code; XLORA and SHADOW name other models.
 _TRY = """
 import json, re, sys
 regexes, names = json.load(sys.stdin)
@@ -82,6 +102,15 @@ def find_adapter(reference: str) -> Source:
             raise ExpertError(
                 f"{reference} has no {name}", "Pass an adapter that PEFT saved as safetensors", parameter="adapter"
             )
+    config = read_json(source.folder / CONFIG)
+    kind, megatron = config.get("peft_type"), config.get("megatron_config")
+    if kind not in _LOADED or megatron is not None:
+        what = f"is of the kind {shown(kind)}" if kind not in _LOADED else "sets megatron_config"
+        raise UnsupportedError(
+            f"{reference} {what}, for which PEFT would follow other settings in its config: paths, modules, addresses",
+            f"Evaluate an adapter of these kinds: {', '.join(sorted(_LOADED))}",
+            parameter="adapter",
+        )
     return source
 
 
@@ -101,20 +130,16 @@ def load_subject(
     If possible, a composition is made live: its experts are loaded side by side and no adapter is written. One that
     needs tensors of its own (see `why_not_live`) or a bound on its rank is written to a temporary folder first.
     """
-    from adapterswap.core.writing.adapter import write_adapter
+    from adapterswap.core import write_adapter
     from adapterswap.engines.live import LiveComposer, load_experts, why_not_live
 
     target = choose_device(device)
-    depth = _depth(base)
-    if plan is not None:
-        check_depth_of(base.reference, depth, plan.num_layers, "Leave out `num_layers`")
+    check_subject(base, adapter, plan)
     with ExitStack() as stack:
         if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
             folder = stack.enter_context(scratch_folder("evaluation")) / "composed"
             adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
             plan = None
-        if adapter is not None:
-            check_base_weights({str(adapter): recorded_base(adapter.folder)}, base.source)
         model = load_weights(base, dtype=dtype).to(target)
         if adapter is not None:
             model = _with_adapter(model, adapter)
@@ -122,6 +147,34 @@ def load_subject(
             model = load_experts(model, plan)
             stack.enter_context(LiveComposer(model).use(plan))
         yield model.eval()
+
+
+def check_subject(base: OpenedBase, adapter: Source | None, plan: Plan | None) -> None:
+    """Check whether an adapter or a composition fits a base, as far as files without weights tell."""
+    if plan is not None:
+        check_depth_of(base.reference, _depth(base), plan.num_layers, "Leave out `num_layers`")
+        check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
+    if adapter is not None:
+        own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+        check_base_weights(
+            {str(adapter): recorded_base(adapter.folder)},
+            base.source,
+            {str(adapter): own if isinstance(own, str) else None},
+        )
+        opened = None
+        with suppress(AdapterswapError):  # PEFT loads more kinds than can be opened here
+            opened = read_adapter(adapter)
+        try:
+            _ = opened and _alone(opened, base)
+        except AdapterswapError as error:
+            if any(issubclass(problem.kind, BaseModelError | ExpertError) for problem in error.found):
+                raise
+
+
+def _alone(adapter: Adapter, base: OpenedBase) -> Plan:
+    """The plan of one adapter."""
+    composition = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
+    return make_plan(composition, {"adapter": adapter}, num_layers=_depth(base))
 
 
 def _depth(base: OpenedBase) -> int | None:
@@ -300,9 +353,7 @@ class Evaluation:
         plan, base = self.plan, self.base
         name = "the adapter" if self.adapter is not None else "the composition"
         if self.adapter is not None:
-            check_base_weights({str(self.adapter): recorded_base(self.adapter.folder)}, base.source)
-            alone = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
-            plan = make_plan(alone, {"adapter": read_adapter(self.adapter)}, num_layers=_depth(base))
+            plan = _alone(read_adapter(self.adapter), base)
         output = {name: value for name in ("max_rank", "max_error") if (value := getattr(self, name)) is not None}
         shapes = shapes_of(base)
         full = plan is not None and not all(fits_vllm(one, name, shapes) for name, one in plan.adapters.items())
@@ -443,6 +494,7 @@ def prepare_evaluation(
     if out_path is not None:
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     base = open_base(str(base_model))
+    check_subject(base, source, plan)
     settings.check(base.tokenizer)
     loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
     if settings.language_fidelity:

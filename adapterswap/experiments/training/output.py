@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
+from adapterswap.core import OpenedBase, identity_of, open_base
 from adapterswap.core.companions.tokenizer import tokenizer_files
-from adapterswap.core.model.loading import OpenedBase, open_base
-from adapterswap.core.model.sources import TRAINING_RECORD, identity_of
+from adapterswap.core.model.sources import TRAINING_RECORD
 from adapterswap.core.writing.adapter import ADAPTER_FILES
 from adapterswap.experiments.training.recipe import ChainStart, TrainRecipe
 from adapterswap.experiments.training.report import TrainReport
@@ -212,9 +212,7 @@ def _card(
         + ".",
     ]
     if report.train_losses:
-        lines.append(
-            f"Training loss: {report.train_losses[0][1]:.3f} at the start, {report.train_losses[-1][1]:.3f} at the end."
-        )
+        lines.append(f"Training loss: {report.losses_text(3)}.")
     if report.selection:
         lines += [
             "",
