@@ -41,8 +41,8 @@ def verify_command(
     was trained from another one (--expert start=PATH). Exits with 1 if anything differs.
 
     If PATH has no record, as after another tool's merge, say what to compare it with: pass the --base-model, and the
-    experts that should be in it. The answer says what it is, within the rounding of its dtype: which expert, how much of it, in
-    which layers.
+    experts that should be in it. The answer says what it is, within the rounding of its dtype: which expert, how much
+    of it, in which layers.
 
     Args:
         experts: The folder of a source; repeatable.
