@@ -395,7 +395,13 @@ def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
     print_errors_of_rank(prepared.reduced)
     if (modelfile := exported.modelfile()) is not None:
-        echo("", "Ollama Modelfile:", "", *modelfile.removesuffix("\n").split("\n", 1), "")
+        echo(
+            "",
+            f"Ollama Modelfile, for a file beside {exported.path.name}:",
+            "",
+            *modelfile.removesuffix("\n").split("\n", 1),
+            "",
+        )
     else:
         echo("", "A file has no effect until a request gives its id a scale:")
         echo('"lora": [{"id": 0, "scale": 1.0}, ...]', "")

@@ -94,7 +94,8 @@ def serve_command(
         for name in manifest.allow or ():
             pieces.scales(name)  # an allowed name must not fail later
         opened = {name: pieces.open(name) for name in manifest.adapters}
-        _show(llama, pieces, opened, pieces.unchecked, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
+        warned = [*pieces.unchecked, *filter(None, [llama.remark])]
+        _show(llama, pieces, opened, warned, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
         note_dry_run("started") if dry_run else serve_llama(llama, pieces)
         return
     import os
