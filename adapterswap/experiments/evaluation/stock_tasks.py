@@ -93,7 +93,7 @@ def code_allowed(allowed: bool) -> Iterator[None]:
 
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PYTHON = "tag:yaml.org,2002:python/"  # PyYAML's own tags for Python objects
-_MOST_BYTES, _MOST_VALUES, _MOST_DEPTH = 2**20, 200_000, 40  # of a task file; the harness's largest has 60 kB
+_MOST_BYTES, _MOST_VALUES, _MOST_DEPTH = 2**20, 200_000, 40  # of a task file; the harness's largest has 63 kB
 _FOREIGN = "what a task file may not set, because a library could run code or open an address"
 _REMEDY = "Review the code, and pass `trust_task_code=True` if you trust it"
 
