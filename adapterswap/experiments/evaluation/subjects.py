@@ -17,10 +17,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.experts.adapter import Adapter, read_adapter
+from adapterswap.core import (
+    Adapter,
+    Composition,
+    OpenedBase,
+    Plan,
+    adapter_source,
+    check_base_weights,
+    choose_device,
+    identity_of,
+    load_weights,
+    make_plan,
+    num_layers_in_config,
+    open_base,
+)
+from adapterswap.core.experts.adapter import read_adapter
 from adapterswap.core.experts.config import is_plain
-from adapterswap.core.model.layers import check_depth_of, num_layers_in_config
-from adapterswap.core.model.loading import OpenedBase, choose_device, load_weights, open_base, quiet_peft
+from adapterswap.core.experts.keys import KINDS, LORA, TRAINABLE_TOKENS
+from adapterswap.core.model.layers import check_depth_of
+from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import (
     CONFIG,
     PROVENANCE,
@@ -28,25 +43,28 @@ from adapterswap.core.model.sources import (
     WEIGHTS,
     Source,
     find_source,
-    identity_of,
     recorded_base,
 )
-from adapterswap.core.planning.base import check_base_weights
-from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.writing.records import CompositionRecord, adapter_source, composition_record, read_record
+from adapterswap.core.writing.records import CompositionRecord, composition_record, read_record
 from adapterswap.experiments.evaluation import evaluating
 from adapterswap.experiments.evaluation.languages import check_languages
 from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.experiments.evaluation.settings import SEED, Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, check_type, reason_of
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    UnsupportedError,
+    check_type,
+    reason_of,
+)
 from adapterswap.kit.files.folders import check_target, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import read_header
-from adapterswap.kit.files.text import read_json
+from adapterswap.kit.files.text import read_json, shown
 from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
@@ -63,6 +81,8 @@ _REGEXES = {  # as PEFT 0.21 builds them
     "rank_pattern": r"(.*\.)?(%s)$",
     "alpha_pattern": r"(.*\.)?(%s)$",
 }
+_LOADED = {LORA, TRAINABLE_TOKENS, *KINDS, "ADALORA", "VBLORA", "PREFIX_TUNING", "P_TUNING"}  # of PEFT, whose configs
+# name nothing that is opened or run. PROMPT_TUNING names a tokenizer with its code; XLORA and SHADOW name other models.
 _TRY = """
 import json, re, sys
 regexes, names = json.load(sys.stdin)
@@ -82,6 +102,15 @@ def find_adapter(reference: str) -> Source:
             raise ExpertError(
                 f"{reference} has no {name}", "Pass an adapter that PEFT saved as safetensors", parameter="adapter"
             )
+    config = read_json(source.folder / CONFIG)
+    kind, megatron = config.get("peft_type"), config.get("megatron_config")
+    if kind not in _LOADED or megatron is not None:
+        what = f"is of the kind {shown(kind)}" if kind not in _LOADED else "sets megatron_config"
+        raise UnsupportedError(
+            f"{reference} {what}, for which PEFT would follow other settings in its config: paths, modules, addresses",
+            f"Evaluate an adapter of these kinds: {', '.join(sorted(_LOADED))}",
+            parameter="adapter",
+        )
     return source
 
 
@@ -101,7 +130,7 @@ def load_subject(
     If possible, a composition is made live: its experts are loaded side by side and no adapter is written. One that
     needs tensors of its own (see `why_not_live`) or a bound on its rank is written to a temporary folder first.
     """
-    from adapterswap.core.writing.adapter import write_adapter
+    from adapterswap.core import write_adapter
     from adapterswap.engines.live import LiveComposer, load_experts, why_not_live
 
     target = choose_device(device)
