@@ -38,6 +38,7 @@ from adapterswap.core.planning.base import (
 )
 from adapterswap.core.planning.checks import (
     check_architecture,
+    check_config_owner,
     check_depth,
     check_experts,
     check_matches,
@@ -178,6 +179,7 @@ def _plan_of_modules(
     *,
     base_at_hand: bool,
 ) -> Plan:
+    check_config_owner(composition, [BASE], problems)
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     depth = None
     with problems.collect():
@@ -235,8 +237,9 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     problems.raise_if_any()
     base = _open_base(composition, adapters)
     skeleton_name, skeleton = ("the base", base) if base else next(iter(full.items()))
+    check_config_owner(composition, [*([BASE] if base else []), *full], problems)
     for name, checkpoint in full.items():
-        check_architecture(skeleton_name, skeleton, name, checkpoint, problems)
+        check_architecture(skeleton_name, skeleton, name, checkpoint, problems, config_from=composition.config_from)
     num_layers = _stored_depth(composition, skeleton_name, skeleton, problems)
     adapters = outside_the_layers(adapters, num_layers, config=skeleton.config)
     experts = {**experts, **adapters}
@@ -372,7 +375,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         base: the base that the experts adapt.
     """
     problems = Problems(BaseModelError)
-    check_architecture("the base", base, "the base", base, problems)
+    check_architecture("the base", base, "the base", base, problems, config_from=None)
     depth = stacked_layers_in_config(base.config)
     if depth is not None and depth != plan.num_layers:
         message = f"the plan is for {format_depth(plan.num_layers)} layers, but the base has {format_depth(depth)}"

@@ -432,6 +432,7 @@ def _settled(rows: _Rows, composition: Composition) -> tuple[Slot, int | None]:
     _check_named(rows)
     if not slot.terms:
         return slot, None
+    _check_shrunk(rows)
     if not all(rows.changes[name].by_rows for name in rows.entering):
         if rows.have_one_rule:
             return slot, max(rows.sizes[term.expert] for term in slot.terms)
@@ -448,6 +449,23 @@ def _settled(rows: _Rows, composition: Composition) -> tuple[Slot, int | None]:
             parameter="weights" if slot.method == "linear" else "method",
         )
     return replace(slot, spans=spans), total
+
+
+def _check_shrunk(rows: _Rows) -> None:
+    """Raise if an expert has fewer rows than the base, and other rows enter that it lacks."""
+    slot, size = rows.slot, rows.table.size
+    shrunk = next((name for name, count in rows.sizes.items() if size is not None and count < size), None)
+    if shrunk is None or slot.owner == shrunk:
+        return
+    sizes = {rows.sizes[name] for name in rows.entering}
+    if len(sizes) > 1 or slot.ordinary.rest:
+        raise UnsupportedError(
+            f"{shrunk} shrank the vocabulary: it has {rows.sizes[shrunk]} rows of {slot.name}, and the base {size}, so "
+            "the rows that it removed cannot be averaged",
+            f"Give {slot.module} to {shrunk} in a rule of its own, {{modules: [{slot.module}], expert: {shrunk}}}, or "
+            "train all experts with one vocabulary",
+            parameter="outside",
+        )
 
 
 def _check_named(rows: _Rows) -> None:
@@ -525,6 +543,9 @@ def _notes(
 ) -> tuple[str, ...]:
     size = max(sizes.values(), default=0)
     grows = table.size is not None and size > table.size
+    if table.size is not None and 0 < size < table.size:
+        shrinkage = f"the vocabulary shrinks from {table.size} to {size} rows"
+        return (shrinkage if is_model else f"{shrinkage}: {_resize(size)}",)
     if not grows and not (is_model and new):
         return ()
     owners = dict.fromkeys(owner for owner, _ in new.values())
@@ -538,7 +559,11 @@ def _notes(
     growth = f"the vocabulary grows from {table.size} to {size} rows{listed}"
     if is_model:
         return (growth,)
-    return (f"{growth}: call model.resize_token_embeddings({size}) before PEFT loads the adapter",)
+    return (f"{growth}: {_resize(size)}",)
+
+
+def _resize(size: int) -> str:
+    return f"call model.resize_token_embeddings({size}) before PEFT loads the adapter"
 
 
 def with_lent_rows(
