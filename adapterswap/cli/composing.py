@@ -51,10 +51,10 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
         "rules": [str(rule) for rule in plan.rules],
         "tensors" if plan.is_model else "modules": {slot.name: slot.coefficients for slot in plan},
-        "unusual": unusual(plan),
+        "remarks": unusual(plan),
         "notes": list(plan.notes),
         "companions": plan.companions.as_json(),
-        "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
+        "licenses": {name: licence and str(licence) for name, licence in licences(plan).items()},
     }
 
 

@@ -88,7 +88,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
     try:
         form = Form(**output)
     except TypeError:
-        raise ExpertError(f"this version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
+        raise ExpertError(f"This version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
     with scratch_folder("verify") as scratch:
         again = scratch / "again"
         write_gguf(prepare_gguf(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
@@ -229,7 +229,7 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
         differing, config = (sha256_of(folder / file) != written[file] for file in (WEIGHTS, CONFIG))
     except (ValidationError, KeyError, TypeError):
         raise ExpertError(
-            f"this version of adapterswap cannot read {folder / TRAINING_RECORD}", _REMEDY, parameter="path"
+            f"This version of adapterswap cannot read {folder / TRAINING_RECORD}", _REMEDY, parameter="path"
         ) from None
     if unknown := sorted(source_paths.keys() - sources.keys()):
         raise ArgumentError(
@@ -446,7 +446,7 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
         record = None
     if isinstance(record, ExtractionRecord):
         return record
-    raise ExpertError(f"this version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
+    raise ExpertError(f"This version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
 
 
 def _find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
@@ -462,7 +462,7 @@ def _find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) ->
         reference = given.get(name) or source.reference
         if reference is None:
             problems.add(
-                f"the expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
+                f"The expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
                 f"Pass `experts={{{name!r}: PATH}}`",
                 parameter="experts",
             )
@@ -479,7 +479,7 @@ def _base(record: CompositionRecord, base_model: str | None) -> str | None:
         return None
     if (place := base_model or record.base.reference) is None:
         raise ArgumentError(
-            f"the base came from a folder named {record.base.source!r}, whose location is not recorded",
+            f"The base came from a folder named {record.base.source!r}, whose location is not recorded",
             "Pass `base_model`",
             parameter="base_model",
         )

@@ -471,13 +471,13 @@ class Composition(MethodFields):
             terms = " + ".join(f"{name} {size}" for name, size in zip(ZONES, zones, strict=True) if size)
             taken = f"{terms} = {sum(zones)}" if " + " in terms else terms.replace(" ", " has ")
             raise CompositionError(
-                f"the zones overlap: {taken} layers, but {model} has {count}",
+                f"The zones overlap: {taken} layers, but {model} has {count}",
                 "Make the zones smaller",
                 parameter=next((name for name in ZONES if getattr(self, name)), None),
             )
         if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
             raise CompositionError(
-                f"scaled to {count} layers, the paper's defaults leave no layer to the language expert",
+                f"Scaled to {count} layers, the paper's defaults leave no layer to the language expert",
                 "Pass `bottom` and `top`",
                 parameter="bottom",
             )

@@ -487,7 +487,7 @@ def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
     for tensor, rule in outcomes.items():
         first = next((r for r in compressed if r.matches(tensor.name, tensor.layer, tensor.kind)), None)
         if first is None or first.model_copy(update={"layers": None, "modules": None}) != rule:
-            raise ExpertError(f"no rule can match only the tensor {tensor.name}", "Write an adapterswap recipe instead")
+            raise ExpertError(f"No rule can match only the tensor {tensor.name}", "Write an adapterswap recipe instead")
     return tuple(compressed)
 
 

@@ -213,7 +213,7 @@ class Plan:
         if isinstance(self.num_layers, int):
             return self.num_layers
         raise UnsupportedError(
-            f"the base has an encoder and a decoder, but {what} supports only models with one list of layers",
+            f"The base has an encoder and a decoder, but {what} supports only models with one list of layers",
             "Use experts of a decoder-only model",
         )
 

@@ -71,7 +71,7 @@ def check_tokens(plan: Plan) -> None:
             odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
             if odd is not None:
                 raise ExpertError(
-                    f"row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
+                    f"Row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
                     f"{united.owner}, which the result would have, cannot have that token",
                     "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
                 )

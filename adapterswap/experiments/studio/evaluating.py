@@ -23,8 +23,7 @@ from adapterswap.core.planning.composition import Composition
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.answers import is_correct, parse_number
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
-from adapterswap.experiments.lab.scenes import draw_problems
-from adapterswap.experiments.lab.seed import Questions, exact_match
+from adapterswap.experiments.lab.seed import exact_match
 from adapterswap.experiments.reporting.latex import harmless
 from adapterswap.experiments.studio.choice import check_values
 from adapterswap.experiments.studio.html import text
@@ -34,7 +33,6 @@ from adapterswap.kit.files.text import as_row, json_lines
 
 OWN_FILE = "your own file"
 _LAB = "lab problems in "
-_CHUNK = 50
 _TOKENS = 256
 _MOST_ROWS = 500
 LARGEST_FILE = 1_000_000
@@ -83,15 +81,15 @@ def read_rows(content: str) -> list[tuple[str, str]]:
     """
     remedy = 'Write lines such as {"prompt": "2 + 2 =", "answer": "4"}'
     if len(content.encode(errors="replace")) > LARGEST_FILE:
-        raise DataError("the file is too large", f"Choose one of at most {LARGEST_FILE} bytes", parameter="file")
+        raise DataError("The file is too large", f"Choose one of at most {LARGEST_FILE} bytes", parameter="file")
     if "\ufffd" in content:
-        raise DataError("the file is not UTF-8", "Save it as UTF-8", parameter="file")
+        raise DataError("The file is not UTF-8", "Save it as UTF-8", parameter="file")
     try:
         found = [*json_lines(content.split("\n"), _pair)]
     except (AdapterswapError, ValueError) as error:
         raise DataError(reason_of(error), remedy, parameter="file") from None
     if not 1 <= len(found) <= _MOST_ROWS:
-        raise DataError(f"the file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
+        raise DataError(f"The file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
     return found
 
 
@@ -142,7 +140,7 @@ def evaluate_live(
         Progress, and the row at the end unless it was stopped.
     """
     if task not in tasks(workspace):
-        raise ArgumentError(f"there is no task {task}", "Choose one of the list", parameter="task")
+        raise ArgumentError(f"There is no task {task}", "Choose one of the list", parameter="task")
     news: queue.Queue[Progress | Evaluated | BaseException | None] = queue.Queue()
 
     def step(step_aside: Callable[[], None], done: int, of: int) -> None:
@@ -183,12 +181,13 @@ class _Stopped(BaseException):
 
 def _score_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
     assert workspace.lab is not None
-    problems = draw_problems(workspace.lab.scene, "development", limit)
+    lab = workspace.lab
+    problems = lab.draw(limit)
     right = 0
     step(0, len(problems))
-    for start in range(0, len(problems), _CHUNK):
-        chunk = problems[start : start + _CHUNK]
-        right += int(exact_match(workspace.live.model, Questions(chunk, task.removeprefix(_LAB))).sum())
+    for start in range(0, len(problems), lab.step):
+        chunk = problems[start : start + lab.step]
+        right += int(exact_match(workspace.live.model, lab.asked(chunk, task.removeprefix(_LAB))).sum())
         step(start + len(chunk), len(problems))
     return right, len(problems)
 

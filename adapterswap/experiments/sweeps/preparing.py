@@ -87,7 +87,7 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
     for name in retention:
         if name in targets:
             problems.add(
-                f"the task {name} is both in tasks and in retention", "Name it only once", parameter="retention"
+                f"The task {name} is both in tasks and in retention", "Name it only once", parameter="retention"
             )
     for name in recipe.primary:
         if name not in known:
@@ -121,7 +121,7 @@ def _check_own_settings(grouped: Mapping[str, Any], settings: Settings) -> None:
         if task_fingerprint(task) != task_fingerprint(grouped[name]):
             shots = grouped[name].get_config("num_fewshot")
             problems.add(
-                f"a group in the recipe changes the settings of its task {name}",
+                f"A group in the recipe changes the settings of its task {name}",
                 f"Name the task itself instead, with its shots ({split_shots(name)[0]}@{shots or 0}), or write a task "
                 "file for it (`include_path`)",
                 parameter="tasks",
