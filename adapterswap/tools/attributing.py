@@ -602,7 +602,7 @@ def attribute(
 
 
 def _with_companions(result: Attribution, beside: Beside) -> Attribution:
-    """The same with what stands beside the weights."""
+    """The same with the files beside the weights."""
     answers = (f"{result.stated}, in its weights",) if result.equal and beside.differing else result.answers
     return replace(
         result, answers=(*answers, *beside.answers), differing=(*result.differing, *beside.differing),

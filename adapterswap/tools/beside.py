@@ -1,4 +1,4 @@
-"""What stands beside the weights of somebody's merge, such as config and tokenizer, against that of its sources.
+"""The config, tokenizer and other companions of somebody's merge, against those of its sources.
 
 The config must compute what the base's does. The rest should be that of the expert whose companions a result of
 adapterswap would take; if it is another source's, that is a note, and if it is nobody's, a difference.
@@ -37,7 +37,7 @@ class Beside:
 
 
 def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Path]) -> Beside:
-    """Compare what stands beside full weights with the base's and the experts'; `experts` maps names to folders."""
+    """Compare the companions of full weights with the base's and the experts'; `experts` maps names to folders."""
     rows = [parameter.tensor.shape[0] for parameter in folder.parameters.values() if parameter.has_tokens]
     plan = decide(experts, base.source.folder, rows=min(rows, default=None), config="base")
     # The head is compared with the weights. A base is dequantized before it is merged with.

@@ -206,7 +206,7 @@ def _write_folder(
 
 
 def companions_of(pair: WeightPair) -> CompanionPlan:
-    """What stands beside the adapter: the fine-tune's, unless its tokenizer has tokens that the base has no row for."""
+    """The companions of the adapter: the fine-tune's, unless its tokenizer has tokens that the base has no row for."""
     folder = pair.full.source.folder
     rows = [parameter.tensor.shape[0] for parameter in pair.base.parameters.values() if parameter.has_tokens]
     decided = decide({"full": folder}, beside=pair.base.source.folder)

@@ -1,4 +1,4 @@
-"""What stands beside the weights of a model, and whose of it a result takes.
+"""The companions of a model's weights, such as config and tokenizer, and whose a result takes.
 
 A folder's companions are read once and compared by what they do, not by their bytes. Whose companions a result takes is
 decided here, for every command: the experts' where they agree; else the task expert's, which is the first one; the
@@ -47,7 +47,7 @@ _REMEDY = "Use a folder with a valid config.json"
 
 @dataclass(frozen=True)
 class Companions:
-    """What stands beside the weights in one folder. Each is read when it is first needed, and once."""
+    """The files beside the weights in one folder. Each is read when it is first needed, and once."""
 
     folder: Path
 
@@ -327,7 +327,6 @@ def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
 
 
 def copy_companions(folder: Path, config: Mapping[str, Any], target: Path) -> None:
-    """Copy everything that stands beside the weights in a folder, except its config; its code only if the config
-    refers to it."""
+    """Copy the companions of the weights in a folder, except the config; code only if the config refers to it."""
     code = CODE_FILES if "auto_map" in config else ()
     copy_files(files_matching(folder, (*COMPANION_FILES, *code)), folder, target)

@@ -51,7 +51,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 
 
 def write_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
-    """Write config.json and everything else that stands beside the weights into `folder`."""
+    """Write config.json and the other files beside the weights into `folder`."""
     owner = plan.checkpoints.get(plan.config_owner, plan.skeleton)
     plan.companions.write_model(folder, _config(owner.config, plan, form, owner))
 
