@@ -293,9 +293,9 @@ def _sides(full: Checkpoint, base: Checkpoint, *, any_config: bool) -> tuple[Sid
     """Both models, which must have one decoder, compute alike (unless `any_config`), and agree on tied heads."""
     problems = Problems(BaseModelError)
     for checkpoint, parameter in ((full, "full"), (base, "base_model")):
-        if checkpoint.config.get("quantization_config"):
+        if checkpoint.quantization is not None:
             problems.add(
-                f"{checkpoint.name} is quantized",
+                f"{checkpoint.name} is quantized ({checkpoint.quantization.title})",
                 "Pass a version with floating point weights",
                 parameter=parameter,
                 kind=UnsupportedError,

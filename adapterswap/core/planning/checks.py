@@ -381,11 +381,11 @@ def check_architecture(
     config, the configs may differ.
     """
     for who, checkpoint in ((first_name, first), (name, other)):
-        if checkpoint.config.get("quantization_config"):
+        if checkpoint.quantization is not None:
             problems.add(
-                f"{who} is quantized (quantization_config), so its weights cannot be averaged",
-                "Pass an unquantized checkpoint. If it is the base of adapters, `dequantize=True` merges into the "
-                "weights that it computes with",
+                f"{who} is quantized (quantization_config: {checkpoint.quantization.title}), so its weights cannot be "
+                "averaged",
+                "Pass an unquantized checkpoint",
                 kind=UnsupportedError,
             )
     differences = compare_configs(first.config, other.config)
