@@ -47,8 +47,8 @@ def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Pat
         text = found.text("the folder", "the base")
         result = Beside((f"{MODEL_CONFIG} computes something else: {text}",), (MODEL_CONFIG,))
     if found.not_compared:
-        listed = ", ".join(found.not_compared)
-        result += Beside(notes=(f"{MODEL_CONFIG}: without transformers, {listed} could not be compared",))
+        unknown = found.unknown("the base's")
+        result += Beside(notes=(f"{MODEL_CONFIG}: {unknown}",))
     return result + _others(folder.source.folder, plan)
 
 

@@ -113,7 +113,7 @@ def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str
 
 _KEYS = {*ExtractionRecord.model_fields, LIST, PRINTS}
 _WRITTEN = _KEYS - {"slice"}  # always written
-_REQUEST = ExtractionRequest.model_fields.keys() - {"config_from"}
+_REQUEST = ExtractionRequest.model_fields.keys()
 
 
 def verify_extracted(

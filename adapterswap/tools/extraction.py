@@ -155,7 +155,11 @@ _NAMES = 8  # kinds of names that a line shows; adapterswap.json has all names
 
 
 def _request(
-    pair: WeightPair, form: CutForm, selection: Selection, hashes: list[dict[str, str]], config_from: str | None
+    pair: WeightPair,
+    form: CutForm,
+    selection: Selection,
+    hashes: list[dict[str, str]],
+    config_from: Literal["base"] | None,
 ) -> ExtractionRequest:
     """The request for the record; `hashes` are the SHA-256 of the fine-tune's and of the base's shards."""
     return ExtractionRequest(
@@ -166,7 +170,7 @@ def _request(
         layers=selection.layers,
         modules=list(selection.modules),
         embeddings=selection.embeddings,
-        **({"config_from": config_from} if config_from else {}),
+        config_from=config_from,
     )
 
 

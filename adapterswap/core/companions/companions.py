@@ -178,10 +178,7 @@ class CompanionPlan:
         """One line on a config that is not the result's, or that could not be compared completely."""
         owner = _whose(str(self.config))
         if not differences:
-            return (
-                f"config: {owner}; without transformers, {', '.join(differences.not_compared)} of {_whose(name)} could "
-                "not be compared"
-            )
+            return f"config: {owner}; {differences.unknown(_whose(name))}"
         return f"config: {owner} ({_whose(name)} differs: {', '.join(differences.values)})"
 
     @property

@@ -82,6 +82,13 @@ class ConfigDifferences:
             for key, (first, second) in self.values.items()
         )
 
+    def unknown(self, whose: str) -> str:
+        """A sentence about the keys that were not compared with `whose` config."""
+        return (
+            f"only one of it and {whose} has {', '.join(self.not_compared)}, whose default is not known here, so that "
+            "was not compared"
+        )
+
 
 def _short(value: Any) -> str:
     return repr(value) if value is MISSING else shown(value)

@@ -356,7 +356,7 @@ def _field_naming(expert: str, composition: Composition) -> str:
 
 def check_config_owner(composition: Composition, owners: Collection[str], problems: Problems) -> None:
     """Check that the requested owner of the config is one of `owners`, which have one."""
-    if composition.config_from not in (None, *owners):
+    if composition.config_from is not None and composition.config_from not in owners:
         problems.add(
             f"`config_from` is {composition.config_from!r}, which is neither the base nor a full checkpoint of this "
             "composition",
