@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ ZONES = {"bottom": 1, "top": 1}
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pico Llama of 96 words whose texts end with w1, by its tokenizer, its config and its settings."""
     folder = with_words(tmp_path_factory.mktemp("base"))
-    GenerationConfig(bos_token_id=0, eos_token_id=[1, 90], pad_token_id=2, top_k=7).save_pretrained(folder)
+    GenerationConfig(bos_token_id=0, eos_token_id=[1, 90], pad_token_id=2, do_sample=True, top_k=7).save_pretrained(
+        folder
+    )
     write(folder / "config.json", bos_token_id=0, eos_token_id=1)
     return folder
 
@@ -128,7 +131,8 @@ def test_verify_reads_the_files_of_somebodys_merge(base: Path, tmp_path: Path) -
     model = PeftModel.from_pretrained(load_base(base), adapter).merge_and_unload()
     model.save_pretrained(tmp_path / "theirs")
     AutoTokenizer.from_pretrained(adapter).save_pretrained(tmp_path / "theirs")
-    write(tmp_path / "theirs" / "generation_config.json", eos_token_id=[5, 90], top_k=7, pad_token_id=2, bos_token_id=0)
+    shutil.copy(base / "generation_config.json", tmp_path / "theirs")
+    write(tmp_path / "theirs" / "generation_config.json", eos_token_id=[5, 90])
     assert adapterswap.verify(tmp_path / "theirs", {"x": adapter}, base_model=base).equal
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "theirs")
     verified = adapterswap.verify(tmp_path / "theirs", {"x": adapter}, base_model=base)
