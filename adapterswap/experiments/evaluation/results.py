@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.kit.errors import DataError, Problems
+from adapterswap.kit.errors import DataError, Problems, visible
 from adapterswap.kit.files.folders import OutputKind, atomic_folder
 from adapterswap.kit.files.text import write_json
 
@@ -92,7 +92,7 @@ class TaskResult:
         num_fewshot: shots before each document; None for a group whose tasks have different numbers.
         version: the task's own version.
         scores: one per metric and filter; none for tasks whose responses need a judge.
-        cut: outputs that ended at the limit of tokens; None for tasks that compare likelihoods.
+        cut: documents with an output that ended at the limit of tokens; None for tasks that compare likelihoods.
         truncated: prompts that lost their beginning because they did not fit.
         max_gen_toks: the limit of tokens, the task's own if it has one; None for tasks that generate nothing.
     """
@@ -131,7 +131,7 @@ class Sample:
         output: the model's text; if likelihoods are compared, each choice's log-likelihood and whether it is greedy.
         answers: filter → the answer that it read from the output.
         scores: filter → its metrics.
-        cut: the output ended at the limit of tokens.
+        cut: the output, or one of several to the document, ended at the limit of tokens.
     """
 
     task: str
@@ -214,7 +214,8 @@ def write_result(
         write_json(folder / "results.json", content)
         with (folder / "samples.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
             for sample in result.samples:
-                file.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+                line = json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False, default=str)
+                file.write(visible(line) + "\n")
 
 
 def _finite(content: Any) -> Any:

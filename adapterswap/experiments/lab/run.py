@@ -16,6 +16,7 @@ from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, SeedResult,
 from adapterswap.experiments.lab.study import Finished, SeedReporter, Study, Summary, run_study
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.drawing import INK, looks, new_figure, save, style, tidy
+from adapterswap.kit.errors import visible
 from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.kit.files.text import expand
 
@@ -62,7 +63,7 @@ def tables(study: Study) -> Iterator[Table]:
         differences.add_row(
             method,
             f"{summary.mean:+.3f}",
-            "" if summary.interval is None else f"± {summary.interval:.3f}",
+            "" if summary.interval is None else _interval(summary.mean, summary.interval),
             f"{paired.won} : {paired.lost} of {number}",
             " ".join(f"{value:+.3f}" for value in summary.values),
         )
@@ -77,6 +78,11 @@ def tables(study: Study) -> Iterator[Table]:
         for method, by_label in groups.items():
             words.add_row(method, *(f"{summary.mean:.3f}" for summary in by_label.values()))
         yield words
+
+
+def _interval(mean: float, half: float) -> str:
+    """The ends of the interval of a difference of shares, which is never beyond -1 and 1."""
+    return f"[{max(mean - half, -1.0):+.3f}, {min(mean + half, 1.0):+.3f}]"
 
 
 def _with_spread(summary: Summary) -> str:
@@ -257,7 +263,7 @@ def run_lab(
             finished=finished,
         )  # fmt: skip
         content, rows = results(study), list(answers(study))
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        text = visible(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
         (folder / _RECORD).write_text(text + "\n", encoding="utf-8")
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         name = expand(plan.out_path).resolve().name

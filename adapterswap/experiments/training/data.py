@@ -23,6 +23,7 @@ from adapterswap.core.model.loading import OpenedBase, generation_config
 from adapterswap.core.model.sources import hub_reason, hub_remedy
 from adapterswap.core.planning.composition import SIDES
 from adapterswap.experiments.chat import ChatTemplate
+from adapterswap.experiments.permitted import uncounted
 from adapterswap.experiments.training.hygiene import MATH, Screen
 from adapterswap.experiments.training.recipe import DatasetSource, Template, TrainingOptions, TrainRecipe
 from adapterswap.experiments.training.report import RowCounts
@@ -285,7 +286,8 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
     import datasets
 
     try:
-        return load()
+        with uncounted():
+            return load()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise NotFoundError(
             f"The dataset {source.path} is not a local file and could not be downloaded from the Hub: "
@@ -643,3 +645,11 @@ def sequences(data: Data, options: TrainingOptions) -> tuple[Any, tuple[int, ...
         for begin, end in pairwise(starts)
     ]
     return datasets.concatenate_datasets(parts), tuple(map(len, parts))
+
+
+def row_lengths(rows: Any) -> NDArray[np.int64]:
+    """Tokens of each row of a dataset from `sequences`."""
+    import pyarrow.compute
+
+    lengths = pyarrow.compute.list_value_length(rows.with_format("arrow")["input_ids"][:])
+    return np.asarray(lengths, np.int64)

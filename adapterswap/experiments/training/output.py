@@ -212,9 +212,7 @@ def _card(
         + ".",
     ]
     if report.train_losses:
-        lines.append(
-            f"Training loss: {report.train_losses[0][1]:.3f} at the start, {report.train_losses[-1][1]:.3f} at the end."
-        )
+        lines.append(f"Training loss: {report.losses_text(3)}.")
     if report.selection:
         lines += [
             "",
