@@ -655,8 +655,16 @@ def _notes(
     return (f"{growth}: {_resize(size)}",)
 
 
+_ADVICE = "call model.resize_token_embeddings("
+
+
 def _resize(size: int) -> str:
-    return f"call model.resize_token_embeddings({size}) before PEFT loads the adapter"
+    return f"{_ADVICE}{size}) before PEFT loads the adapter"
+
+
+def without_advice(notes: Sequence[str]) -> tuple[str, ...]:
+    """The notes on an adapter for a model that it is merged into, which has its own size already."""
+    return tuple(note.partition(f": {_ADVICE}")[0] for note in notes)
 
 
 def with_lent_rows(

@@ -146,17 +146,25 @@ def test_verify_reads_the_files_of_somebodys_merge(base: Path, tmp_path: Path) -
 
 def shrunk(base: Path, folder: Path, seed: int, **options: Any) -> Path:
     """An adapter of the base without its last six tokens, as PEFT saves it."""
-    settings = {"r": 4, "task_type": "CAUSAL_LM", **PLAIN, **options}
+    settings: dict[str, Any] = {"r": 4, "task_type": "CAUSAL_LM", **PLAIN, **options}
     trained(resized(base, 90), LoraConfig(**settings), folder, seed=seed, save_embedding_layers=True)
     return folder
 
 
-def test_shrunk_vocabularies(base: Path, tmp_path: Path) -> None:
+def test_shrunk_vocabularies(base: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     one, two = (shrunk(base, tmp_path / f"s{seed}", seed) for seed in (1, 2))
     plan = adapterswap.layer_swap(one, two, base_model=base, **ZONES)
     assert any("call model.resize_token_embeddings(90)" in note for note in plan.notes)
     out = plan.write(tmp_path / "out")
     PeftModel.from_pretrained(resized(base, 90), out)
+    merged = adapterswap.merge(one, base, out_path=tmp_path / "merged")
+    assert load_base(merged).config.vocab_size == 90
+    shown = run("merge", one, "--base-model", base, "-o", tmp_path / "again", exit_code=0)
+    assert "shrinks from 96 to 90 rows" in shown.stderr
+    assert "resize_token_embeddings" not in shown.stderr
+    factors = shrunk(base, tmp_path / "f", 4, target_modules=["q_proj", "lm_head"])
+    with refused(UnsupportedError):
+        adapterswap.merge(factors, base, out_path=tmp_path / "no")
     plain = expert(base, tmp_path / "plain", 3)
     for pair in ((one, plain), (plain, one)):
         with refused(UnsupportedError, parameter="outside"):
