@@ -45,7 +45,7 @@ CEILINGS = {
     "core.experts": 41,
     "experiments.sweeps": 37,
     "core.methods": 19,
-    "core.companions": 11,
+    "core.companions": 16,
     "engines.serving": 19,
     "experiments.reporting": 16,
     "experiments.lab": 15,

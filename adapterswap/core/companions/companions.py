@@ -333,6 +333,20 @@ def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
     )
 
 
+def on_the_base(experts: Mapping[str, Path], base: Path | None) -> list[str]:
+    """A line for the tokenizer, and for the chat templates, where experts differ from the base that an engine runs."""
+    if base is None:
+        return []
+    folders = {BASE_FOLDER: Companions(base), **{name: Companions(folder) for name, folder in experts.items()}}
+    kinds: tuple[Kind, ...] = ("tokenizer", "chat_template")
+    owners = [
+        Ownership(kind, BASE_FOLDER, _differing(kind, BASE_FOLDER, folders))
+        for kind in kinds
+        if folders[BASE_FOLDER].has(kind)
+    ]
+    return [f"{ownership}; the engine uses the base's" for ownership in owners if ownership.differing]
+
+
 def copy_companions(folder: Path, target: Path) -> None:
     """Copy everything that stands beside the weights in a folder, except its config and its code."""
     copy_files(files_matching(folder, COMPANION_FILES), folder, target)

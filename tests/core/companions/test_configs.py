@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,20 @@ from refusals import refused
 
 import adapterswap
 from adapterswap.core.companions.config import MISSING, NEUTRAL, compare_configs
-from adapterswap.kit.errors import BaseModelError, CompositionError, ExpertError
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError
 
 ROOT = Path(__file__).parents[3]
 TABLE: Mapping[str, Any] = json.loads((Path(__file__).parent / "config_keys.json").read_text())
+
+
+@contextmanager
+def scripts() -> Iterator[None]:
+    """Import from the folder of scripts."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        yield
+    finally:
+        sys.path.pop(0)
 
 
 def flipped(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -67,13 +79,45 @@ def test_the_table_has_many_architectures_and_no_neutral_key_computes() -> None:
     assert computing == set()
 
 
+def error_of(action: Callable[[], object]) -> AdapterswapError | None:
+    """The error that an action raises; None if it raises none."""
+    try:
+        action()
+    except AdapterswapError as error:
+        return error
+    return None
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", TABLE)
+def test_every_command_sees_every_key(name: str, tmp_path: Path) -> None:
+    """Two folders with the same weights, whose configs differ in one key."""
+    row = TABLE[name]
+    with scripts():
+        from architectures import build
+    base = tmp_path / "base"
+    build(row["task"], row["config"]["model_type"], base)
+    config = json.loads((base / "config.json").read_text())
+    for number, (key, value) in enumerate([*row["computes"].items(), *row["neutral"].items()]):
+        other = shutil.copytree(base, tmp_path / f"other-{number}")
+        (other / "config.json").write_text(json.dumps(flipped(config, key, value)))
+        merging = error_of(lambda other=other: adapterswap.soup(base, other))
+        extracting = error_of(lambda other=other: adapterswap.extract(other, base, tmp_path / "x", rank=1))
+        refusals = [error is not None and error.parameter == "config_from" for error in (merging, extracting)]
+        differing = adapterswap.verify(other, base_model=base).differing
+        if key in row["computes"]:
+            assert merging is not None, key
+            assert extracting is not None, key
+            assert "config.json" in differing, key
+        else:
+            assert refusals == [False, False], key
+            assert differing == (), key
+
+
 @pytest.mark.full
 def test_the_table_is_what_the_models_compute(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
+    with scripts():
         from config_keys import MODELS, examined
-    finally:
-        sys.path.pop(0)
     for task, model_type in MODELS:
         name = model_type if task != "SEQ_CLS" else f"{model_type} (classifier)"
         if name in TABLE:
