@@ -394,7 +394,7 @@ def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
     base = prepared.plan.base_at_hand
     experts = {name: expert.source.folder for name, expert in prepared.plan.experts.items()}
-    for line in on_the_base(experts, base and base.folder):
+    for line in on_the_base(experts, None if base is None else base.folder):
         note(line)
     print_errors_of_rank(prepared.reduced)
     if (modelfile := exported.modelfile()) is not None:
