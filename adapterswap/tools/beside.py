@@ -16,6 +16,9 @@ from adapterswap.core.companions.config import compare_configs
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.companions.generation import differing_settings
 from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.layers import HEADS, language_config
+
+_TIED = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Pat
     """Compare the companions of full weights with the base's and the experts'; `experts` maps names to folders."""
     rows = [parameter.tensor.shape[0] for parameter in folder.parameters.values() if parameter.has_tokens]
     plan = decide(experts, base.source.folder, rows=min(rows, default=None), config="base")
-    # The head is compared with the weights. A base is dequantized before it is merged with.
-    found = compare_configs(folder.config, base.config, ignoring=("tie_word_embeddings", "quantization_config"))
+    # A stored head is compared with the weights. A base is dequantized before it is merged with.
+    ignoring = ("quantization_config", *([_TIED] if _stores_a_head_of_its_own(folder) else []))
+    found = compare_configs(folder.config, base.config, ignoring=ignoring)
     result = Beside()
     if found:
         text = found.text("the folder", "the base")
@@ -50,6 +54,13 @@ def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Pat
         unknown = found.unknown("the base's")
         result += Beside(notes=(f"{MODEL_CONFIG}: {unknown}",))
     return result + _others(folder.source.folder, plan)
+
+
+def _stores_a_head_of_its_own(folder: Checkpoint) -> bool:
+    """Whether a config unties the head and the weights hold it, as they must where an expert changed only one of the
+    two."""
+    unties = any(config.get(_TIED) is False for config in (folder.config, language_config(folder.config)))
+    return unties and any(part.module.rpartition(".")[2] in HEADS for part in folder.parameters.values())
 
 
 def beside_adapter(folder: Path, experts: Mapping[str, Path]) -> Beside:
