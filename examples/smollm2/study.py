@@ -399,10 +399,8 @@ def run(arguments: argparse.Namespace) -> None:
             line |= {language: "".join("01"[one] for one in marks) for language, marks in right.items()}
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            print(
-                f"{seed} {name}: {mean(right['fr']):.3f} French, {mean(right['en']):.3f} English, {mean(right['es']):.3f} Spanish",
-                flush=True,
-            )
+            scores = ", ".join(f"{language} {mean(marks):.3f}" for language, marks in right.items())
+            print(f"{seed} {name}: {scores}", flush=True)
     table(arguments)
 
 
@@ -458,9 +456,8 @@ def table(arguments: argparse.Namespace) -> None:
         ] if both else []  # fmt: skip
         against = f"{mean(differences):+.3f} ± {half(differences):.3f} ± {half(by_template):.3f}" if both else ""
         scores = [mean(mean(seeds[seed][language]) for seed in seeds) for language in LANGUAGES]
-        print(
-            f"{name:44}{scores[0]:8.3f}{scores[1]:9.3f}{scores[2]:9.3f}  {len(seeds):5}  {against if name != 'layer swap' else ''}"
-        )
+        shown = "".join(f"{score:9.3f}" for score in scores)
+        print(f"{name:44}{shown}  {len(seeds):5}  {against if name != 'layer swap' else ''}")
 
 
 def main() -> None:
