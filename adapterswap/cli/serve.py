@@ -16,7 +16,7 @@ from adapterswap.kit.dependencies import require
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from adapterswap.core.experts.adapter import Adapter
+    from adapterswap.core import Adapter
     from adapterswap.engines.serving import NamedComposer
     from adapterswap.engines.serving.llama_cpp import LlamaLaunch
     from adapterswap.engines.serving.pieces import PieceComposer

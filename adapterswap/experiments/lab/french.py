@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import adapterswap
-from adapterswap.core.planning.composing import layer_swap
-from adapterswap.core.writing.adapter import write_adapter
+from adapterswap.core import layer_swap, write_adapter
 from adapterswap.experiments.lab.smollm2 import INSTALL, PACKAGE, package_file, write_smollm2
 from adapterswap.experiments.lab.word_problems import Part, WordProblem, draw_problems
 from adapterswap.kit.dependencies import require

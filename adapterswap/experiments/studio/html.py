@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.describe import COLOURS, blend_of, draw, marks, owner_label, unusual
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE
+from adapterswap.core import BASE, Composition, Plan, unusual
+from adapterswap.core.planning.describe import COLOURS, blend_of, draw, marks, owner_label
 from adapterswap.core.planning.slots import Slot
 from adapterswap.experiments.analysis.analyzing import Analysis
 from adapterswap.experiments.analysis.suggesting import Suggestion
@@ -316,7 +314,8 @@ def suggestion_html(suggestion: Suggestion) -> str:
     proposal = ", ".join(f"{text(key)} {text(value)}" for key, value in suggestion.composition.items())
     return (
         f'<div class="measured"><h4>Suggested: {proposal}</h4><ul>{reasons}</ul><p>It keeps {task:.0%} of the task '
-        f"expert's effect in the layers and {language:.0%} of the language expert's.</p></div>"
+        f"expert's effect in the layers and {language:.0%} of the language expert's.</p><p>A proposal from "
+        "weights only may be worse than the paper's layers: evaluate both.</p></div>"
     )
 
 
