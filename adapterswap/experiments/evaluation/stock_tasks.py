@@ -41,6 +41,7 @@ from adapterswap.kit.errors import (
 )
 from adapterswap.kit.files.folders import files_in
 from adapterswap.kit.files.hashes import Stamps, stamps
+from adapterswap.kit.files.text import read_small
 
 _VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own permission, needed besides the harness's
 
@@ -93,6 +94,7 @@ def code_allowed(allowed: bool) -> Iterator[None]:
 
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PYTHON = "tag:yaml.org,2002:python/"  # PyYAML's own tags for Python objects
+_MOST_BYTES, _MOST_VALUES, _MOST_DEPTH = 2**20, 200_000, 40  # of a task file; the harness's largest has 63 kB
 _FOREIGN = "what a task file may not set, because a library could run code or open an address"
 _REMEDY = "Review the code, and pass `trust_task_code=True` if you trust it"
 
@@ -167,7 +169,7 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
     Loader.add_constructor("!function", function)
     Loader.add_multi_constructor(_PYTHON, python_object)
     try:
-        content = yaml.load(path.read_bytes(), Loader=Loader)
+        content = yaml.load(_checked(path), Loader=Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(
             f"{path} cannot be read: {reason_of(error)}", "Correct the task file", parameter="include_path"
@@ -383,6 +385,31 @@ def _check_folder(include_path: str | Path | None) -> None:
             "Pass the folder that holds your task files (YAML)",
             parameter="include_path",
         )
+    for path in () if include_path is None else sorted(Path(include_path).rglob("*.yaml")):
+        if not path.is_dir():  # the harness opens each of them, also a pipe, for which it would wait
+            _checked(path)
+
+
+def _checked(path: Path) -> bytes:
+    """The bytes of a task file. A few lines with aliases can stand for billions of values."""
+    raw = read_small(path, "Correct the task file", limit=_MOST_BYTES, kind=DataError)
+    try:
+        waiting, count = [(yaml.compose(raw, Loader=_SAFE), 0)], 0
+        while waiting:
+            node, depth = waiting.pop()
+            inner = node.value if isinstance(node, yaml.CollectionNode) else []
+            inner = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+            count += len(inner)
+            if count > _MOST_VALUES or depth > _MOST_DEPTH:
+                raise ValueError(f"it has more than {_MOST_VALUES:,} values or {_MOST_DEPTH} levels")
+            waiting += [(part, depth + 1) for part in inner]
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} cannot be read: {reason_of(error)}", "Correct the task file", parameter="include_path"
+        ) from None
+    except yaml.YAMLError:
+        pass  # reported, with its place, by those who use the file
+    return raw
 
 
 def check_known(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
