@@ -31,8 +31,8 @@ def under_canonical_names(adapter: Adapter, base: Base, expert: str, base_name: 
                 f"{expert} adapts {module.name}, but {base_name} has no module of this shape under this or an older "
                 "name",
                 module.misnamed
-                or "Pass the base that the experts adapt as `base_model`, or save the expert again with this version of "
-                "transformers",
+                or "Pass the base that the experts adapt as `base_model`, or save the expert again with this version "
+                "of transformers",
                 parameter="base_model",
             )
         mapping[module.name] = canonical
