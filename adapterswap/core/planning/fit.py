@@ -21,7 +21,7 @@ from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Pa
 from adapterswap.core.experts.keys import TASK_HEADS, TOKENS, is_bias
 from adapterswap.core.model.base import Base, base_at, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.layers import HEADS, is_vocabulary, language_config
+from adapterswap.core.model.layers import HEADS, is_ahead, is_vocabulary, language_config, stacked_layers_in_config
 from adapterswap.core.model.sources import cached_base_config, cached_base_folder
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import Stamps, stamps
@@ -82,7 +82,7 @@ def fit(experts: Mapping[str, Adapter], reference: str | None) -> Fit:
     checkpoint, result = _opened(folder), Fit(reference, {}, {}, {})
     for name, adapter in experts.items():
         by_files = dict(_by_headers(adapter, checkpoint, config) if checkpoint else _by_config(adapter, config))
-        others = [part for part in adapter.parts.values() if part.name not in by_files]
+        others = [part for part in adapter.parts.values() if part.name not in by_files and not _is_deep(part, config)]
         model = _model(folder, reference, adapter.config.task_type) if others else None
         by_model = {part.name: _in_model(part, adapter, model) for part in others if model is not None}
         result.unknown[name] = [part for part in others if part.name not in by_model]
@@ -205,6 +205,11 @@ def _read(folder: Path, files: Stamps) -> Checkpoint | None:
     with suppress(AdapterswapError):  # what needs the weights reports why
         return open_checkpoint(folder)
     return None
+
+
+def _is_deep(part: Part, config: Mapping[str, Any]) -> bool:
+    """Whether it is behind the layers of the language model, where transformers loads nothing; `checks` count them."""
+    return is_ahead(part.name, part.layer, stacked_layers_in_config(config))
 
 
 def _model(folder: Path, reference: str, task_type: str | None) -> Base | None:
