@@ -21,7 +21,14 @@ from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Pa
 from adapterswap.core.experts.keys import TASK_HEADS, TOKENS, is_bias
 from adapterswap.core.model.base import Base, base_at, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.layers import HEADS, is_ahead, is_vocabulary, language_config, stacked_layers_in_config
+from adapterswap.core.model.layers import (
+    HEADS,
+    is_ahead,
+    is_vocabulary,
+    language_config,
+    stack_of,
+    stacked_layers_in_config,
+)
 from adapterswap.core.model.sources import cached_base_config, cached_base_folder
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import Stamps, stamps
@@ -209,7 +216,9 @@ def _read(folder: Path, files: Stamps) -> Checkpoint | None:
 
 def _is_deep(part: Part, config: Mapping[str, Any]) -> bool:
     """Whether it is behind the layers of the language model, where transformers loads nothing; `checks` count them."""
-    return is_ahead(part.name, part.layer, stacked_layers_in_config(config))
+    depth, stack = stacked_layers_in_config(config), stack_of(part.name)
+    count = depth if depth is None or isinstance(depth, int) else depth.get(stack) if stack else None
+    return is_ahead(part.name, part.layer, count)
 
 
 def _model(folder: Path, reference: str, task_type: str | None) -> Base | None:
