@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from adapterswap.kit.files.inside import text_inside
 from adapterswap.kit.files.text import exists, read_json
 
 JINJA = "chat_template.jinja"
 _SETTINGS = "tokenizer_config.json"
+_MOST = 2**20  # bytes of a template; real ones have some 10 kB
 _REMEDY = "Save the tokenizer again, with tokenizer.save_pretrained(FOLDER)"
 
 
@@ -15,12 +17,12 @@ def read_templates(folder: Path | None) -> str | None:
     """The chat template of the tokenizer in a folder; None if there is none."""
     if folder is None:
         return None
-    if exists(folder / JINJA):
-        return (folder / JINJA).read_text(encoding="utf-8")
+    if (template := text_inside(folder, JINJA, limit=_MOST)) is not None:
+        return template
     if not exists(folder / _SETTINGS):
         return None
-    template = read_json(folder / _SETTINGS, _REMEDY).get("chat_template")
-    return template if isinstance(template, str) else None
+    listed = read_json(folder / _SETTINGS, _REMEDY).get("chat_template")
+    return listed if isinstance(listed, str) else None
 
 
 def write_templates(templates: str, target: Path) -> None:
