@@ -76,6 +76,7 @@ def _composition(
     experts: tuple[NamedExpert, ...] = (),
     num_layers: Annotated[Count, "L"] | None = None,
     task_type: Annotated[str, _TASK_TYPES, "TYPE"] | None = None,
+    config_from: Annotated[str, "NAME"] | None = None,
     chains: Annotated[tuple[str, ...], "--chain", "NAME=A,B"] = (),
     rules: tuple[RuleText, ...] = (),
     bottom: int | None = None,
@@ -122,6 +123,8 @@ def _composition(
         stack: In a model with an encoder and a decoder: where zones and partitions apply.  [default: both]
         outside: Embeddings, heads and towers in a layer swap: averaged, or a side's.  [default: average]
         task_type: PEFT task type of the result, such as CAUSAL_LM, if the experts' is wrong.
+        config_from: Whose config full weights take, if those of full checkpoints compute differently: an expert's
+            name or `base`.  [default: they must agree]
         allow_negative: Allow negative weights (unlearning).
     """
     options = dict(locals())
@@ -177,7 +180,7 @@ def composition_from_options(
     fields |= {"chains": chains} if (chains := _chains(fields.pop("chains", ()))) else {}
     tasks, languages = options["task_expert"], options["language_expert"]
     if recipe:
-        others = fields.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}
+        others = fields.keys() - {"base_model", "num_layers", "allow_negative", "task_type", "config_from"}
         if tasks or languages or experts or rules or others:
             raise click.UsageError("A recipe says what to compose: pass either a recipe or these options, not both.")
         return _from_recipe(recipe).model_copy(update=fields)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from adapterswap.core.changes.copies import is_one_weight, stored_weight
 from adapterswap.core.changes.kinds import Whole
+from adapterswap.core.companions.config import ConfigDifferences, compare_configs, pads_only_to_generate
 from adapterswap.core.experts.adapter import compare_shapes
 from adapterswap.core.model.base import Base, Weight, base_at
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
@@ -207,11 +208,14 @@ class WeightPair:
     left_out: tuple[LeftOutWeight, ...]
 
 
-def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair:
+def pair(
+    full: Checkpoint, base: Checkpoint, selection: Selection, *, config_from: Literal["base"] | None = None
+) -> WeightPair:
     """Match the parameters of a fine-tune with its base's, under the base's names.
 
     One of the two may be multimodal and the other its language model alone: a tower of the base stays as it is, and one
-    of the fine-tune is left out.
+    of the fine-tune is left out. With `config_from`, the fine-tune's config may compute differently: the adapter is
+    used with the base's.
     """
     try:
         num_layers = num_layers_in_config(base.config)
@@ -265,6 +269,8 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
     )
     compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
+    if config_from is None:
+        _check_configs(full, base)
     for matrix in matrices:
         _check_tying(matrix.weight)
     if not matrices:
@@ -275,6 +281,25 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         )
     matrices.sort(key=lambda m: (-1 if m.weight.layer is None else m.weight.layer, m.weight.name))
     return WeightPair(full, base, num_layers, tuple(matrices), tuple(left_out))
+
+
+def config_differences(full: Checkpoint, base: Checkpoint) -> ConfigDifferences:
+    """Where the configs of two models with one decoder differ, apart from ties: of two classes, the decoder's."""
+    configs = parts = [checkpoint.config for checkpoint in (full, base)]
+    if parts[0].get("model_type") != parts[1].get("model_type"):
+        parts = [language_config(config) for config in parts]
+    padding = ("pad_token_id",) if all(map(pads_only_to_generate, configs)) else ()
+    return compare_configs(*parts, ignoring=("tie_word_embeddings", *padding))
+
+
+def _check_configs(full: Checkpoint, base: Checkpoint) -> None:
+    if differences := config_differences(full, base):
+        raise BaseModelError(
+            f"The configs of {full.name} and its base {base.name} compute differently, and an adapter holds no config: "
+            f"{differences.text(full.name, base.name)}",
+            f"{_REMEDY}. If the adapter is meant for the base's config, pass `config_from=base`",
+            parameter="config_from",
+        )
 
 
 def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
