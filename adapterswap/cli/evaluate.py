@@ -72,6 +72,9 @@ def _settings(
     gen_kwargs: Annotated[str, "K=V,…"] | None = None,
     apply_chat_template: bool = False,
     system_instruction: Text | None = None,
+    enable_thinking: Annotated[bool, "--enable-thinking/--disable-thinking"] | None = None,
+    think_end_token: Text | None = None,
+    date: Annotated[str, "YYYY-MM-DD"] | None = None,
     truncate: bool = False,
     language_fidelity: bool = False,
     include_path: Folder | None = None,
@@ -91,6 +94,9 @@ def _settings(
         gen_kwargs: Override the tasks' generation settings, as in temperature=0.6,do_sample=true.
         apply_chat_template: Format prompts as a chat, with a turn per shot.
         system_instruction: System message at the start of every prompt.
+        enable_thinking: Have the chat template turn reasoning on or off.  [default: as the template does]
+        think_end_token: What ends the reasoning, such as </think> or a token's id: only the rest is scored.
+        date: What the chat template takes for today.  [default: today]
         truncate: Cut the beginning of prompts that do not fit.
         language_fidelity: Also score how much of each answer is in the task's language.
         include_path: A folder with your own lm-eval task files.
@@ -163,6 +169,8 @@ def evaluate_command(
             base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
             out_path=out_path, overwrite=overwrite,
         )  # fmt: skip
+    if (date := prepared.settings.date) != settings.date and is_first():
+        note(f"the chat template prints today's date: pass --date {date} to get the same prompts again")
     unscored = [name for name in prepared.tasks["tasks"] if name.startswith("multijail_")]
     if unscored and out_path is None and not dry_run:
         raise click.UsageError(f"{unscored[0]} has no score: pass --out-path to keep the responses for a judge.")

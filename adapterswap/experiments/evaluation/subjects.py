@@ -38,6 +38,7 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.records import CompositionRecord, adapter_source, composition_record, read_record
 from adapterswap.experiments.evaluation import evaluating
 from adapterswap.experiments.evaluation.languages import check_languages
+from adapterswap.experiments.evaluation.prompts import Vocabulary, dated
 from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.experiments.evaluation.settings import SEED, Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
@@ -341,6 +342,9 @@ def evaluate(
     gen_kwargs: Mapping[str, Any] | None = None,
     apply_chat_template: bool = False,
     system_instruction: str | None = None,
+    enable_thinking: bool | None = None,
+    think_end_token: str | int | None = None,
+    date: str | None = None,
     truncate: bool = False,
     include_path: str | Path | None = None,
     trust_task_code: bool = False,
@@ -366,9 +370,9 @@ def evaluate(
         adapter: an adapter of any kind that PEFT can load: opened, a folder or a Hub id.
         plan: a composition of adapters, instead of `adapter`. With neither, the base alone is evaluated.
         max_rank, max_error: truncate the composition; see `write_adapter`.
-        num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction, truncate,
-            include_path, trust_task_code, confirm_run_unsafe_code, language_fidelity, engine, engine_args: see
-            `Settings` in `adapterswap.experiments.evaluation`.
+        num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction,
+            enable_thinking, think_end_token, date, truncate, include_path, trust_task_code, confirm_run_unsafe_code,
+            language_fidelity, engine, engine_args: see `Settings` in `adapterswap.experiments.evaluation`.
         sampling_seed: for shots and for sampling.
         device: where torch computes: auto, cpu, cuda, cuda:N or mps.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
@@ -394,9 +398,9 @@ def evaluate(
     settings = Settings(
         num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks,
         gen_kwargs=gen_kwargs or {}, apply_chat_template=apply_chat_template, system_instruction=system_instruction,
-        truncate=truncate, include_path=include_path, trust_task_code=trust_task_code,
-        confirm_run_unsafe_code=confirm_run_unsafe_code, seed=sampling_seed, language_fidelity=language_fidelity,
-        engine=engine, engine_args=engine_args or {},
+        enable_thinking=enable_thinking, think_end_token=think_end_token, date=date, truncate=truncate,
+        include_path=include_path, trust_task_code=trust_task_code, confirm_run_unsafe_code=confirm_run_unsafe_code,
+        seed=sampling_seed, language_fidelity=language_fidelity, engine=engine, engine_args=engine_args or {},
     )  # fmt: skip
     prepared = prepare_evaluation(
         base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
@@ -444,8 +448,13 @@ def prepare_evaluation(
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     base = open_base(str(base_model))
     settings.check(base.tokenizer)
+    settings = dated(settings, base.tokenizer)
     loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
     if settings.language_fidelity:
         check_languages(loaded["tasks"])
     subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
-    return Evaluation(base, loaded, settings, subject, source, plan, max_rank, max_error, (*inputs, base.source.folder))
+    inputs.append(base.source.folder)
+    evaluation = Evaluation(base, loaded, settings, subject, source, plan, max_rank, max_error, tuple(inputs))
+    if Vocabulary(base.config, base.tokenizer).may_lack_rows:
+        evaluation.preview()  # refuses prompts with such tokens
+    return evaluation

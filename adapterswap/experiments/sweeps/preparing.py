@@ -25,6 +25,7 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.targets import Target, check_expert, clash
 from adapterswap.core.writing.outputs import Form
 from adapterswap.experiments.evaluation.languages import check_languages, language_of
+from adapterswap.experiments.evaluation.prompts import dated
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.evaluation.tasks import (
     LoadedTasks,
@@ -293,6 +294,7 @@ def prepare(
     )
     with problems.collect():
         settings.check(base.tokenizer)
+        settings = dated(settings, base.tokenizer)
     with problems.collect():
         tasks_of_sweep, tasks, harness_tasks = find_tasks(recipe, settings)
     with problems.collect():
