@@ -23,13 +23,14 @@ test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long d
 
 # Tests of reading, refusing, planning and computing, without those that train, evaluate, serve, kill processes or run
 # PEFT for every row. New test files in these folders are included; list them here if they are slow.
-SLOWER := tests/test_fuzz.py $(addprefix tests/core/experts/,$(addsuffix .py,test_architectures test_hub test_multimodal_names \
-	test_naming test_odd_configs)) tests/kit/files/test_kill.py \
-	$(addprefix tests/core/writing/,$(addsuffix .py,test_kinds test_overwrite test_stacks))
-FAST := $(filter-out $(SLOWER), \
-	$(wildcard $(addsuffix /test_*.py,tests $(addprefix tests/,arithmetic changes checking experts files methods planning records writing)))) \
-	tests/experiments/recipes/test_extends.py tests/experiments/sweeps/test_grid.py tests/engines/serving/test_manifest.py tests/experiments/reporting/test_ranks.py \
-	tests/experiments/training/test_recipe.py tests/experiments/training/test_schedule.py tests/experiments/lab/test_world.py tests/experiments/lab/test_statistics.py
+SLOWER := tests/test_fuzz.py tests/kit/files/test_kill.py \
+	$(addprefix tests/core/experts/,$(addsuffix .py,test_architectures test_hub test_multimodal_names test_naming \
+	test_odd_configs)) $(addprefix tests/core/writing/,$(addsuffix .py,test_kinds test_overwrite test_stacks))
+FAST := $(filter-out $(SLOWER), $(wildcard $(addsuffix /test_*.py,tests tests/kit tests/kit/files tests/tools/checking \
+	$(addprefix tests/core/,arithmetic changes experts methods planning records writing)))) \
+	$(addprefix tests/experiments/,recipes/test_extends.py sweeps/test_grid.py reporting/test_ranks.py \
+	training/test_recipe.py training/test_schedule.py lab/test_world.py lab/test_statistics.py) \
+	tests/engines/serving/test_manifest.py
 
 test-fast: $(STAMP)  ## the quick tests while you work: two minutes on 2 cores
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ import adapterswap
 ROOT = Path(adapterswap.__file__).parent
 WINGS = {
     "kit": ("errors", "dependencies", "progress", "processes", "files", "drawing"),
-    "core": ("model", "experts", "changes", "methods", "planning", "writing"),
+    "core": ("companions", "model", "experts", "changes", "methods", "planning", "writing"),
     "engines": ("live", "gguf", "serving"),
     "tools": (),
     "experiments": ("chat", "evaluation", "training", "analysis", "sweeps", "reporting", "lab", "studio", "recipes"),
@@ -24,16 +24,17 @@ ROOMS = [f"{wing}.{room}" if room else wing for wing, rooms in WINGS.items() for
 
 # Names that cross the walls of each room. A number here only falls: lower it when a change makes fewer names public.
 CEILINGS = {
-    "core.model": 108,
+    "core.model": 96,
     "kit.files": 81,
     "core.planning": 77,
-    "core.writing": 64,
+    "core.writing": 60,
     "kit": 49,
     "experiments.evaluation": 45,
     "core.changes": 42,
     "core.experts": 41,
     "experiments.sweeps": 37,
     "core.methods": 19,
+    "core.companions": 12,
     "engines.serving": 19,
     "experiments.reporting": 17,
     "experiments.lab": 16,

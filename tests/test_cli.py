@@ -198,6 +198,8 @@ def test_a_recipe_equals_the_options(run: Callable[..., Result], math: Path, swa
         (["swap"], "No such command 'swap'. Did you mean 'sweep'?"),
         (["compse"], "No such command 'compse'. Did you mean 'compose'?"),
         (["recipes", "validat"], "Did you mean 'validate'?"),
+        (["compose", "--metod", "ties"], "No such option '--metod'. Did you mean --method?\n"),
+        (["train", "sweep/llama-3.1-8b/swahili"], "is a recipe for `adapterswap sweep`, not for `adapterswap train`"),
     ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], message: str, run: Callable[..., Result]) -> None:

@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     reference = (site / "python.html").read_text()
     public = set(adapterswap.__all__) - {"__version__"}
-    assert not {name for name in public if not re.search(rf'id="adapterswap\.(?:errors\.)?{name}"', reference)}
+    assert not {name for name in public if not re.search(rf'id="adapterswap\.(?:kit\.errors\.)?{name}"', reference)}
 
 
 def test_labels_are_the_titles_of_the_pages() -> None:

@@ -79,7 +79,7 @@ COMMANDS = {
     "suggest": "Propose layers for two experts, with the reasons.",
     "methods": "List the methods that combine experts, with their parameters and references.",
     "train": "Train an expert from a recipe.",
-    "recipes": "List, show, copy and check recipes.",
+    "recipes": "List, print, copy and check recipes.",
     "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",
     "sweep": "Evaluate many compositions on one loaded base.",
     "report": "Write one HTML page, LaTeX and CSV of a sweep or a lab run.",
@@ -154,13 +154,22 @@ def _usage(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption):
         name, word = error.option_name, error.option_name.lstrip("-")
         flags = [flag for param in error.ctx.command.params for flag in param.opts if flag.startswith("--")]
-        near = [flag for flag in flags if word in flag[2:].split("-")] or error.possibilities or []
+        near = [flag for flag in flags if word in flag[2:].split("-")] or _most_like(name, flags)
         message = f"No such option {name!r}." + f" Did you mean {' or '.join(near)}?" * bool(near)
     elif not isinstance(error, click.MissingParameter | click.BadOptionUsage) and not message.startswith(_BARE):
         return message
     if "Did you mean" in message:
         return message
     return f"{message.rstrip('.')}. See `{error.ctx.command_path} -h`."
+
+
+def _most_like(name: str, flags: list[str]) -> list[str]:
+    """The flag that a mistyped one is most like, and those that are as like."""
+    from difflib import SequenceMatcher
+
+    ratios = {flag: SequenceMatcher(None, name, flag).ratio() for flag in flags}
+    best = max(ratios.values(), default=0.0)
+    return [flag for flag, ratio in ratios.items() if ratio >= max(best - 0.05, 0.6)]
 
 
 class _Commands(click.Group):

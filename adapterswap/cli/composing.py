@@ -51,16 +51,16 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
         "rules": [str(rule) for rule in plan.rules],
         "tensors" if plan.is_model else "modules": {slot.name: slot.coefficients for slot in plan},
-        "unusual": unusual(plan),
+        "remarks": unusual(plan),
         "notes": list(plan.notes),
-        "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
+        "companions": plan.companions.as_json(),
+        "licenses": {name: licence and str(licence) for name, licence in licences(plan).items()},
     }
 
 
-def print_plan(plan: Plan, *remarks: str, has_template: bool = True) -> None:
+def print_plan(plan: Plan, *remarks: str, companions: bool = True) -> None:
     """Print the strip and what it does not show, the plan's notes, `remarks` on the output, and warnings."""
     from adapterswap.core.planning.describe import strip, unusual
-    from adapterswap.core.writing.adapter import united_tokenizer
     from adapterswap.core.writing.cards import licence_warning, licences
 
     echo(*strip(plan).splitlines(), *unusual(plan))
@@ -68,9 +68,8 @@ def print_plan(plan: Plan, *remarks: str, has_template: bool = True) -> None:
         note(remark)
     if (clash := licence_warning(licences(plan))) is not None:
         note(f"Warning: {clash}")
-    if has_template and (united := united_tokenizer(plan)) is not None:
-        for name in united.other_templates:
-            note(f"Warning: {name} has a different chat template; the result uses the one of {united.template}")
+    for line in plan.companions.lines if companions else ():
+        note(line)
 
 
 def print_magnitudes(magnitudes: Mapping[str, float], kept: Mapping[str, float]) -> None:
@@ -176,8 +175,6 @@ def _largest_rank(layout: Layout) -> int | None:
 
 
 def _print_adapter(prepared: Prepared) -> None:
-    from adapterswap.core.writing.adapter import united_tokenizer
-
     plan, layout = prepared.plan, prepared.layout
     if (zones := _zones_text(plan)) is not None:
         note(zones)
@@ -189,9 +186,6 @@ def _print_adapter(prepared: Prepared) -> None:
     largest = _largest_rank(layout)
     rank = f"; rank up to {largest}" if largest is not None else ""
     print_plan(plan, f"{summary}{rank}; {human_bytes(layout.nbytes)}")
-    if (united := united_tokenizer(plan)) is not None:
-        for name in united.others:
-            note(f"Warning: {name} has a different tokenizer; the result uses the one of {united.owner}")
     for first, second in _same(plan):
         note(f"Warning: {first} and {second} are the same folder")
     print_magnitudes(prepared.resolved.magnitudes, prepared.resolved.kept_share())
@@ -264,14 +258,10 @@ def write_full_weights(
 
 
 def _weights_as_json(merged: Merged) -> dict[str, Any]:
-    from adapterswap.core.writing.weights import differing_tokenizers, tokenizer_source
-
     plan = merged.plan
     return {
         **plan_as_json(plan),
         "base_model": str(plan.base.source) if plan.base else None,
-        "tokenizer_from": tokenizer_source(plan),
-        "other_tokenizers": differing_tokenizers(plan),
         "copied": _copied(merged),
         "shards": [shard.name for shard in merged.shards],
         "bytes": sum(shard.size for shard in merged.shards),
@@ -287,20 +277,18 @@ def _copied(merged: Merged) -> int:
 
 
 def _print_weights(merged: Merged) -> None:
-    from adapterswap.core.writing.weights import config_source, differing_tokenizers, tokenizer_source
-
     plan = merged.plan
     total = human_bytes(sum(shard.size for shard in merged.shards))
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
-    source, owner, folder = config_source(plan), tokenizer_source(plan), plan.skeleton.name
-    place = source + f" ({folder})" * (folder != source)
+    source, owner, folder = plan.companions.config, plan.companions.owner("tokenizer"), plan.skeleton.name
+    place = f"{source} ({folder})" if folder != source else folder
     print_plan(
         plan,
         f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}",
-        f"config and tokenizer from {place}" if owner == source else f"config from {place}, tokenizer from {owner}",
+        f"config and tokenizer from {place}"
+        if owner in (None, source)
+        else f"config from {place}, tokenizer from {owner}",
     )
-    for name in differing_tokenizers(plan):
-        note(f"Warning: {name} has a different tokenizer.json; the result does not use it")
     print_magnitudes(merged.magnitudes, merged.kept_share)
 
 
@@ -404,9 +392,7 @@ def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     modules = sum(file.modules for file in exported.files)
     files = f" in {len(exported.files)} files" if exported.is_pieces else ""
     summary = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
-    print_plan(
-        prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", has_template=False
-    )
+    print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
     print_errors_of_rank(prepared.reduced)
     if (modelfile := exported.modelfile()) is not None:
         echo("", "Ollama Modelfile:", "", *modelfile.removesuffix("\n").split("\n", 1), "")

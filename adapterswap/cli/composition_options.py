@@ -276,7 +276,7 @@ def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str,
     if named < experts.keys():  # an unknown name in a rule is reported elsewhere, with the nearest expert
         unused = next(name for name in experts if name not in named)
         raise CompositionError(
-            f"no rule names the expert {unused!r}", "Remove it, or give it layers", parameter="experts"
+            f"No rule names the expert {unused!r}", "Remove it, or give it layers", parameter="experts"
         )
     return composition
 

@@ -108,7 +108,7 @@ def _named(references: tuple[str, ...]) -> dict[str, str]:
                 note(f"using the name {name!r} for {reference}")
         if name in places:
             problems.add(
-                f"two experts are called {name!r}", "Give each expert its own name: NAME=PATH", parameter="experts"
+                f"Two experts are called {name!r}", "Give each expert its own name: NAME=PATH", parameter="experts"
             )
         places[name] = path
     problems.raise_if_any()

@@ -1,4 +1,4 @@
-"""`adapterswap recipes`: list, show and copy the shipped recipes, and check your own."""
+"""`adapterswap recipes`: list, print and copy the shipped recipes, and check your own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adapterswap.cli.signature import declare
 
 @click.group("recipes", context_settings={"max_content_width": 110})
 def recipes_command() -> None:
-    """List, show, copy and check recipes.
+    """List, print, copy and check recipes.
 
     Recipes in train/, compose/ and sweep/ are complete: pass their name to the command of that name. Those in models/,
     data/ and regimes/ are fragments, for `extends:` in a recipe.
@@ -53,8 +53,8 @@ def cat(name: Annotated[str, RecipePath()], *, resolved: bool = False, as_json: 
     NAME is a shipped recipe or a file. The output of --resolved is a complete recipe, too.
 
     Args:
-        resolved: Include everything that it extends; each line names its file.
-        as_json: Print JSON, with everything that it extends.
+        resolved: Print it with all `extends` resolved; each line names its file.
+        as_json: Print JSON with all `extends` resolved.
     """
     from adapterswap.experiments.recipes import resolve_recipe
     from adapterswap.kit.files.yaml import find_recipe

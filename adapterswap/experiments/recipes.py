@@ -20,14 +20,21 @@ from adapterswap.core.planning.composition import Composition
 from adapterswap.experiments.sweeps.grid import composition_of, make_cells
 from adapterswap.experiments.sweeps.recipe import SWEEP_PATHS, SweepRecipe, SweepTasks, target_groups
 from adapterswap.experiments.training.recipe import ROW_PATHS, TrainRecipe
-from adapterswap.kit.errors import AdapterswapError, CompositionError, FieldError, NotFoundError, Problems
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    CompositionError,
+    FieldError,
+    NotFoundError,
+    Problems,
+    did_you_mean,
+)
 from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.kit.files.yaml import (
+    MARKS,
     Layer,
     dump_yaml,
     find_fragment,
     load_layers,
-    near_names,
     read_content,
     round_trip,
     shipped_recipes,
@@ -46,13 +53,11 @@ class RecipeKind:
 
     Attributes:
         model: what checks it.
-        mark: a key that every recipe of this kind has, and no recipe of another kind.
         paths: its keys that may be local paths, as in `read_content`.
         check: raises the other errors that the command would raise before it reads a model.
     """
 
     model: type[BaseModel]
-    mark: str
     paths: tuple[str, ...]
     check: Callable[[Any], None] = lambda recipe: None
 
@@ -79,9 +84,9 @@ def _check_sweep(recipe: SweepRecipe) -> None:
 
 
 _KINDS = {
-    "train": RecipeKind(TrainRecipe, "datasets", ROW_PATHS),
-    "compose": RecipeKind(Composition, "experts", ("experts.*",), _check_composition),
-    "sweep": RecipeKind(SweepRecipe, "task_experts", SWEEP_PATHS, _check_sweep),
+    "train": RecipeKind(TrainRecipe, ROW_PATHS),
+    "compose": RecipeKind(Composition, ("experts.*",), _check_composition),
+    "sweep": RecipeKind(SweepRecipe, SWEEP_PATHS, _check_sweep),
 }
 
 
@@ -106,12 +111,14 @@ def check_recipe(path: Path) -> str:
     """Check the recipe at `path` and return its kind: train, compose or sweep."""
     layers = load_layers(path)
     keys = {key for layer in layers for key in layer.content}
-    kinds = [name for name, kind in _KINDS.items() if kind.mark in keys]
+    kinds = [name for name, mark in MARKS.items() if mark in keys]
     if len(kinds) != 1:
-        marks = ", ".join(f"`{kind.mark}` ({name})" for name, kind in _KINDS.items())
+        marks = ", ".join(f"`{mark}` ({name})" for name, mark in MARKS.items())
+        remedies = (did_you_mean(key, MARKS.values(), "") for key in sorted(keys) if not kinds)
+        fragment = "Pass a whole recipe; to check a fragment, check a recipe that extends it"
         raise FieldError(
             f"{path} must have exactly one of these keys, but has {'several' if kinds else 'none'}: {marks}",
-            "Pass a whole recipe; to check a fragment, check a recipe that extends it",
+            next(filter(None, remedies), fragment),
             parameter="path",
         )
     kind = _KINDS[kinds[0]]
@@ -162,7 +169,11 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
     problems = Problems(NotFoundError)
     for name in names:
         if name not in shipped:
-            problems.add(f"There is no shipped recipe {name!r}", f"Use {near_names(name)}", parameter="names")
+            problems.add(
+                f"There is no shipped recipe {name!r}",
+                did_you_mean(name, shipped, "Use a name that `adapterswap recipes ls` lists"),
+                parameter="names",
+            )
     problems.raise_if_any()
     places = {file: f"{name}.yaml" for name, file in shipped.items()}
     files = {layer.path for name in names for layer in load_layers(shipped[name])}

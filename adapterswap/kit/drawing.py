@@ -65,7 +65,7 @@ def column_width(value: str | float) -> float:
     inches = float(number_and_unit[1]) * _INCHES[unit]
     if not _NARROWEST <= inches <= _WIDEST:
         raise ArgumentError(
-            f"a width of {value} is {inches:.3g} in; figures can be {_NARROWEST:g} in to {_WIDEST:g} in wide",
+            f"A width of {value} is {inches:.3g} in; figures can be {_NARROWEST:g} in to {_WIDEST:g} in wide",
             remedy,
             parameter="column_width",
         )

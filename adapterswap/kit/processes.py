@@ -159,7 +159,7 @@ def joined(device: str) -> Iterator[Processes]:
     except RuntimeError as error:
         if processes.count > 1 and _is_of_a_peer(error):
             raise RunError(
-                f"process {processes.rank} lost its connection to the others: {' '.join(str(error).split())[:200]}",
+                f"Process {processes.rank} lost its connection to the others: {' '.join(str(error).split())[:200]}",
                 "Check their output for what ended them, then run the same command again (train: with `resume=True`)",
             ) from None
         raise

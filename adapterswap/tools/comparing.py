@@ -251,7 +251,7 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
             held = [(adapter, adapter.saved[name]) for adapter in (one, other) if name in adapter.saved]
             if len({module.rows for _, module in held}) > 1:
                 raise UnsupportedError(
-                    f"the adapters hold different rows of {name} (trainable_token_indices), which cannot be compared",
+                    f"The adapters hold different rows of {name} (trainable_token_indices), which cannot be compared",
                     "Merge both into full weights with `merge`, and compare these",
                     parameter="other",
                 )

@@ -465,7 +465,7 @@ def _check_errors(conversion: Conversion, max_error: float | None) -> None:
     for module in conversion.modules:
         if max_error is not None and module.error > max_error * (1 + 1e-6) + 1e-7:
             problems.add(
-                f"the relative error of {module.name} is {module.error:.3g} at rank {module.rank}, above {max_error:g}",
+                f"The relative error of {module.name} is {module.error:.3g} at rank {module.rank}, above {max_error:g}",
                 "Pass a larger `rank`, a larger `max_error`, or `dtype=float32`",
                 parameter="max_error",
             )

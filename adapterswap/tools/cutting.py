@@ -58,7 +58,7 @@ class CutForm:
     def __post_init__(self) -> None:
         problems = Problems(ArgumentError)
         if self.rank is None and self.max_error is None:
-            problems.add("neither `rank` nor `max_error` was passed", "Pass one of them, or both", parameter="rank")
+            problems.add("Neither `rank` nor `max_error` was passed", "Pass one of them, or both", parameter="rank")
         if self.rank is not None and not 1 <= self.rank <= _MAX_RANK:
             problems.add(
                 f"`rank` is {self.rank}, but must be between 1 and {_MAX_RANK}", "Pass `rank=64`", parameter="rank"

@@ -312,7 +312,7 @@ def extract(
             decoder; PEFT cannot adapt the selected modules.
     """
     if dtype is not None and dtype not in FLOAT_NAMES:
-        raise ArgumentError(f"unknown dtype {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
+        raise ArgumentError(f"Unknown dtype {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
     form = CutForm(rank, max_error, FLOAT_NAMES[dtype] if dtype else None, _device(device))
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)

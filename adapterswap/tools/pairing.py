@@ -269,7 +269,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         _check_tying(matrix.weight)
     if not matrices:
         raise ArgumentError(
-            "no matrix is selected, so there is nothing to extract",
+            "No matrix is selected, so there is nothing to extract",
             "Select `layers` or `embeddings`",
             parameter="layers",
         )
@@ -340,7 +340,7 @@ def _check_complete(
 ) -> None:  # fmt: skip
     for name in sorted(side.weights.keys() - ours.keys() - theirs.keys()):
         problems.add(
-            f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
+            f"Neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
             "Save or download both again, with all their weights: transformers would fill this one with random numbers",
             parameter="full",
             kind=ExpertError,

@@ -16,8 +16,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from adapterswap import __version__
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
-from adapterswap.core.model.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
+from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.core.model.layers import recorded_layers
 from adapterswap.core.model.sources import (
     CONFIG,
@@ -87,7 +88,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
     try:
         form = Form(**output)
     except TypeError:
-        raise ExpertError(f"this version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
+        raise ExpertError(f"This version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
     with scratch_folder("verify") as scratch:
         again = scratch / "again"
         write_gguf(prepare_gguf(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
@@ -228,7 +229,7 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
         differing, config = (sha256_of(folder / file) != written[file] for file in (WEIGHTS, CONFIG))
     except (ValidationError, KeyError, TypeError):
         raise ExpertError(
-            f"this version of adapterswap cannot read {folder / TRAINING_RECORD}", _REMEDY, parameter="path"
+            f"This version of adapterswap cannot read {folder / TRAINING_RECORD}", _REMEDY, parameter="path"
         ) from None
     if unknown := sorted(source_paths.keys() - sources.keys()):
         raise ArgumentError(
@@ -445,7 +446,7 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
         record = None
     if isinstance(record, ExtractionRecord):
         return record
-    raise ExpertError(f"this version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
+    raise ExpertError(f"This version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
 
 
 def _find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
@@ -461,7 +462,7 @@ def _find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) ->
         reference = given.get(name) or source.reference
         if reference is None:
             problems.add(
-                f"the expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
+                f"The expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
                 f"Pass `experts={{{name!r}: PATH}}`",
                 parameter="experts",
             )
@@ -478,7 +479,7 @@ def _base(record: CompositionRecord, base_model: str | None) -> str | None:
         return None
     if (place := base_model or record.base.reference) is None:
         raise ArgumentError(
-            f"the base came from a folder named {record.base.source!r}, whose location is not recorded",
+            f"The base came from a folder named {record.base.source!r}, whose location is not recorded",
             "Pass `base_model`",
             parameter="base_model",
         )

@@ -110,7 +110,7 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
             for expert, copy in weights.items():
                 if expert != first and not is_one_weight(weights[first], copy):
                     problems.add(
-                        f"the experts {first!r} and {expert!r} were trained on different bases: each carries a copy "
+                        f"The experts {first!r} and {expert!r} were trained on different bases: each carries a copy "
                         f"of its own ({copies[expert].name}), and they differ",
                         "Compose experts of one base",
                     )

@@ -423,7 +423,7 @@ def base_tensor(
             stored = parameters.get(search.key(module, parameter) or "")
     if stored is None:
         raise BaseModelError(
-            f"the base {base_model} has no tensor {name}",
+            f"The base {base_model} has no tensor {name}",
             "Pass the base that the experts adapt",
             parameter="base_model",
         )

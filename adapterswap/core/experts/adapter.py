@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.experts.config import AdapterConfig, Targets, is_plain, read_adapter_config, scale
 from adapterswap.core.experts.keys import (
     KINDS,
@@ -34,7 +35,6 @@ from adapterswap.core.experts.keys import (
     sort_keys,
 )
 from adapterswap.core.model.checkpoints import (
-    MODEL_CONFIG,
     MODEL_INDEX,
     Checkpoint,
     check_alone,
@@ -64,7 +64,6 @@ from adapterswap.core.model.sources import (
     recorded_base,
     subfolders_with,
 )
-from adapterswap.core.model.tokenizers import TOKENIZER_FILES
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -143,7 +142,7 @@ _MISMATCH = "The file and its config do not belong together: save the adapter ag
 
 # The files to fetch from the Hub. If there are no weights, pickles or an index explain why.
 ADAPTER_FILES = [
-    WEIGHTS, CONFIG, PROVENANCE, TRAINING_RECORD, "adapter_model*.bin", "*.index.json", "README.md", *TOKENIZER_FILES,
+    WEIGHTS, CONFIG, PROVENANCE, TRAINING_RECORD, "adapter_model*.bin", "*.index.json", "README.md", *COMPANION_FILES,
 ]  # fmt: skip
 
 

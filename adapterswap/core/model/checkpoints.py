@@ -9,7 +9,6 @@ No tensor is read and torch is not imported. An index is always compared with th
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core.companions.files import CODE_FILES, COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.model.architectures import architectures_in
 from adapterswap.core.model.base import Base, FusedParameter, base_at
 from adapterswap.core.model.layers import (
@@ -45,7 +45,6 @@ from adapterswap.core.model.sources import (
     find_source,
     recorded_base,
 )
-from adapterswap.core.model.tokenizers import TOKENIZER_FILES, tokenizer_files
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import fingerprints, sha256_of
 from adapterswap.kit.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
@@ -110,14 +109,7 @@ def _num_layers(tensors: Iterable[str], container: str) -> int:
     return 1 + max(layer for name in tensors if (layer := layer_of(name, container)) is not None)
 
 
-MODEL_CONFIG = "config.json"
 MODEL_INDEX = "model.safetensors.index.json"
-
-# The small files that a model needs besides its config and weights. Its code is only copied, never run.
-COMPANIONS = (
-    "generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*", "*.py",
-    "modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]_*/*",  # sentence-transformers
-)  # fmt: skip
 
 # A remedy for checkpoints that lack each other's tensors. By default transformers saves under the names that it read.
 OTHER_NAMES = (
@@ -126,7 +118,8 @@ OTHER_NAMES = (
 )
 
 WEIGHT_FILES = [
-    MODEL_CONFIG, ADAPTER_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS,
+    MODEL_CONFIG, ADAPTER_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANION_FILES,
+    *CODE_FILES,
 ]  # fmt: skip
 _RECORDS = [PROVENANCE, TRAINING_RECORD]
 
@@ -346,18 +339,6 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
         recorded_base(source.folder),
         recorded_layers(source.folder),
     )
-
-
-def copy_small_files(checkpoint: Checkpoint, target: Path) -> None:
-    """Copy the files of `COMPANIONS` from a checkpoint's folder; its code only if config.json refers to it."""
-    folder = checkpoint.source.folder
-    files = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    own_code = tokenizer_files(folder) if "auto_map" not in checkpoint.config else files
-    for path in files:
-        if path.suffix != ".py" or path in own_code:
-            place = target / path.relative_to(folder)
-            place.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, place)
 
 
 def check_alone(folder: Path) -> None:

@@ -221,7 +221,7 @@ def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
     if num_layers is None or isinstance(num_layers, int):
         return num_layers
     raise UnsupportedError(
-        f"the base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder",
+        f"The base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder",
         "Use a decoder-only model",
     )
 

@@ -77,7 +77,7 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
     from transformers import AutoModelForCausalLM
 
     if dtype not in _DTYPES:
-        raise ArgumentError(f"the dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
+        raise ArgumentError(f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
     folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -93,14 +93,14 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
     if mismatched := sorted(info["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         raise BaseModelError(
-            f"the weights of the base model {base.reference} do not match its config: {name} is {_shape(stored)}, but "
+            f"The weights of the base model {base.reference} do not match its config: {name} is {_shape(stored)}, but "
             f"the config says {_shape(expected)}",
             "Use the config.json that was saved with these weights",
             parameter="base_model",
         )
     if missing := sorted(info["missing_keys"]):
         raise BaseModelError(
-            f"the base model {base.reference} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
+            f"The base model {base.reference} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
             "Save or download the model again: transformers would fill these weights with random numbers",
             parameter="base_model",
         )
@@ -138,7 +138,7 @@ def choose_device(name: str) -> Any:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
         raise ArgumentError(
-            f"the device {name!r} cannot be used: {reason_of(error)}",
+            f"The device {name!r} cannot be used: {reason_of(error)}",
             "Use auto, cpu, cuda, cuda:N or mps",
             parameter="device",
         ) from None

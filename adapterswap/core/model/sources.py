@@ -121,14 +121,14 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
     parameter = parameter or ("base_model" if what == "base model" else None)
     if not isinstance(reference, str | Path):
         raise ArgumentError(
-            f"the {what} is of type {type(reference).__name__}",
+            f"The {what} is of type {type(reference).__name__}",
             "Pass a local folder or a Hub id such as org/name",
             parameter=parameter,
         )
     path = expand(reference)
     if reference == "":
         raise ArgumentError(
-            f"the {what}'s path is empty",
+            f"The {what}'s path is empty",
             "Pass a folder, or a Hub id such as org/name@revision",
             parameter=parameter,
         )
@@ -147,7 +147,7 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
         first = str(reference).partition("/")[0]
         hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
         why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
-        raise NotFoundError(f"the path {reference} does not exist{why_local}", remedy, parameter=parameter)
+        raise NotFoundError(f"The path {reference} does not exist{why_local}", remedy, parameter=parameter)
     return _download(hub_id, files, what, parameter)
 
 
@@ -193,7 +193,7 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
     except Exception as error:  # the Hub's client, its transports and its storage raise different errors
         raise NotFoundError(
             f"The {role} {hub_id} is not a local folder and could not be downloaded from the Hub: {hub_reason(error)}",
-            hub_remedy("Check the path or id; for a private repository log in with `hf auth login`"),
+            hub_remedy("Check the path or id; for a private repository log in with `hf auth login`", error),
             parameter=parameter,
         ) from None
     folder = snapshot / (subfolder or "")
@@ -201,10 +201,7 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
     if not is_folder(folder):
         raise NotFoundError(
             f"{hub_id}: the repository {repo} has no {role} in a folder {subfolder}",
-            hub_remedy(
-                "Check the folder's name on the Hub",
-                offline="Only what was downloaded before can be read offline: unset HF_HUB_OFFLINE, or check the name",
-            ),
+            "Check the folder's name on the Hub; offline, only what was downloaded before can be read",
             parameter=parameter,
         )
     return Source(folder, hub_id.folder, snapshot.name)
@@ -326,22 +323,49 @@ def public_name(base: str | None) -> str | None:
     return printable(Path(base).name)
 
 
-def hub_reason(error: Exception) -> str:
-    """Why a download failed, in our words for the two usual causes: the Hub's client explains them at length."""
-    from huggingface_hub import is_offline_mode
-    from huggingface_hub.errors import RepositoryNotFoundError
+def hub_reason(error: BaseException) -> str:
+    """Why a request to the Hub failed, in a few words of ours: the Hub's client explains it at length."""
+    from huggingface_hub import errors, is_offline_mode
 
     if is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    is_missing = isinstance(error, RepositoryNotFoundError)
-    return "there is no such repository, or it is private" if is_missing else reason_of(error)
+    reasons: dict[type[BaseException], str] = {
+        errors.GatedRepoError: "its owners must grant you access",  # a kind of the next one
+        errors.RepositoryNotFoundError: "there is no such repository, or it is private",
+        errors.RevisionNotFoundError: "the repository has no such revision",
+    }
+    ours = (reason for kind, reason in reasons.items() if isinstance(error, kind))
+    return next(ours, _UNREACHABLE if _is_unreachable(error) else reason_of(error))
 
 
-def hub_remedy(online: str, *, offline: str = "Check the path, or unset HF_HUB_OFFLINE to download it") -> str:
-    """The remedy for a failed request to the Hub: `offline` if this process is in offline mode, else `online`."""
+_UNREACHABLE = "the Hub cannot be reached"
+_TRANSPORT = {"TransportError", "ConnectionError", "Timeout", "TimeoutError", "gaierror"}  # of several clients
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is one of the network."""
+    while error is not None:
+        if _TRANSPORT & {kind.__name__ for kind in type(error).__mro__}:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def hub_remedy(
+    online: str,
+    error: BaseException | None = None,
+    *,
+    offline: str = "Check the path, or unset HF_HUB_OFFLINE to download it",
+) -> str:
+    """The remedy for a failed request to the Hub: `offline` if this process is in offline mode, else `online`.
+
+    If `error` says that the Hub cannot be reached, there is nothing else to check online than the network.
+    """
     from huggingface_hub import is_offline_mode
 
-    return offline if is_offline_mode() else online
+    if is_offline_mode():
+        return offline
+    return "Check the path and the network" if _is_unreachable(error) else online
 
 
 _ALL_WEIGHTS = "model*.safetensors"
@@ -479,9 +503,9 @@ def publish(
             return str(commit)
     except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
         raise OutputError(
-            f"{folder} was written, but could not be uploaded to {repo}: {reason_of(error)}",
+            f"{folder} was written, but could not be uploaded to {repo}: {hub_reason(error)}",
             hub_remedy(
-                "Log in with `hf auth login`, then upload it with `hf upload`",
+                "Check the network, log in with `hf auth login`, then upload it with `hf upload`",
                 offline="This process is offline: unset HF_HUB_OFFLINE, then upload it with `hf upload`",
             ),
             parameter="push_to_hub",

@@ -14,11 +14,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, Part, by_layer
 from adapterswap.core.experts.keys import is_bias
 from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.base import base_at
-from adapterswap.core.model.checkpoints import MODEL_CONFIG, Checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import (
     EMBEDDINGS,
     HEADS,
@@ -148,7 +149,7 @@ def reference_of(experts: Mapping[str, Expert], declared: str | None) -> str | N
 def named_base(reference: str | None, remedy: str = "Pass `base_model`") -> str:
     """The reference to the base; an error if neither the experts nor the caller name one."""
     if reference is None:
-        raise BaseModelError("the experts do not say which base model they adapt", remedy, parameter="base_model")
+        raise BaseModelError("The experts do not say which base model they adapt", remedy, parameter="base_model")
     return reference
 
 

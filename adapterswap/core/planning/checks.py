@@ -216,7 +216,7 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
     for rule in rules:
         if rule.stack is not None and isinstance(num_layers, int):
             problems.add(
-                f"the rule `{rule}` is for the {rule.stack}, but the base does not have both an encoder and a decoder",
+                f"The rule `{rule}` is for the {rule.stack}, but the base does not have both an encoder and a decoder",
                 "Remove `stack` from the rule",
                 parameter="allocation",
                 kind=CompositionError,
@@ -227,11 +227,18 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
         if outside:
             base = f"the base's {rule.stack}" if rule.stack else "the base"
             problems.add(
-                f"the rule `{rule}` names layer {outside[0]}, but {base} has {count} layers (0-{count - 1})",
+                f"The rule `{rule}` names {_listed(outside)}, but {base} has {count} layers (0-{count - 1})",
                 "Correct the rule's layers, or `num_layers`",
                 parameter="allocation",
                 kind=CompositionError,
             )
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """Layers in words: `layer 8`, `layers 8 and 9`, `layers 8-12,20`."""
+    if len(layers) == 2:
+        return f"layers {layers[0]} and {layers[1]}"
+    return f"layer{'s' * (len(layers) > 1)} {format_layers(layers)}"
 
 
 def check_matches(
@@ -257,7 +264,7 @@ def check_matches(
             continue  # a slice may lack exactly the layers that are reset
         if not rule.optional and all(slot.rule is not rule for slot in slots):
             problems.add(
-                f"the rule `{rule}` matches no module that earlier rules left",
+                f"The rule `{rule}` matches no module that earlier rules left",
                 _explain(rule, [*slots, *uncovered]),
                 parameter=parameter,
                 kind=CompositionError,
@@ -338,7 +345,7 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
     for name in names:
         if name not in contributing and parts:
             problems.add(
-                f"the expert {name!r} contributes no {'tensor' if plan.is_model else 'module'} to the result",
+                f"The expert {name!r} contributes no {'tensor' if plan.is_model else 'module'} to the result",
                 "Remove it, or give it layers and modules that it adapts",
                 parameter=_field_naming(name, composition),
                 kind=CompositionError,
@@ -418,7 +425,7 @@ def check_vocabulary(
             may_have_tokens = slot.layer is None and (len(slot.shape) > 1 or slot.name.endswith("bias"))
             if may_have_tokens and slot.name not in ends and sizes.intersection(slot.shape):
                 problems.add(
-                    f"an expert has tokens that the base or another expert lacks, and {slot.name} is "
+                    f"An expert has tokens that the base or another expert lacks, and {slot.name} is "
                     f"{list(slot.shape)}, as large as the vocabulary, but it is not known as an embedding or head",
                     "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
                     kind=UnsupportedError,

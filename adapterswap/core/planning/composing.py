@@ -422,7 +422,7 @@ def read_composition(recipe: str | Path) -> Composition:
                 parameter="dtype",
             )
         return merge.composition
-    composition = read_recipe(path, Composition, paths=["experts.*"])
+    composition = read_recipe(path, Composition, paths=["experts.*"], kind="compose")
     experts = {
         name: str(sibling) if is_folder(sibling := path.parent / expand(place)) else place
         for name, place in composition.experts.items()

@@ -1,4 +1,4 @@
-"""Compositions: the user's request as pure data, with the names of experts and the short names of compositions.
+"""compositions: the user's request as pure data, with the names of experts and the short names of compositions.
 
 Every method becomes allocation rules once the number of layers is known. Experts are only names; nothing is opened.
 Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and"). Partitions: Bandarkar & Peng 2025; they
@@ -466,13 +466,13 @@ class Composition(MethodFields):
             terms = " + ".join(f"{name} {size}" for name, size in zip(ZONES, zones, strict=True) if size)
             taken = f"{terms} = {sum(zones)}" if " + " in terms else terms.replace(" ", " has ")
             raise CompositionError(
-                f"the zones overlap: {taken} layers, but {model} has {count}",
+                f"The zones overlap: {taken} layers, but {model} has {count}",
                 "Make the zones smaller",
                 parameter=next((name for name in ZONES if getattr(self, name)), None),
             )
         if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
             raise CompositionError(
-                f"scaled to {count} layers, the paper's defaults leave no layer to the language expert",
+                f"Scaled to {count} layers, the paper's defaults leave no layer to the language expert",
                 "Pass `bottom` and `top`",
                 parameter="bottom",
             )

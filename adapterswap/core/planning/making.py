@@ -334,7 +334,7 @@ def _filled(
     if uncovered:
         more = f" and {len(uncovered) - 1} more" if len(uncovered) > 1 else ""
         problems.add(
-            f"no rule covers {uncovered[0]}{more}",
+            f"No rule covers {uncovered[0]}{more}",
             "End with a rule for everything else, such as {expert: NAME} or, as text, NAME",
             parameter="allocation",
             kind=CompositionError,
@@ -412,7 +412,7 @@ def _check_ends(
         size = slot.base.tensor.shape[0]
         if any(span.stop > size and term.expert == BASE for span in slot.spans for term in span.base):
             problems.add(
-                f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
+                f"The base has {size} rows of {slot.name}, which was not known when the experts were composed",
                 "Pass `base_model` when you compose them",
                 parameter="base_model",
                 kind=BaseModelError,

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, known_depth, num_layers_in_config
-from adapterswap.core.model.tokenizers import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.planning.composition import Composition, expert_name
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
@@ -487,7 +487,7 @@ def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
     for tensor, rule in outcomes.items():
         first = next((r for r in compressed if r.matches(tensor.name, tensor.layer, tensor.kind)), None)
         if first is None or first.model_copy(update={"layers": None, "modules": None}) != rule:
-            raise ExpertError(f"no rule can match only the tensor {tensor.name}", "Write an adapterswap recipe instead")
+            raise ExpertError(f"No rule can match only the tensor {tensor.name}", "Write an adapterswap recipe instead")
     return tuple(compressed)
 
 

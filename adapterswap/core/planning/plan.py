@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import adapterswap
+from adapterswap.core.companions.companions import CompanionPlan, decide
+from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import NumLayers, check_one_list
@@ -180,6 +182,21 @@ class Plan:
         """The checkpoint whose shards, config and tokenizer full weights use: the base, or the first full expert."""
         return self.base or next(iter(self.checkpoints.values()))
 
+    @cached_property
+    def companions(self) -> CompanionPlan:
+        """Whose config, tokenizer, chat templates and other companions of the weights the result takes."""
+        base = self.base.source.folder if self.base is not None else None
+        beside = self.base_at_hand
+        sizes = [slot.shape[0] for slot in self if slot.has_tokens]
+        owner = BASE_FOLDER if self.base is not None else next(iter(self.checkpoints), None)
+        return decide(
+            {name: expert.source.folder for name, expert in self.experts.items()},
+            base,
+            beside=None if beside is None else beside.folder,
+            rows=min(sizes, default=None),
+            config=owner if self.is_model else None,
+        )
+
     def one_depth(self, what: str) -> int:
         """The number of layers, for a feature (`what`, such as `suggest`) that supports only one list of layers.
 
@@ -191,7 +208,7 @@ class Plan:
         if isinstance(self.num_layers, int):
             return self.num_layers
         raise UnsupportedError(
-            f"the base has an encoder and a decoder, but {what} supports only models with one list of layers",
+            f"The base has an encoder and a decoder, but {what} supports only models with one list of layers",
             "Use experts of a decoder-only model",
         )
 

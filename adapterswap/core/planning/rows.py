@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from adapterswap.core.changes.kinds import Change, Term, Whole
 from adapterswap.core.changes.locating import TiedHead
+from adapterswap.core.companions.tokenizer import Tokens, clashes, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import HEADS, extra_rows, is_vocabulary, language_config
 from adapterswap.core.model.sources import base_config, cached_base_config, cached_base_folder
-from adapterswap.core.model.tokenizers import Tokens, clashes, read_tokens, tokenizer_bytes
 from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rules import BASE
@@ -127,7 +127,7 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
     names = " and ".join(slot.name for slot in changed)
     tied = "its config.json is not on this machine" if config is None else "its config.json does not say that"
     problems.add(
-        f"tokens of {trained[0].name} were trained (trainable_token_indices), and the result changes {names}. PEFT "
+        f"Tokens of {trained[0].name} were trained (trainable_token_indices), and the result changes {names}. PEFT "
         f"computes that correctly only if the base's embedding and head are not tied, but {tied}",
         "Use a base with `tie_word_embeddings: false` and pass it as `base_model`, or leave all but the embedding to "
         "the base by rules",
@@ -149,7 +149,7 @@ def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> 
     odd = next((span for span in complete if not span.terms and span.stop > count), None)
     if odd is not None:
         problems.add(
-            f"the tokens up to {next_row - 1} of {slot.name} were trained, but the base has {count} rows and no expert "
+            f"The tokens up to {next_row - 1} of {slot.name} were trained, but the base has {count} rows and no expert "
             f"trained row {max(count, odd.start)}",
             "Resize the base's vocabulary as for training, save it, and pass it as `base_model`",
             parameter="base_model",
@@ -458,7 +458,7 @@ def _check_named(rows: _Rows) -> None:
     if rows.table.size is None and slot.is_stored and differ and unnamed is not None:
         listed = ", ".join(f"{size} rows in {name}" for name, size in sizes.items())
         raise ExpertError(
-            f"the rows of {slot.name} are those of different tokens ({listed}), but {unnamed} has no "
+            f"The rows of {slot.name} are those of different tokens ({listed}), but {unnamed} has no "
             "tokenizer.json that says which",
             f"Pass `base_model`, whose tokens are known by their place. {_SAVE}",
             parameter="base_model",
@@ -466,7 +466,7 @@ def _check_named(rows: _Rows) -> None:
     if rows.new_ids and not slot.terms:
         owners = _owners(rows.new)
         raise CompositionError(
-            f"the rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
+            f"The rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
             f"{owners} ({_tokens(rows.new)})",
             "Average it (`outside=average`), or give it to that expert in its own rule: "
             f"{{modules: [{slot.module}], expert: {owners}}}",
@@ -629,7 +629,7 @@ def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
             continue
         if span.start < size:
             problems.add(
-                f"the base has {size} rows of {slot.name}, which was not known when the experts were composed",
+                f"The base has {size} rows of {slot.name}, which was not known when the experts were composed",
                 "Pass `base_model` when you compose them",
                 parameter="base_model",
                 kind=BaseModelError,

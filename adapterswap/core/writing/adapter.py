@@ -14,7 +14,6 @@ from adapterswap.core.changes.copies import check_one_base, check_tied_rows
 from adapterswap.core.experts.config import check_written
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS
-from adapterswap.core.model.tokenizers import BASE_FOLDER, United, unite, write_united
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.cards import adapter_card
 from adapterswap.core.writing.layout import lay_out
@@ -33,20 +32,6 @@ ADAPTER_FILES = (CONFIG, WEIGHTS)
 
 COMPOSED = OutputKind(PROVENANCE, lambda record: record.keys() >= {"format", "adapterswap_version"})
 """The folders that `compose`, `slice`, `convert`, `merge` and `extract` write."""
-
-
-def tokenizer_folders(plan: Plan) -> dict[str, Path]:
-    """The folders that may hold the result's tokenizer, by the experts' names; also the base's for full weights."""
-    folders = {name: expert.source.folder for name, expert in plan.experts.items()}
-    return {**folders, **({} if plan.base is None else {BASE_FOLDER: plan.base.source.folder})}
-
-
-def united_tokenizer(plan: Plan) -> United | None:
-    """The tokenizer of a composition; None if neither the experts nor the base have one."""
-    folders = tokenizer_folders(plan)
-    experts = {name: folder for name, folder in folders.items() if name != BASE_FOLDER}
-    sizes = [slot.shape[0] for slot in plan if slot.has_tokens]
-    return unite(experts, folders.get(BASE_FOLDER), rows=min(sizes, default=None))
 
 
 @dataclass(frozen=True)
@@ -152,7 +137,7 @@ def write_prepared(
     overwrite: bool = False,
     hashes: Mapping[str, str] | None = None,
     amend: Callable[[CompositionRecord, Path], CompositionRecord] = lambda record, folder: record,
-    tokenizer: bool = True,
+    companions: bool = True,
 ) -> Path:
     """Write the result of `prepare`; see `write_adapter`.
 
@@ -162,14 +147,13 @@ def write_prepared(
         hashes: the SHA-256 of the experts' files by name, if they were computed after the experts were opened. They are
             trusted: hashing takes most of a swap's time.
         amend: adds to the record; it is called with the record and the folder of the written files.
-        tokenizer: also write the experts' tokenizer, if they have one.
+        companions: also write the experts' tokenizer and the like, if they have them.
     """
     out_path, plan = expand(out_path), written.plan
     with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
         sha256 = write_tensors(plan, written.layout, folder / WEIGHTS, hashes)
-        united = united_tokenizer(plan) if tokenizer else None
-        if united is not None:
-            write_united(united, tokenizer_folders(plan), folder)
+        if companions:
+            plan.companions.write(folder)
         record = composition_record(
             plan,
             {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},

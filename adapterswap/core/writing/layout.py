@@ -65,7 +65,7 @@ def check_base_name(base_model: str | None) -> None:
     """Refuse a base whose path cannot be written to an adapter's config, such as one with bytes that are not UTF-8."""
     if base_model is not None and not base_model.isprintable():
         raise BaseModelError(
-            f"the path of the base, {base_model}, has characters that adapter_config.json cannot hold",
+            f"The path of the base, {base_model}, has characters that adapter_config.json cannot hold",
             "Rename the folder, or pass another path to it (`base_model`), such as a symlink",
             parameter="base_model",
         )

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from adapterswap.core.changes.copies import Comparable, is_one_weight, stored_weight
 from adapterswap.core.changes.kinds import renamed
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more
 from adapterswap.core.experts.keys import KINDS, factor_key, is_fused
 from adapterswap.core.experts.names import check_distinct
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.architectures import architecture_of
 from adapterswap.core.model.base import Base, base_at, empty_model
-from adapterswap.core.model.checkpoints import MODEL_CONFIG
 from adapterswap.core.model.layers import HEADS, is_ahead, language_config, layer_container
 from adapterswap.core.model.sources import base_config, cached_base_config, find_source
 from adapterswap.core.planning.base import named_base

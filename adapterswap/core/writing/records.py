@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from adapterswap import __version__
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.checkpoints import MODEL_CONFIG, Checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import MAX_LAYERS, KeptLayers, Stack, format_layers
 from adapterswap.core.model.sources import (
     CONFIG,
@@ -184,6 +185,9 @@ class CompositionRecord(_Written):
     rows: dict[str, dict[str, str | dict[str, float]]] = Field(
         default={}, description="For embeddings and heads with new tokens: the same by ranges of rows, such as `96-97`."
     )
+    companions: dict[str, str] = Field(
+        default={}, description="Whose config, tokenizer and the like it has: an expert's name or `base`."
+    )
     slice: SliceRecord | None = None
     conversion: ConversionRecord | None = None
     magnitudes: dict[str, float] = Field(default={}, description="The mean |ΔW| by which weights were divided.")
@@ -316,6 +320,7 @@ def composition_record(
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
     fields |= SliceRecord.of(kept_layers(plan))
     fields["base"] = base
+    fields["companions"] = plan.companions.record
     rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}
     if rows:
         fields["rows"] = rows

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -84,7 +84,7 @@ class ModelForm:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in FLOAT_NAMES:
             remedy = f"Pass {', '.join(FLOAT_NAMES)}"
-            raise ArgumentError(f"the dtype {self.dtype!r} is unknown", remedy, parameter="dtype")
+            raise ArgumentError(f"The dtype {self.dtype!r} is unknown", remedy, parameter="dtype")
         check_type(self.max_shard_size, (str, type(None)), "max_shard_size", "Write for instance 2GB, 500MB or 4GiB")
         _ = self.shard_bytes
 
@@ -96,7 +96,7 @@ class ModelForm:
         match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([A-Za-z]*)\s*", self.max_shard_size)
         if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
             raise ArgumentError(
-                f"the shard size {self.max_shard_size!r} is not a size",
+                f"The shard size {self.max_shard_size!r} is not a size",
                 "Write for instance 2GB, 500MB or 4GiB",
                 parameter="max_shard_size",
             )
@@ -236,7 +236,7 @@ def stream(
 
         with_torch = any(needs_torch(r.slot, span, device) for device, r in computed for span in r.slot.ranges)
         if with_torch:  # importing it takes as long as copying a gigabyte, so do both at once
-            threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
+            threading.Thread(target=_import_torch, daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
         workers = min(max(_WORKERS, 2 * len(devices)), cores())
         if any(result.slot.is_held_whole for _, result in computed):
@@ -245,6 +245,12 @@ def stream(
             stack.enter_context(torch_threads(cores() // workers))
         work_off(computed, carry_out, workers)
     return entered
+
+
+def _import_torch() -> None:
+    """Import torch early. If it is missing, the thread that needs it says so."""
+    with suppress(ImportError):
+        importlib.import_module("torch")
 
 
 def _sources(plan: Plan) -> list[TensorFile]:

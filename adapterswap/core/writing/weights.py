@@ -10,7 +10,6 @@ appears whole or not at all, and the same inputs give the same bytes.
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -19,18 +18,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.core.changes.copies import Carried, check_base, check_tied_rows
+from adapterswap.core.companions.companions import copy_companions
+from adapterswap.core.companions.tokenizer import read_tokens
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.base import read_config
-from adapterswap.core.model.checkpoints import MODEL_CONFIG, MODEL_INDEX, Checkpoint, copy_small_files, read_checkpoint
+from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, read_checkpoint
 from adapterswap.core.model.loading import OpenedBase, load_weights
 from adapterswap.core.model.sources import PROVENANCE
-from adapterswap.core.model.tokenizers import BASE_FOLDER, read_tokens, tokenizer_bytes, write_united
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composing import adapter_plan
 from adapterswap.core.planning.making import base_of, make_plan, merge_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
-from adapterswap.core.writing.adapter import COMPOSED, tokenizer_folders, united_tokenizer
+from adapterswap.core.writing.adapter import COMPOSED
 from adapterswap.core.writing.blocks import Entered, Rows
 from adapterswap.core.writing.cards import merged_card
 from adapterswap.core.writing.records import (
@@ -50,60 +50,17 @@ from adapterswap.kit.files.text import expand, write_json
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 
 
-def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
-    """Write config.json and copy the other small files into `folder`."""
-    source = plan.skeleton.source.folder
-    copy_small_files(plan.skeleton, folder)
-    united = united_tokenizer(plan)
-    if united is not None:
-        write_united(united, tokenizer_folders(plan), folder)
-    changed = _config(plan.skeleton.config, plan, form)
-    if changed == plan.skeleton.config:
-        shutil.copyfile(source / MODEL_CONFIG, folder / MODEL_CONFIG)
-    else:
-        write_json(folder / MODEL_CONFIG, changed, allow_nan=True)  # Mamba's configs hold Infinity
-
-
-def tokenizer_source(plan: Plan) -> str:
-    """The owner of the result's tokenizer: `base`, or an expert's name."""
-    united = united_tokenizer(plan)
-    if united is None:
-        return config_source(plan)
-    return united.owner
-
-
-def config_source(plan: Plan) -> str:
-    """The owner of the result's config: `base`, or the name of the first full expert."""
-    return BASE_FOLDER if plan.base is not None else next(iter(plan.checkpoints))
-
-
-def differing_tokenizers(plan: Plan) -> list[str]:
-    """The experts whose tokenizer differs from the result's: those whose tokens have other ids, and full ones whose
-    tokenizer.json has other bytes, unless its tokens are more or fewer."""
-    united = united_tokenizer(plan)
-    if united is None:
-        return []
-    folders = tokenizer_folders(plan)
-    ours = tokenizer_bytes(folders[united.owner])
-
-    def has_other_tokens(name: str) -> bool:
-        tokens, others = read_tokens(folders[united.owner]), read_tokens(folders[name])
-        return None not in (tokens, others) and tokens != others
-
-    odd = [
-        name
-        for name in plan.checkpoints
-        if name not in united.others and tokenizer_bytes(folders[name]) != ours and not has_other_tokens(name)
-    ]
-    return [*united.others, *odd]
+def write_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
+    """Write config.json and everything else that stands beside the weights into `folder`."""
+    plan.companions.write_model(folder, _config(plan.skeleton.config, plan, form))
 
 
 def check_tokens(plan: Plan) -> None:
     """Check that the result's tokenizer has the tokens whose rows it has from their owners."""
-    united = united_tokenizer(plan)
+    united = plan.companions.united
     if united is None or not any(slot.spans for slot in plan):
         return
-    folders = tokenizer_folders(plan)
+    folders = {name: companions.folder for name, companions in plan.companions.folders.items()}
     tokens = dict(read_tokens(folders[united.owner]) or {})
     tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
     for slot in plan:
@@ -113,7 +70,7 @@ def check_tokens(plan: Plan) -> None:
             odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
             if odd is not None:
                 raise ExpertError(
-                    f"row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
+                    f"Row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
                     f"{united.owner}, which the result would have, cannot have that token",
                     "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
                 )
@@ -165,7 +122,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("dequantized"))
         _load(base, settings).save_pretrained(folder)
-        copy_small_files(base, folder)
+        copy_companions(base.source.folder, base.config, folder)
         checkpoint = read_checkpoint(replace(base.source, folder=folder))
         if checkpoint.config.get("quantization_config"):
             raise _cannot(base, settings, "the weights stay quantized")
@@ -354,7 +311,7 @@ def write_model(
     plan, form = merged.plan, merged.form
     devices = choose_devices(device)
     with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
-        copy_companions(plan, form, folder)
+        write_companions(plan, form, folder)
         entered = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
         index = index_of(plan, merged.shards, form)
         if index is not None:

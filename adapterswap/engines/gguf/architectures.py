@@ -156,7 +156,7 @@ class Architecture:
                 key_heads = heads
         if hidden is None or (heads is None and not self.own_head_size):
             raise BaseModelError(
-                "the base's config.json lacks hidden_size or num_attention_heads",
+                "The base's config.json lacks hidden_size or num_attention_heads",
                 "Pass the base's own folder as `base_model`",
                 parameter="base_model",
             )

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.model.checkpoints import MODEL_CONFIG
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.model.sources import CONFIG
 from adapterswap.kit.errors import ExpertError, NotFoundError, UnsupportedError, reason_of

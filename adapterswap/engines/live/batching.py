@@ -103,10 +103,10 @@ class Rows:
         inputs = [*args, *map(kwargs.get, _INPUTS)]
         batch = next(len(tensor) for tensor in inputs if tensor is not None)
         if model.training:
-            raise UnsupportedError("the model is in training mode", "Call model.eval() first")
+            raise UnsupportedError("The model is in training mode", "Call model.eval() first")
         if batch != len(self.switches):
             raise ArgumentError(
-                f"the batch has {batch} rows, but there are compositions for {len(self.switches)}",
+                f"The batch has {batch} rows, but there are compositions for {len(self.switches)}",
                 "Pass one composition for each row, and `repeat` if generation repeats rows",
                 parameter="compositions",
             )
@@ -141,12 +141,12 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
     remedy = "Use one composition for the whole batch"
     model_type = inventory.model.get_base_model().config.model_type
     if architecture_of({"model_type": model_type}).rows_second:
-        problems.add(f"a layer of {model_type} sees positions first, and rows second", remedy)
+        problems.add(f"A layer of {model_type} sees positions first, and rows second", remedy)
     for name, layer in inventory.layers.items():
         if not shares[name]:
             continue
         if layer.merged:
-            problems.add("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+            problems.add("Adapters are merged into the model's weights", "Call unmerge_adapter() first")
         if any(expert in layer.lora_variant for switch in switches for expert in switch.terms.get(name, {})):
             problems.add(f"{name} is DoRA, which is computed with the base's own output", remedy)
         if "experts" in name.split(".") or parameter_of(layer) is not None:
@@ -156,7 +156,7 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
         if getattr(layer.get_base_layer(), "max_norm", None) is not None:
             problems.add(f"{name} is an embedding with max_norm, which rescales what LoRA adds", remedy)
         if any(share.a.is_meta or share.b.is_meta for share in shares[name]):
-            problems.add(f"the adapters at {name} are offloaded", "Load the model without offloading")
+            problems.add(f"The adapters at {name} are offloaded", "Load the model without offloading")
         if problems:  # one such layer is enough
             break
     problems.raise_if_any()
@@ -334,11 +334,11 @@ def stream(
 
 def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
     if not prompt.strip():
-        raise ArgumentError("the prompt is empty", "Pass some text", parameter="prompt")
+        raise ArgumentError("The prompt is empty", "Pass some text", parameter="prompt")
     if not chat:
         return list(tokenizer(prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
-        raise ArgumentError("the tokenizer has no chat template", "Pass `chat=False`", parameter="chat")
+        raise ArgumentError("The tokenizer has no chat template", "Pass `chat=False`", parameter="chat")
     messages = [{"role": "user", "content": prompt}]
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
@@ -353,7 +353,7 @@ def _allowed(composer: LiveComposer, ids: list[int], max_new_tokens: int) -> int
         return max_new_tokens
     if len(ids) >= context:
         raise ArgumentError(
-            f"the prompt has {len(ids)} tokens, and the model's context has {context}",
+            f"The prompt has {len(ids)} tokens, and the model's context has {context}",
             "Shorten the prompt",
             parameter="prompt",
         )
@@ -456,7 +456,7 @@ def _explained(error: BaseException) -> BaseException:
         return error
     _release_memory()
     return RunError(
-        "the device ran out of memory while answering",
+        "The device ran out of memory while answering",
         "Compare fewer compositions, shorten the prompt or lower `max_new_tokens`",
         parameter="max_new_tokens",
     )

@@ -172,7 +172,7 @@ class Catalogue:
             origin = self.inventory.origin(composition)
             if origin is not None and origin.kept_layers is not None:
                 raise CompositionError(
-                    f"only the {origin.kept_layers} of the expert {composition!r} are loaded",
+                    f"Only the {origin.kept_layers} of the expert {composition!r} are loaded",
                     "To use it alone, load all of its layers",
                     parameter="composition",
                 )

@@ -101,7 +101,7 @@ class Session:
         """Compute `wanted` from now on. If that fails, restore what was computed before."""
         self._catalogue.refresh()
         if any(layer.merged for layer in self._catalogue.inventory.layers.values()):
-            raise UnsupportedError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+            raise UnsupportedError("Adapters are merged into the model's weights", "Call unmerge_adapter() first")
         if self.pin is not None and isinstance(wanted, Switch):
             self.pin.check(wanted)
         before = self.active
@@ -142,7 +142,7 @@ class Session:
     def pinned(self, experts: Sequence[str]) -> Iterator[None]:
         """Keep the experts active inside the block, where compositions only change numbers in tensors; see `Pin`."""
         if self.active is not None:
-            raise UnsupportedError("a composition is active", "Leave it first: call pinned() before use() or set()")
+            raise UnsupportedError("A composition is active", "Leave it first: call pinned() before use() or set()")
         self.pin = Pin(experts)
         try:
             self.set(Switch())
@@ -348,7 +348,7 @@ class LiveComposer:
         names = self.names if experts is None else tuple(experts)
         if missing := [name for name in names if name not in self.names]:
             raise ArgumentError(
-                f"the adapter {missing[0]!r} is not loaded ({', '.join(self.names)} are)",
+                f"The adapter {missing[0]!r} is not loaded ({', '.join(self.names)} are)",
                 "Load it first",
                 parameter="experts",
             )
@@ -376,7 +376,7 @@ class LiveComposer:
         from adapterswap.core.writing.adapter import write_adapter
 
         if self.plan is None:
-            raise UnsupportedError("no composition with experts is active", "Call save inside `with composer.use(…)`")
+            raise UnsupportedError("No composition with experts is active", "Call save inside `with composer.use(…)`")
         files = [adapter.file.path for adapter in self.plan.adapters.values()]
         check_place(expand(out_path), [path.parent for path in files if path.is_file()])  # read or not
         with plan_on_disk(self.plan, self._catalogue.inventory) as plan:
@@ -413,7 +413,7 @@ class LiveComposer:
         if compositions:
             if layers is not None:
                 raise ArgumentError(
-                    "both `layers` and `compositions` were passed", "Pass one of them", parameter="layers"
+                    "Both `layers` and `compositions` were passed", "Pass one of them", parameter="layers"
                 )
             layers = layers_taken(adapter, name, compositions, self._catalogue.inventory.num_layers)
         load_expert(self.model, adapter, name, layers=layers, autocast_adapter_dtype=autocast_adapter_dtype)

@@ -230,11 +230,11 @@ class Inventory:
                 f"`model` is of type {type(model).__name__}, not a PeftModel", remedy, parameter="model"
             )
         if is_unloaded(model):
-            raise ArgumentError("the model's adapters were unloaded or merged into it", remedy, parameter="model")
+            raise ArgumentError("The model's adapters were unloaded or merged into it", remedy, parameter="model")
         self.model = model
         self.layers = find_layers(model)
         if not self.layers:
-            raise ArgumentError("the model has no LoRA layers", remedy, parameter="model")
+            raise ArgumentError("The model has no LoRA layers", remedy, parameter="model")
         self.in_full = find_wrappers(model.get_base_model())
         self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
         self.parameters = [
@@ -304,7 +304,7 @@ class Inventory:
         retrain = "Train it as a plain or rank-stabilized LoRA"
         if name == BASE:
             problems.add(
-                f"an adapter is named {BASE!r}, which is reserved for the unchanged base",
+                f"An adapter is named {BASE!r}, which is reserved for the unchanged base",
                 "Load it under another name",
                 kind=ExpertError,
             )
@@ -323,9 +323,9 @@ class Inventory:
         for module, layer in layers.items():
             tensors = factors(layer, name)
             if tensors is None or tensors.a.dim() != 2:
-                problems.add(f"the adapter {name!r} at {module} is not a pair of matrices", retrain)
+                problems.add(f"The adapter {name!r} at {module} is not a pair of matrices", retrain)
             elif name in layer.lora_variant and not config.dora:
-                problems.add(f"the adapter {name!r} at {module} is an unknown variant of LoRA", retrain)
+                problems.add(f"The adapter {name!r} at {module} is an unknown variant of LoRA", retrain)
             else:
                 rank, alpha, rslora = layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]
                 lora = LoraModule(

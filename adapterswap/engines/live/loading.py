@@ -67,7 +67,7 @@ def check_copies(
     if not carried:
         return
     if any(getattr(modules[module], "merged", False) for module in carried):
-        raise UnsupportedError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+        raise UnsupportedError("Adapters are merged into the model's weights", "Call unmerge_adapter() first")
     problems = Problems(ExpertError)
     with open_files([file]) as files:
         for module, copy in carried.items():
@@ -191,7 +191,7 @@ def load_expert(
     if odd := sorted((loaded.keys() ^ part.factors.keys()) | (saved ^ part.saved.keys())):
         _remove(peft_model, name)
         raise ExpertError(
-            f"the expert {name!r} does not fit the model: its config and its file disagree on {odd[0]}",
+            f"The expert {name!r} does not fit the model: its config and its file disagree on {odd[0]}",
             "Save the adapter again with PEFT, or write it with `adapterswap slice`",
             parameter="expert",
         )
@@ -258,7 +258,7 @@ def layers_taken(
                 taken.add(module.layer)
     if not taken:
         raise CompositionError(
-            f"the compositions take no layer from the expert {name!r}",
+            f"The compositions take no layer from the expert {name!r}",
             "Check the names of the experts in them",
             parameter="compositions",
         )
@@ -269,7 +269,7 @@ def _check_name(name: str, loaded: Any) -> None:
     problems = Problems(ArgumentError)
     if name in loaded:
         problems.add(
-            f"an adapter named {name!r} is already loaded",
+            f"An adapter named {name!r} is already loaded",
             "Choose another name, or delete that adapter first (delete_adapter)",
             parameter="name",
         )
@@ -294,7 +294,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     if missing:
         ahead = all(is_ahead(module, adapter.parts[module].layer, layers_of_base(base)) for module in missing)
         problems.add(
-            f"the expert {name!r} adapts {and_more(missing)}, which the model does not have",
+            f"The expert {name!r} adapts {and_more(missing)}, which the model does not have",
             "transformers does not load layers that predict further tokens: write full weights with `merge` instead"
             if ahead
             else remedy,
@@ -399,13 +399,13 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             if "same set of parameters" in str(error):
                 raise UnsupportedError(
-                    f"the expert {name!r} does not adapt the same parameters (target_parameters) as a loaded expert, "
+                    f"The expert {name!r} does not adapt the same parameters (target_parameters) as a loaded expert, "
                     "and PEFT cannot hold both",
                     WORDS[Target.LIVE][1],
                     parameter="expert",
                 ) from None
             raise ExpertError(
-                f"the expert {name!r} does not fit the model: {reason_of(error)}",
+                f"The expert {name!r} does not fit the model: {reason_of(error)}",
                 "Load it into the base that it was trained on",
                 parameter="expert",
             ) from None

@@ -60,7 +60,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
         raise problems.as_error().recast(parameter="composition")
     if inventory.num_layers not in (plan.num_layers, None):
         problems.add(
-            f"the plan is for {format_depth(plan.num_layers)} layers, and the model has "
+            f"The plan is for {format_depth(plan.num_layers)} layers, and the model has "
             f"{format_depth(inventory.num_layers or 0)}",
             "Make the plan for this model",
             parameter="composition",
@@ -75,7 +75,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
                 mismatch = _mismatch(inventory.layers.get(slot.name), term.expert, term.lora.rank, term.lora.scale)
             if mismatch is not None:
                 problems.add(
-                    f"the adapter {term.expert!r} {mismatch} at {slot.name}",
+                    f"The adapter {term.expert!r} {mismatch} at {slot.name}",
                     f"Load the plan's expert under that name: composer.load_expert(folder, {term.expert!r})",
                     parameter="composition",
                 )
@@ -131,7 +131,7 @@ def check_loaded(switch: Switch, inventory: Inventory) -> None:
         for name in terms:
             if name not in loaded.get(module, ()):
                 raise CompositionError(
-                    f"the adapter {name!r} was deleted from the model", "Load it again", parameter="composition"
+                    f"The adapter {name!r} was deleted from the model", "Load it again", parameter="composition"
                 )
 
 
@@ -214,7 +214,7 @@ class Pin:
             for name in terms:
                 if name not in self.experts:
                     raise CompositionError(
-                        f"the expert {name!r} is not pinned (pinned: {', '.join(self.experts)})",
+                        f"The expert {name!r} is not pinned (pinned: {', '.join(self.experts)})",
                         "Add it to composer.pinned(…), which compiles the model again",
                         parameter="composition",
                     )
@@ -251,7 +251,7 @@ class Pin:
             for name in self.experts:
                 if name in layer.lora_variant:
                     raise UnsupportedError(
-                        f"the expert {name!r} is DoRA ({module}), which changes the base even with scaling 0",
+                        f"The expert {name!r} is DoRA ({module}), which changes the base even with scaling 0",
                         "Pin only the other experts, or switch without `pinned`",
                         parameter="experts",
                     )

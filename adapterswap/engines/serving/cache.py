@@ -149,7 +149,7 @@ class Cache:
                     self._make(key, make)
         except Timeout:
             raise RunError(
-                f"another process has been composing this for {_WAIT_S} seconds",
+                f"Another process has been composing this for {_WAIT_S} seconds",
                 "Check whether it hangs, and request it again",
             ) from None
         except OSError as error:
@@ -186,7 +186,7 @@ class Cache:
 
     def _unwritable(self, error: OSError) -> OutputError:
         return OutputError(
-            f"the cache {self.root} cannot be written: {error.strerror}",
+            f"The cache {self.root} cannot be written: {error.strerror}",
             "Check its disk, or choose another folder for `cache`",
             parameter="cache",
         )

@@ -186,7 +186,7 @@ class NamedComposer:
             current = plan or self.plan(name)
             if self.key(current) != planned.key:
                 raise ExpertError(
-                    f"an expert of {shown(name)} changed while it was requested", "Request it again", parameter="name"
+                    f"An expert of {shown(name)} changed while it was requested", "Request it again", parameter="name"
                 )
             self._write(current, path)
             written = True
@@ -230,7 +230,7 @@ class NamedComposer:
         composition = self._composition(name)
         if self._allowed is not None and self._rules(name) not in self._allowed:
             raise UnknownNameError(
-                f"this server does not allow the name {shown(name)}",
+                f"This server does not allow the name {shown(name)}",
                 f"Ask for one of {', '.join(self.manifest.allow or ())}",
                 parameter="name",
             )
@@ -289,7 +289,7 @@ class NamedComposer:
 
     def _write(self, plan: Plan, path: Path) -> None:
         # Hashing and copying both check the files' stamps, so the hashes are of the files that are copied.
-        write_prepared(for_any_engine(plan, Form()), path, hashes=self._hashes(plan), tokenizer=False)
+        write_prepared(for_any_engine(plan, Form()), path, hashes=self._hashes(plan), companions=False)
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
         return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.adapters.items()}

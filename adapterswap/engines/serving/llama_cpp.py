@@ -199,7 +199,7 @@ def _reported(launch: LlamaLaunch) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"cannot listen on {launch.host}:{launch.port}: {reason_of(error)}",
+            f"Cannot listen on {launch.host}:{launch.port}: {reason_of(error)}",
             "Choose another --port",
             parameter="arguments",
         ) from None

@@ -61,7 +61,7 @@ def find_program(llama_server: str | None) -> tuple[str, ...]:
     if find_spec("xllamacpp") is not None:
         return (sys.executable, "-m", "adapterswap.engines.serving.llama_engine")
     raise DependencyError(
-        "there is no llama-server on the PATH, and the package xllamacpp is not installed",
+        "There is no llama-server on the PATH, and the package xllamacpp is not installed",
         "Install one of them (`pip install xllamacpp`), or pass `llama_server`",
         parameter="llama_server",
     )
@@ -73,7 +73,7 @@ def engine_command(
     """The command line of a server that loads a base and adapters with scale 0, until a request scales them."""
     if unusable := next((path for path in adapters if ":" in path), None):
         raise ArgumentError(
-            f"the path {unusable} has a colon, which llama.cpp reads as the start of a scale",
+            f"The path {unusable} has a colon, which llama.cpp reads as the start of a scale",
             "Choose another folder for `cache`",
             parameter="cache",
         )

@@ -156,7 +156,7 @@ class Proxy:
         try:
             return model, json.dumps(content | {"lora": lora, "cache_prompt": False}, allow_nan=False).encode()
         except ValueError:
-            raise FieldError("the request contains NaN or infinity", "Leave them out") from None
+            raise FieldError("The request contains NaN or infinity", "Leave them out") from None
 
 
 async def _left(request: Request) -> None:

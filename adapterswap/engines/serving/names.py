@@ -46,7 +46,7 @@ def check_expert_name(name: str) -> None:
     """Raise if an expert cannot have this name."""
     if name == BASE:
         raise FieldError(
-            f"the expert name {BASE!r} is reserved for the unchanged base", "Rename the expert", parameter="experts"
+            f"The expert name {BASE!r} is reserved for the unchanged base", "Rename the expert", parameter="experts"
         )
     if not fits_short_names(name) or len(name) > _LONGEST:
         raise FieldError(
@@ -71,10 +71,10 @@ def composition_of(
     listed = ", ".join(sorted(experts)[:_SHOWN]) + (", …" if len(experts) > _SHOWN else "")
     remedy = f"The experts here are: {listed or 'none'}. Request one of them, or TASK+LANGUAGE"
     if "+" not in name and "@" not in name:
-        raise UnknownNameError(f"there is no expert {shown(name)}", remedy, parameter="name")
+        raise UnknownNameError(f"There is no expert {shown(name)}", remedy, parameter="name")
     if len(name) > _LONGEST:
         raise CompositionError(
-            f"the name {shown(name)} is longer than {_LONGEST} characters", "Use a shorter one", parameter="name"
+            f"The name {shown(name)} is longer than {_LONGEST} characters", "Use a shorter one", parameter="name"
         )
     composition = parse_composition(name)
     unknown = [expert for expert in composition.expert_names if expert not in experts]

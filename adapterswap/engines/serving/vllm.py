@@ -287,7 +287,7 @@ def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
     fitting = next((rank for rank in RANKS if rank >= needed), None)
     if fitting is None:
         raise UnsupportedError(
-            f"the experts need rank {needed}, and vLLM supports at most {RANKS[-1]}",
+            f"The experts need rank {needed}, and vLLM supports at most {RANKS[-1]}",
             "Write experts of a lower rank with `adapterswap slice`, or with `adapterswap compose` and a `max_rank`",
             parameter="experts",
         )

@@ -107,7 +107,7 @@ def importance_of_weights(task: Changes, language: Changes, num_layers: int) -> 
         squares = {block: square for block, (square, _) in changes.squares(per_kind=True).items()}
         total = sum(squares.values())
         if not total > 0:
-            raise ExpertError("an expert changes nothing", "Check that these are the right expert, base and texts")
+            raise ExpertError("An expert changes nothing", "Check that these are the right expert, base and texts")
         shares.append({block: square / total for block, square in squares.items()})
     return Importance("weights", num_layers, *shares)
 
@@ -124,7 +124,7 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
         return _by_modules(importance)
     layers = importance.num_layers
     if layers < 2:
-        raise UnsupportedError("the model has only one layer, so no layers can be swapped", "Use `method=soup`")
+        raise UnsupportedError("The model has only one layer, so no layers can be swapped", "Use `method=soup`")
     gains = [language - task for task, language in map(importance.of_layer, range(layers))]
     zones = [(b, u) for b in range(layers) for u in range(layers - b) if 0 < b + u <= layers / 2]
     # Break ties by the fewest layers taken from the task, then by the larger bottom.
@@ -148,7 +148,7 @@ def _by_modules(importance: Importance) -> Suggestion:
     owned = {block for block in blocks if importance.language.get(block, 0.0) > importance.task.get(block, 0.0)}
     if not owned or len(owned) == len(blocks):
         whose = "language" if owned else "task"
-        raise ExpertError(f"everything would go to the {whose} expert", "Check that the experts and their texts differ")
+        raise ExpertError(f"Everything would go to the {whose} expert", "Check that the experts and their texts differ")
     rules = []
     for kind in dict.fromkeys(kind for _, kind in blocks):
         layers = [layer for layer, of in owned if of == kind]
@@ -271,12 +271,12 @@ def prepare(
     missing = [side for side, path in files.items() if path is None]
     if len(missing) == 1:
         raise ArgumentError(
-            "texts are given for one expert only; both are needed to compare them",
+            "Texts are given for one expert only; both are needed to compare them",
             "Pass both `task_texts` and `language_texts`",
             parameter=f"{missing[0]}_texts",
         )
     if not missing and base_model is None:
-        raise ArgumentError("measuring texts needs a base model", "Pass `base_model`", parameter="base_model")
+        raise ArgumentError("Measuring texts needs a base model", "Pass `base_model`", parameter="base_model")
     if limit < 1:
         raise ArgumentError(f"`limit` is {limit}; at least one text is needed", "Pass 1 or more", parameter="limit")
     if BASE in (task_expert, language_expert):
@@ -421,7 +421,7 @@ def importance_of_activations(
         total = sum(effects.values())
         if not total > 0:
             raise DataError(
-                f"the expert {expert!r} changes no prediction on the {side} texts",
+                f"The expert {expert!r} changes no prediction on the {side} texts",
                 "Use texts like those it was trained on",
                 parameter=f"{side}_texts",
             )
@@ -436,7 +436,7 @@ def _batches(tokenizer: Any, texts: Sequence[str], side: str, device: Any) -> It
     encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"] for text in texts]
     encoded = sorted((ids for ids in encoded if len(ids) > 1), key=len)
     if not encoded:
-        raise DataError(f"no {side} text has at least two tokens", "Use longer texts", parameter=f"{side}_texts")
+        raise DataError(f"No {side} text has at least two tokens", "Use longer texts", parameter=f"{side}_texts")
     for start in range(0, len(encoded), BATCH):
         rows = encoded[start : start + BATCH]
         longest = max(map(len, rows))

@@ -114,7 +114,7 @@ def written(
                 prepared = for_any_engine(plan, Form("portable", **output))
                 if output:
                     tell(max((reduced.written_error for reduced in prepared.reduced.values()), default=0.0))
-                subject = write_prepared(prepared, place / "composed", hashes=hashes, tokenizer=False)
+                subject = write_prepared(prepared, place / "composed", hashes=hashes, companions=False)
         except OutputError as error:
             raise OutputError(
                 error.problems[0].message,

@@ -254,7 +254,7 @@ def evaluate(
             harness_results = run_harness(harness_model, loaded, settings, documents)
         except torch.OutOfMemoryError:
             raise RunError(
-                f"the device ran out of memory at batch_size {settings.batch_size}",
+                f"The device ran out of memory at batch_size {settings.batch_size}",
                 "Lower `batch_size`, or load the base in a smaller dtype",
                 parameter="batch_size",
             ) from None

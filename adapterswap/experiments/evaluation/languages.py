@@ -59,7 +59,7 @@ def check_languages(tasks: Mapping[str, Any]) -> None:
     require("languages")
     if not any(writes_language(name, task) for name, task in tasks.items()):
         raise ArgumentError(
-            f"none of these tasks has answers in a language that lingua can detect: {', '.join(tasks)}",
+            f"None of these tasks has answers in a language that lingua can detect: {', '.join(tasks)}",
             "Add a task such as mgsm_native_cot_sw, or leave out `language_fidelity`",
             parameter="language_fidelity",
         )
@@ -85,7 +85,7 @@ def language_share(text: str, language: str) -> float | None:
     wanted = _known(language)
     if wanted is None:
         raise ArgumentError(
-            f"lingua cannot detect the language {language!r}", "Use an ISO 639 code such as sw", parameter="language"
+            f"Lingua cannot detect the language {language!r}", "Use an ISO 639 code such as sw", parameter="language"
         )
     detector, right, total = _detector(wanted), 0, 0
     for piece in (part for line in _PIECE.findall(text) for part in _AFTER_THAI.split(line)):

@@ -142,7 +142,7 @@ class Settings:
             )
         if tokenizer.eos_token_id is None:
             problems.add(
-                "the tokenizer has no end-of-sequence token",
+                "The tokenizer has no end-of-sequence token",
                 "Set eos_token in its tokenizer_config.json",
                 parameter="base_model",
                 kind=BaseModelError,

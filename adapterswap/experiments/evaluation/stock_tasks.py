@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from adapterswap.core.model.sources import hub_reason
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -218,11 +219,11 @@ def rendering(*, sandboxed: bool) -> Iterator[None]:
         yield
     except SecurityError as error:
         raise ArgumentError(
-            f"a task's template runs Python code: {reason_of(error)}", _REMEDY, parameter="trust_task_code"
+            f"A task's template runs Python code: {reason_of(error)}", _REMEDY, parameter="trust_task_code"
         ) from None
     except TemplateError as error:
         raise DataError(
-            f"a task's template cannot be rendered: {reason_of(error)}",
+            f"A task's template cannot be rendered: {reason_of(error)}",
             "Correct the template in the task file",
             parameter="tasks",
         ) from None
@@ -353,13 +354,13 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
         ) from None
     except DatasetsError as error:
         raise DataError(
-            f"the data of {', '.join(names)} cannot be read: {reason_of(error.__cause__ or error)}",
+            f"The data of {', '.join(names)} cannot be read: {reason_of(error.__cause__ or error)}",
             "Correct the data file that the task names, or download it again",
             parameter="tasks",
         ) from None
     except Exception as error:  # a task's data loader and its own code may raise anything
         raise DataError(
-            f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
+            f"lm-evaluation-harness cannot load {', '.join(names)}: {hub_reason(error)}",
             "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and install the packages that the task "
             "needs. For your own task, check its files and data",
             parameter="tasks",
@@ -367,7 +368,7 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     for name, task in loaded["tasks"].items():
         if getattr(task, "MULTIMODAL", False):
             raise UnsupportedError(
-                f"the task {name} needs images or audio", "Run it with lm_eval instead", parameter="tasks"
+                f"The task {name} needs images or audio", "Run it with lm_eval instead", parameter="tasks"
             )
     if not unsafe_code:  # tasks written in Python declare it only once they are loaded
         _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
@@ -387,7 +388,7 @@ def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
         if not any(frame.filename.endswith(_TASK) for frame in traceback.extract_tb(error.__traceback__)):
             raise
         raise DataError(
-            f"a document of {', '.join(names)} cannot be evaluated: {reason_of(error)}",
+            f"A document of {', '.join(names)} cannot be evaluated: {reason_of(error)}",
             "Correct the task's files or its data",
             parameter="tasks",
         ) from error

@@ -176,7 +176,7 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
             model = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, KeyError, TypeError, UserWarning) as error:
         raise ExpertError(
-            f"the adapter {adapter} does not fit the base model: {reason_of(error)}",
+            f"The adapter {adapter} does not fit the base model: {reason_of(error)}",
             "Use the base that the adapter was trained on. If it is, merge the adapter into it with `merge`",
             parameter="adapter",
         ) from None
@@ -185,7 +185,7 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     if odd := sorted(placed ^ stored):
         reason = "the base has no such module" if odd[0] in stored else "the file does not contain it"
         raise ExpertError(
-            f"the adapter {adapter} does not fit the base model: {odd[0]}: {reason}",
+            f"The adapter {adapter} does not fit the base model: {odd[0]}: {reason}",
             "Use the base that the adapter was trained on",
             parameter="adapter",
         )

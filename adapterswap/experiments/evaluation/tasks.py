@@ -213,7 +213,7 @@ def _resolve(names: Sequence[str]) -> _TaskNames:
 
 def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, parameter: str) -> None:
     if num_fewshot < 0:
-        problems.add(f"the number of shots is {num_fewshot}", "Pass 0 or more", parameter=parameter)
+        problems.add(f"The number of shots is {num_fewshot}", "Pass 0 or more", parameter=parameter)
     limits = {"MGSM": MAX_SHOTS} if resolved.mgsm or any(map(variant_of, resolved.local)) else {}
     if parameter == "tasks":  # `num_fewshot` passes over tasks that always have none
         limits |= dict.fromkeys((name for name in resolved.local if name.startswith("multijail_")), 0)

@@ -194,7 +194,7 @@ class VLLMEngine:
         self._platform = str(current_platform.device_type)
         if device.partition(":")[0] not in ("auto", self._platform):
             raise ArgumentError(
-                f"the device is {device!r}, but vLLM works on {self._platform} here", "Leave it out", parameter="device"
+                f"The device is {device!r}, but vLLM works on {self._platform} here", "Leave it out", parameter="device"
             )
         if current_platform.is_cuda() and current_platform.has_device_capability(80):
             os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # its LoRA kernels otherwise add up in any order

@@ -172,7 +172,7 @@ def run_seeds(
             return [future.result() for future in futures.values()]
         except BrokenProcessPool:
             raise RunError(
-                "a seed's process was killed", "Free some memory, or use fewer `jobs`", parameter="jobs"
+                "A seed's process was killed", "Free some memory, or use fewer `jobs`", parameter="jobs"
             ) from None
         finally:
             for future in futures.values():

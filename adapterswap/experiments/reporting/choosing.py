@@ -202,7 +202,7 @@ def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]
             wanted |= {family for family in families if family not in single}
         else:
             remedy = did_you_mean(name, families, f"Use some of: {', '.join(families)}; or {COMPOSITIONS}")
-            raise ArgumentError(f"the run has no method {name!r}", remedy, parameter="methods")
+            raise ArgumentError(f"The run has no method {name!r}", remedy, parameter="methods")
     if len(wanted) < 2:
         raise ArgumentError(
             f"`methods` leaves {len(wanted)} of the run's methods, but a comparison needs at least two",
@@ -230,7 +230,7 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
             parts = [part for unit in listed for part in unit if part is not None]
             names = list(dict.fromkeys([*texts, *parts]))
             remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
-            raise ArgumentError(f"the run has no finished unit {name!r}", remedy, parameter="units")
+            raise ArgumentError(f"The run has no finished unit {name!r}", remedy, parameter="units")
         selected |= dict.fromkeys(matches)
     if not selected:
         raise ArgumentError("`units` is empty", "Name a pair, an expert or a seed, or leave it out", parameter="units")

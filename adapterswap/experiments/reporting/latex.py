@@ -103,7 +103,7 @@ class TableStyle:
             )
         if self.caption is not None and not _is_balanced(self.caption):
             raise ArgumentError(
-                f"the braces of the caption {self.caption!r} are not balanced",
+                f"The braces of the caption {self.caption!r} are not balanced",
                 "Close each brace, or write \\{ and \\}",
                 parameter="caption",
             )
@@ -223,7 +223,7 @@ def _check_names(kind: str, chosen: Sequence[str] | None, names: Sequence[str]) 
     for name in chosen or ():
         if name not in names:
             remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
-            raise ArgumentError(f"unknown {kind} {name!r}", remedy, parameter=f"{kind}s")
+            raise ArgumentError(f"Unknown {kind} {name!r}", remedy, parameter=f"{kind}s")
     if chosen is not None and not chosen:
         raise ArgumentError(f"`{kind}s` is empty", f"Use some of: {', '.join(names)}", parameter=f"{kind}s")
 

@@ -63,7 +63,7 @@ def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
         return _open_one(expand(folder))
     folders = [expand(path) for path in (folder, *more)]
     if len({path.resolve() for path in folders}) < len(folders):
-        raise ArgumentError("the same run is given twice", "Pass each run once", parameter="run")
+        raise ArgumentError("The same run is given twice", "Pass each run once", parameter="run")
     sources = [_open_one(path) for path in folders]
     for path, source in zip(folders, sources, strict=True):
         if source.kind != "sweep":
@@ -88,7 +88,7 @@ def _open_one(folder: Path) -> ReportSource:
         run = read_run(folder)
         if not run.results:
             raise DataError(
-                f"no cell of {folder} is finished", "Run the sweep again; it resumes where it stopped", parameter="run"
+                f"No cell of {folder} is finished", "Run the sweep again; it resumes where it stopped", parameter="run"
             )
         name = folder.resolve().name
         return ReportSource(

@@ -221,7 +221,7 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
             ]
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"samples or prompts of {task.name} in {folders[0]} are damaged: {error!r}",
+                f"Samples or prompts of {task.name} in {folders[0]} are damaged: {error!r}",
                 "Run the sweep again with `overwrite=True`",
                 parameter="run",
             ) from None
@@ -397,13 +397,13 @@ def make_report(
     reference = default_reference(ranked) if reference is None else reference
     if reference not in families:
         raise ArgumentError(
-            f"the run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
+            f"The run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
         )
     lead = _lead(run, families, reference)
     targets = [task for task in run.tasks.values() if task.role == "target" and choices(run, task)]
     if not targets:
         raise DataError(
-            f"no target task of {source.name} is finished",
+            f"No target task of {source.name} is finished",
             "Run the sweep again; it resumes where it stopped",
             parameter="run",
         )

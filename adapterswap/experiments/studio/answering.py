@@ -130,7 +130,7 @@ class Answering:
                 tell(
                     {
                         "written": error_html(
-                            RunError("an unexpected error occurred", "See the terminal where the studio runs")
+                            RunError("An unexpected error occurred", "See the terminal where the studio runs")
                         )
                     }
                 )
@@ -139,7 +139,7 @@ class Answering:
                 tell(None)
 
         if not self._free.acquire(blocking=False):
-            busy = RunError("too many visitors are waiting for an answer", "Try again later")
+            busy = RunError("Too many visitors are waiting for an answer", "Try again later")
             yield json.dumps({"written": error_html(busy)}).encode() + b"\n"
             return
         with self._visitors.work(request.visitor) as left:

@@ -35,7 +35,7 @@ def paint(composition: Composition, painted: Painted, num_layers: int) -> Compos
         return composition
     if odd := sorted(layer for layer, _ in painted if not 0 <= layer < num_layers):
         raise CompositionError(
-            f"layer {odd[0]} does not exist: the model has {num_layers} layers, counted from 0",
+            f"Layer {odd[0]} does not exist: the model has {num_layers} layers, counted from 0",
             f"Choose a layer from 0 to {num_layers - 1}",
             parameter="layers",
         )
@@ -156,7 +156,7 @@ def _has_paper_layers(num_layers: int) -> bool:
 def from_address(query: str, fallback: Choice) -> Choice:
     """The choice that an address holds; a side that it does not name is that of `fallback`."""
     if len(query) > _LONGEST:
-        raise ArgumentError(f"the address has {len(query)} characters", f"Shorten it to {_LONGEST}", parameter="query")
+        raise ArgumentError(f"The address has {len(query)} characters", f"Shorten it to {_LONGEST}", parameter="query")
     sides: dict[str, list[str]] = {"task": [], "language": []}
     fields: dict[str, Any] = {}
     painted: dict[tuple[int, Kind], str] = {}
@@ -172,7 +172,7 @@ def from_address(query: str, fallback: Choice) -> Choice:
             fields[key] = value
         elif not key.startswith("__"):  # Gradio's own, such as __theme
             raise ArgumentError(
-                f"the address has an unknown setting {key!r}", f"Remove it; the settings are {', '.join(FIELDS)}",
+                f"The address has an unknown setting {key!r}", f"Remove it; the settings are {', '.join(FIELDS)}",
                 parameter="query",
             )  # fmt: skip
     if not (sides["task"] or sides["language"] or fields):
@@ -186,7 +186,7 @@ def _read_painted(text: str) -> dict[tuple[int, Kind], str]:
     match = _PAINT.fullmatch(text)
     if match is None:
         raise ArgumentError(
-            f"the address assigns layers with give={text!r}",
+            f"The address assigns layers with give={text!r}",
             "Write KIND.LAYERS=EXPERT, as in mlp.0-2=math",
             parameter="query",
         )
@@ -194,7 +194,7 @@ def _read_painted(text: str) -> dict[tuple[int, Kind], str]:
     try:
         layers = parse_layers(match[2])
     except ValueError as error:
-        raise ArgumentError(f"the address has give={text!r}: {error}", "Correct it", parameter="query") from None
+        raise ArgumentError(f"The address has give={text!r}: {error}", "Correct it", parameter="query") from None
     return {(layer, kind): match[3] for layer in layers}
 
 
@@ -204,7 +204,7 @@ def check_values(values: object) -> None:
         json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except (RecursionError, ValueError):
         raise ArgumentError(
-            "the page sent half a character, a number that is not finite, or lists that are too deep",
+            "The page sent half a character, a number that is not finite, or lists that are too deep",
             "Correct the last input",
         ) from None
 

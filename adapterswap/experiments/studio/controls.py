@@ -142,7 +142,7 @@ class Controls:
         try:
             return self._choice(values, painted, prompt)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            raise ArgumentError("the page sent a value that none of its controls has", "Reload the page") from None
+            raise ArgumentError("The page sent a value that none of its controls has", "Reload the page") from None
 
     def _choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str) -> Choice:
         """`choice`, unchecked."""

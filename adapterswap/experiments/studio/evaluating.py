@@ -83,15 +83,15 @@ def read_rows(content: str) -> list[tuple[str, str]]:
     """
     remedy = 'Write lines such as {"prompt": "2 + 2 =", "answer": "4"}'
     if len(content.encode(errors="replace")) > LARGEST_FILE:
-        raise DataError("the file is too large", f"Choose one of at most {LARGEST_FILE} bytes", parameter="file")
+        raise DataError("The file is too large", f"Choose one of at most {LARGEST_FILE} bytes", parameter="file")
     if "\ufffd" in content:
-        raise DataError("the file is not UTF-8", "Save it as UTF-8", parameter="file")
+        raise DataError("The file is not UTF-8", "Save it as UTF-8", parameter="file")
     try:
         found = [*json_lines(content.split("\n"), _pair)]
     except (AdapterswapError, ValueError) as error:
         raise DataError(reason_of(error), remedy, parameter="file") from None
     if not 1 <= len(found) <= _MOST_ROWS:
-        raise DataError(f"the file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
+        raise DataError(f"The file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
     return found
 
 
@@ -142,7 +142,7 @@ def evaluate_live(
         Progress, and the row at the end unless it was stopped.
     """
     if task not in tasks(workspace):
-        raise ArgumentError(f"there is no task {task}", "Choose one of the list", parameter="task")
+        raise ArgumentError(f"There is no task {task}", "Choose one of the list", parameter="task")
     news: queue.Queue[Progress | Evaluated | BaseException | None] = queue.Queue()
 
     def step(step_aside: Callable[[], None], done: int, of: int) -> None:

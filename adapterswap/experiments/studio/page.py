@@ -284,7 +284,7 @@ class _Page:
             self.workspace.composition(choice)
             if not is_offered(choice.fields):
                 method = choice.fields["method"]
-                raise ArgumentError(f"the studio does not offer {method}", "Use `merge`", parameter="method")
+                raise ArgumentError(f"The studio does not offer {method}", "Use `merge`", parameter="method")
         except AdapterswapError as error:
             problem, choice = error, self.first
         prompt = choice.prompt or self._problem_text(self.spoken.value, self.first_number)
@@ -302,7 +302,7 @@ class _Page:
         if self.workspace.lab is None:
             return ""
         if language not in self.workspace.lab.languages:
-            raise ArgumentError(f"there are no problems in {language}", "Choose a language", parameter="language")
+            raise ArgumentError(f"There are no problems in {language}", "Choose a language", parameter="language")
         return self.workspace.lab.problems[int(number) - 1].prompt(language)
 
     def _give(self, event: gr.EventData, brush: str, max_rank: float | None, *inputs: Any) -> list[Any]:
@@ -346,7 +346,7 @@ class _Page:
         try:
             named = [name for name in self.names if name in (*choice.task, *choice.language, *choice.painted.values())]
             if not named:
-                raise CompositionError("no expert is chosen", "Choose a task expert", parameter="task")
+                raise CompositionError("No expert is chosen", "Choose a task expert", parameter="task")
             return analysis_html(self.workspace.analysis(named), self.names, self.workspace.num_layers)
         except AdapterswapError as error:
             return error_html(error)
@@ -358,7 +358,7 @@ class _Page:
             sides = [next((name for name in names if name != BASE), None) for names in (choice.task, choice.language)]
             if None in sides:
                 raise CompositionError(
-                    "a suggestion needs an expert on each side", "Choose a task and a language expert", parameter="task"
+                    "A suggestion needs an expert on each side", "Choose a task and a language expert", parameter="task"
                 )
             found = self.workspace.suggestion(*map(str, sides))
         except AdapterswapError as error:
@@ -382,7 +382,7 @@ class _Page:
             composition = self.workspace.composition(choice)
             self.workspace.plan(composition)
             if task == evaluating.OWN_FILE and not content:
-                raise CompositionError("no file was chosen", "Choose one above", parameter="file")
+                raise CompositionError("No file was chosen", "Choose one above", parameter="file")
             own = evaluating.read_rows(str(content)) if task == evaluating.OWN_FILE else ()
             address = Choice(choice.task, choice.language, choice.fields, choice.painted).address()
             yield [progress_html(None), gr.skip(), gr.skip()]

@@ -99,7 +99,7 @@ def _launch(workspace: Workspace, host: str, port: int | None, open_browser: boo
         )  # fmt: skip
     except OSError:  # Gradio's message names its own settings
         raise RunError(
-            f"cannot serve the page on {host}, port {port}: the port is taken, or the address is not local",
+            f"Cannot serve the page on {host}, port {port}: the port is taken, or the address is not local",
             "Pass another `port` or `host`",
             parameter="port",
         ) from None
@@ -131,5 +131,5 @@ def _free_port(host: str) -> int:
             tried.bind((host, port))
             return port
     raise RunError(
-        f"ports {_FIRST_PORT} to {_FIRST_PORT + 99} are all taken on {host}", "Pass another `port`", parameter="port"
+        f"Ports {_FIRST_PORT} to {_FIRST_PORT + 99} are all taken on {host}", "Pass another `port`", parameter="port"
     )

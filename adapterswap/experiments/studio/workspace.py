@@ -326,11 +326,11 @@ class Workspace:
     def add(self, reference: str) -> str:
         """Open and load another expert by its folder or Hub id, and return its name."""
         if not self.allow_paths:
-            raise ArgumentError("this studio does not open further experts", "Start it with `allow_paths=True`")
+            raise ArgumentError("This studio does not open further experts", "Start it with `allow_paths=True`")
         name = own_name(reference)
         check_expert_name(name)
         if name in self.references:
-            raise ArgumentError(f"an expert named {name!r} is already open", "Rename its folder", parameter="reference")
+            raise ArgumentError(f"An expert named {name!r} is already open", "Rename its folder", parameter="reference")
         adapter = open_adapter(expand(reference) if is_folder(expand(reference)) else reference)
         with self.turns.turn():
             self.live.load_expert(adapter, name)

@@ -55,7 +55,7 @@ def over_ray(
         cpus = int(ray.cluster_resources().get("CPU", 0))
         if workers is None and not gpus:
             raise ArgumentError(
-                "the cluster has no GPU to run a worker on",
+                "The cluster has no GPU to run a worker on",
                 "Pass `workers`, the number of processes to run on CPUs",
                 parameter="workers",
             )
@@ -96,7 +96,7 @@ def _connect(address: str, workers: int | None) -> None:
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(
-            f"could not connect to a Ray cluster at {address}: {reason}",
+            f"Could not connect to a Ray cluster at {address}: {reason}",
             "Pass the address that `ray start` printed, or `local`",
             parameter="ray",
         ) from error
@@ -200,7 +200,7 @@ class _Cluster:
                 lost = None
             elif monotonic() - (lost := lost or monotonic()) >= _PATIENCE:
                 raise RunError(
-                    f"for {_PATIENCE / 60:.2g} minutes no node of the cluster has had a {self._resource} for a worker",
+                    f"For {_PATIENCE / 60:.2g} minutes no node of the cluster has had a {self._resource} for a worker",
                     "Start a node with `ray start`, and run the same command again to resume",
                     parameter="ray",
                 )

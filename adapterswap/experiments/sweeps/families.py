@@ -288,7 +288,7 @@ def _bound(rule: Rule, cast: Cast) -> Rule:
         weights = {name: renamed(name) for name in rule.blend or {}}
         if len(set(weights.values())) < len(weights):
             raise FieldError(
-                f"the rule {rule.text!r} blends {', '.join(weights)}, which are the same expert here",
+                f"The rule {rule.text!r} blends {', '.join(weights)}, which are the same expert here",
                 "Name each expert once: by its own name or by its role",
                 parameter="compositions",
             )

@@ -310,7 +310,7 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
         spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in filled if ids)))
     if not cells:
         raise CompositionError(
-            f"nothing is left to evaluate: all zones overlap in {num_layers} layers",
+            f"Nothing is left to evaluate: all zones overlap in {num_layers} layers",
             "Lower bottom, top and the transitions",
             parameter="compositions",
         )

@@ -96,7 +96,7 @@ def agreed(known: Mapping[str, Any], described: Mapping[str, Any]) -> Mapping[st
     differing += [key for key, value in known["settings"].items() if described["settings"][key] != value]
     if differing:
         raise RunError(
-            f"a worker differs from the others in {', '.join(differing)}",
+            f"A worker differs from the others in {', '.join(differing)}",
             "Use the same files and the same versions on all machines",
         )
     return described

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, open_expert
-from adapterswap.core.model.checkpoints import MODEL_CONFIG, Checkpoint, model_fingerprints, open_checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint, model_fingerprints, open_checkpoint
 from adapterswap.core.model.layers import check_depth_of, known_depth, num_layers_in_config
 from adapterswap.core.model.loading import OpenedBase, open_base
 from adapterswap.core.model.sources import WEIGHTS
@@ -87,7 +88,7 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
     for name in retention:
         if name in targets:
             problems.add(
-                f"the task {name} is both in tasks and in retention", "Name it only once", parameter="retention"
+                f"The task {name} is both in tasks and in retention", "Name it only once", parameter="retention"
             )
     for name in recipe.primary:
         if name not in known:
@@ -121,7 +122,7 @@ def _check_own_settings(grouped: Mapping[str, Any], settings: Settings) -> None:
         if task_fingerprint(task) != task_fingerprint(grouped[name]):
             shots = grouped[name].get_config("num_fewshot")
             problems.add(
-                f"a group in the recipe changes the settings of its task {name}",
+                f"A group in the recipe changes the settings of its task {name}",
                 f"Name the task itself instead, with its shots ({split_shots(name)[0]}@{shots or 0}), or write a task "
                 "file for it (`include_path`)",
                 parameter="tasks",

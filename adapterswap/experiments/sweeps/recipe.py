@@ -277,7 +277,7 @@ def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepR
         FieldError: the recipe is invalid; lists every mistake.
         AdapterswapError: the recipe cannot be read; see `read_recipe`.
     """
-    recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS)
+    recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS, kind="sweep")
     beside = Path(path).parent
 
     def resolve(reference: str) -> str:

@@ -339,7 +339,7 @@ def freeze(
         for name in names:
             if name not in families:
                 remedy = did_you_mean(name, families, f"Use one of: {', '.join(families)}")
-                raise ArgumentError(f"the recipe has no method {name!r}", remedy, parameter=parameter)
+                raise ArgumentError(f"The recipe has no method {name!r}", remedy, parameter=parameter)
     if methods is not None and len(set(methods)) < 2:
         raise ArgumentError(
             f"`methods` names {len(set(methods))}, but a comparison needs two", "Name two or more",

@@ -209,7 +209,7 @@ def _compare(first: Run, second: Run, problems: Problems) -> None:
     for name, left, right in differences:
         values_text = f"{shown_value(left)} in {first.folder}, {shown_value(right)} in {second.folder}"
         problems.add(
-            f"the runs differ in {name}: {values_text}",
+            f"The runs differ in {name}: {values_text}",
             "Report each run separately, or run one of them again under the conditions of the other",
             parameter="run",
         )

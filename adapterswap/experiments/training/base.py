@@ -83,7 +83,7 @@ def open_trainable(reference: str) -> OpenedBase:
     base = open_base(reference)
     if base.tokenizer.eos_token_id is None:
         raise BaseModelError(
-            f"the tokenizer of {reference} has no end-of-sequence token, so the expert could not learn to stop",
+            f"The tokenizer of {reference} has no end-of-sequence token, so the expert could not learn to stop",
             "Set eos_token in its tokenizer_config.json",
             parameter="base_model",
         )
@@ -178,7 +178,7 @@ def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
             )
         if torch.cuda.device_count() > 1 and count_processes() == 1:
             raise RunError(
-                f"torch finds {torch.cuda.device_count()} CUDA devices, but one process trains on one device only",
+                f"PyTorch finds {torch.cuda.device_count()} CUDA devices, but one process trains on one device only",
                 "Start one process per device with accelerate launch -m adapterswap train …, or set "
                 "CUDA_VISIBLE_DEVICES=0",
                 parameter="training.device",

@@ -33,7 +33,7 @@ def explained(what: str, where: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"out of memory on the device: {str(error).partition('.')[0]}",
+            f"Out of memory on the device: {str(error).partition('.')[0]}",
             "Lower training.batch_size and raise gradient_accumulation, or set gradient_checkpointing: true",
             parameter="training.batch_size",
         ) from None

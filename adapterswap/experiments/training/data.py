@@ -122,7 +122,7 @@ def load_table(
     counts.unread += [name for name in table.column_names if name not in columns]
     if not len(table):
         raise DataError(
-            f"the dataset {source.path} has no rows in the split {source.split}",
+            f"The dataset {source.path} has no rows in the split {source.split}",
             "Correct `path` or `split`",
             parameter="datasets",
         )
@@ -164,7 +164,7 @@ def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, chat: ChatTe
     if not len(table):
         filtered = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
         raise DataError(
-            f"the dataset {source.path} has no rows{filtered} in the split {source.split}",
+            f"The dataset {source.path} has no rows{filtered} in the split {source.split}",
             "Correct `path` or `split`",
             parameter="datasets",
         )
@@ -182,11 +182,11 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
         return _attempt(source, lambda: _read(files, source))
     if local.is_dir():
         raise DataError(
-            f"the dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
+            f"The dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
         )
     if Path(source.path).suffix in _BUILDERS or source.path.startswith((".", "/", "~")):
         raise NotFoundError(
-            f"the dataset file {source.path} does not exist",
+            f"The dataset file {source.path} does not exist",
             "Correct the path; it is relative to the recipe's folder",
             parameter="datasets",
         )
@@ -288,9 +288,9 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
         return load()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise NotFoundError(
-            f"the dataset {source.path} is not a local file and could not be downloaded from the Hub: "
+            f"The dataset {source.path} is not a local file and could not be downloaded from the Hub: "
             f"{hub_reason(error)}",
-            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
+            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`", error),
             parameter="datasets",
         ) from None
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
@@ -301,7 +301,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
                 f"and data_files: hf://datasets/{source.path}/…, or use a converted revision"
             )
         raise DataError(
-            f"the dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
+            f"The dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
         ) from None
 
 
@@ -321,16 +321,16 @@ def _builder(files: Sequence[Path]) -> str:
     for file in files:
         if not file.is_file():
             problems.add(
-                f"the dataset file {file.name} does not exist",
+                f"The dataset file {file.name} does not exist",
                 "Correct `path` or `data_files`",
                 parameter="datasets",
                 kind=NotFoundError,
             )
         elif not file.stat().st_size:
-            problems.add(f"the dataset file {file.name} is empty", "Name a file with rows", parameter="datasets")
+            problems.add(f"The dataset file {file.name} is empty", "Name a file with rows", parameter="datasets")
         elif file.suffix not in _BUILDERS:
             problems.add(
-                f"the dataset file {file.name} has an unknown suffix",
+                f"The dataset file {file.name} has an unknown suffix",
                 f"Known: {', '.join(_BUILDERS)}",
                 parameter="datasets",
             )
@@ -338,7 +338,7 @@ def _builder(files: Sequence[Path]) -> str:
             builders.add(_BUILDERS[file.suffix])
     if len(builders) > 1:
         problems.add(
-            f"the dataset's files have different formats: {', '.join(sorted(builders))}",
+            f"The dataset's files have different formats: {', '.join(sorted(builders))}",
             "List them as separate datasets",
             parameter="datasets",
         )
@@ -352,7 +352,7 @@ def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
     for key, name in _named_columns(source):
         if name not in columns:
             problems.add(
-                f"the dataset {source.path}: `{key}` names the column {name!r}, which does not exist",
+                f"The dataset {source.path}: `{key}` names the column {name!r}, which does not exist",
                 remedy,
                 parameter="datasets",
             )
@@ -377,7 +377,7 @@ def _filter(source: DatasetSource, table: Any) -> Any:
         cells = table.with_format("arrow")[column][:]
         if pyarrow.types.is_nested(cells.type):
             raise DataError(
-                f"the dataset {source.path}: `filter` names {column}, which does not contain plain values",
+                f"The dataset {source.path}: `filter` names {column}, which does not contain plain values",
                 "Filter another column",
                 parameter="datasets",
             )
@@ -396,7 +396,7 @@ def _filter(source: DatasetSource, table: Any) -> Any:
 def _no_row(source: DatasetSource, column: str, allowed: list[Any], values: Iterable[Any]) -> DataError:
     examples = ", ".join(repr(value) for value in sorted(set(map(str, values)))[:8])
     return DataError(
-        f"the dataset {source.path}: no row has {column} in {allowed}",
+        f"The dataset {source.path}: no row has {column} in {allowed}",
         f"Use values of that column, such as {examples}",
         parameter="datasets",
     )
@@ -521,7 +521,7 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
         if share >= min(map(len, groups)):
             side = " of each side" if recipe.simultaneous else ""
             raise DataError(
-                f"validation would take {share} rows{side}, but there are only {min(map(len, groups))}",
+                f"Validation would take {share} rows{side}, but there are only {min(map(len, groups))}",
                 "Hold out fewer rows, or add more",
                 parameter="validation",
             )
@@ -591,7 +591,7 @@ def _tokens(
     vocabulary = base.config.get_text_config().vocab_size
     if joined.ids.max() >= vocabulary:
         raise BaseModelError(
-            f"the tokenizer of {base.reference} produces the token {joined.ids.max()}, but the model's vocabulary has "
+            f"The tokenizer of {base.reference} produces the token {joined.ids.max()}, but the model's vocabulary has "
             f"{vocabulary} tokens",
             "Use a folder whose tokenizer belongs to its model",
             parameter="base_model",
@@ -609,19 +609,19 @@ def end_tokens(base: OpenedBase) -> frozenset[int]:
 def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
     if counts.cut_off:
         raise DataError(
-            f"the dataset {source.source}: max_length {max_length} cuts off the completion of all {counts.cut_off} "
+            f"The dataset {source.source}: max_length {max_length} cuts off the completion of all {counts.cut_off} "
             "rows",
             f"Raise training.max_length (the longest row has {counts.longest} tokens) or shorten the prompt",
             parameter="training.max_length",
         )
     if screened := source.math + sum(source.overlap.values()):
         raise DataError(
-            f"the dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the rest are empty",
+            f"The dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the rest are empty",
             "Choose a source without math and evaluation texts; if it is the task's own math, set `side: task`",
             parameter="datasets",
         )
     raise DataError(
-        f"the dataset {source.source}: all {source.kept} rows are empty",
+        f"The dataset {source.source}: all {source.kept} rows are empty",
         "Check the templates and the values in the columns",
         parameter="datasets",
     )

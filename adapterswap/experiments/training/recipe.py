@@ -40,12 +40,12 @@ class Template:
             parsed = list(string.Formatter().parse(text))
         except ValueError as error:
             raise FieldError(
-                f"the template {text!r} has unbalanced braces ({error})", "Write {column}, and {{ or }} for a brace"
+                f"The template {text!r} has unbalanced braces ({error})", "Write {column}, and {{ or }} for a brace"
             ) from None
         for literal, field, spec, conversion in parsed:
             if field is not None and (not field or spec or conversion or set(field) & set(".[]{}")):
                 raise FieldError(
-                    f"the template {text!r} has a field that is not just a column's name: {field!r}",
+                    f"The template {text!r} has a field that is not just a column's name: {field!r}",
                     "Write {column}, and {{ or }} for a brace",
                 )
             self._pieces.append((literal, field))
@@ -63,7 +63,7 @@ class Template:
                 return None
             if not isinstance(value, str | int | float):
                 raise DataError(
-                    f"the column {field!r} holds a {type(value).__name__}, not text or a number",
+                    f"The column {field!r} holds a {type(value).__name__}, not text or a number",
                     "Name a column of plain values, or use `messages:` for a column of chat messages",
                     parameter="datasets",
                 )
@@ -502,6 +502,6 @@ def read_train_recipe(path: str | Path, overrides: Iterable[str] = ()) -> TrainR
         NotFoundError: the file does not exist.
         FieldError: lists every mistake in the recipe.
     """
-    recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS)
+    recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS, kind="train")
     recipe._folder = Path(path).parent
     return recipe

@@ -269,7 +269,7 @@ def _run(
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stopping.stopped is not None:
         raise RunError(
-            f"training was stopped by SIGTERM after step {stopping.stopped} of {prepared.steps}",
+            f"Training was stopped by SIGTERM after step {stopping.stopped} of {prepared.steps}",
             "Pass `resume=True` to continue",
         )
     seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
@@ -342,7 +342,7 @@ def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
     chosen = out_path if out_path is not None else recipe.out_path
     if chosen is None:
         raise ArgumentError(
-            "there is no output folder", "Pass `out_path`, or set `out_path:` in the recipe", parameter="out_path"
+            "There is no output folder", "Pass `out_path`, or set `out_path:` in the recipe", parameter="out_path"
         )
     return expand(chosen)
 

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core.companions.tokenizer import clashes, read_tokens
 from adapterswap.core.experts.adapter import Adapter, and_more, open_adapter
 from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.layers import stacked_layers_in_config
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.model.sources import identity_of, parse_hub_id, public_name
-from adapterswap.core.model.tokenizers import clashes, read_tokens
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composing import compose, read_composition
 from adapterswap.core.planning.composition import Composition
@@ -98,20 +98,20 @@ def _check_kind(adapter: Adapter) -> None:
     fused = [module for module in adapter.modules.values() if module.parameter]
     if others:
         names = and_more([part.name for part in others])
-        problems.add(f"the start is {others[0].method} ({names}), and training can only start from LoRA", MERGE_INSTEAD)
+        problems.add(f"The start is {others[0].method} ({names}), and training can only start from LoRA", MERGE_INSTEAD)
     if adapter.saved:
         part = next(iter(adapter.saved.values()))
-        problems.add(f"the start holds {part.name} {part.words}, and training can only start from LoRA", MERGE_INSTEAD)
+        problems.add(f"The start holds {part.name} {part.words}, and training can only start from LoRA", MERGE_INSTEAD)
     if fused:
-        problems.add(f"the start adapts the parameter {fused[0].name}, and training adapts modules only", MERGE_INSTEAD)
+        problems.add(f"The start adapts the parameter {fused[0].name}, and training adapts modules only", MERGE_INSTEAD)
     if adapter.ties_factors:
-        problems.add("the start ties the LoRA of an embedding to the head, which training does not", MERGE_INSTEAD)
+        problems.add("The start ties the LoRA of an embedding to the head, which training does not", MERGE_INSTEAD)
     if adapter.kept_layers is not None:
         problems.add(
-            "the start is a slice, whose other layers were cut away", "Start from the whole expert, or a composition"
+            "The start is a slice, whose other layers were cut away", "Start from the whole expert, or a composition"
         )
     if not (adapter.parts or problems):
-        problems.add("the start adapts no module", "Remove `start`")
+        problems.add("The start adapts no module", "Remove `start`")
     problems.raise_if_any()
 
 
@@ -122,7 +122,7 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
     by_weights = bool(adapter.base_fingerprints and identity_of(base.source))
     if config.base_model and not by_weights and public_name(config.base_model) != base.source.name:
         problems.add(
-            f"the start adapts the base {config.base_model}, but the recipe trains on {base.source.name}",
+            f"The start adapts the base {config.base_model}, but the recipe trains on {base.source.name}",
             "Train on the start's base. If both names mean the same weights, write the start again with `compose` and "
             f"`base_model={base.reference}`",
         )
@@ -130,14 +130,14 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
     revisions = (base.source.revision, requested.revision if requested and requested.revision else "main")
     if not by_weights and base.source.revision and (config.revision or "main") not in revisions:
         problems.add(
-            f"the start adapts the revision {config.revision or 'main'} of {config.base_model}, but the recipe trains "
+            f"The start adapts the revision {config.revision or 'main'} of {config.base_model}, but the recipe trains "
             f"on {base.source.revision}",
             f"Set `base_model: {base.source.name}@{config.revision or 'main'}`",
         )
     ours, theirs = read_tokens(base.source.folder), read_tokens(adapter.source.folder)
     if ours and theirs and (differing := clashes(ours, theirs)):
         problems.add(
-            f"the tokenizer beside the start is not the base's: {differing[0]}",
+            f"The tokenizer beside the start is not the base's: {differing[0]}",
             "Train on a base with the start's tokenizer, or remove it from the start's folder if it is not in use",
         )
     problems.raise_if_any()
@@ -177,7 +177,7 @@ def put_below(model: Any, start: Start, *, quantized: bool) -> Any:
         assert term is not None
         if term.embedding:
             raise UnsupportedError(
-                f"the start adapts the embedding {name}, and the base is quantized",
+                f"The start adapts the embedding {name}, and the base is quantized",
                 "Train without `quantization`, or start from the adapter itself",
                 parameter="start",
             )

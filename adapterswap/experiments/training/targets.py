@@ -102,7 +102,7 @@ class _Targeted:
         chosen, sides = self._owned({name: weight for name, weight in named.items() if self._in(layers, name)})
         if not chosen:
             raise FieldError(
-                "the start adapts no module in the layers that the recipe trains",
+                "The start adapts no module in the layers that the recipe trains",
                 "Name modules in adapter.target_modules; they start at zero",
                 parameter="adapter.layers",
             )
@@ -172,7 +172,7 @@ class _Targeted:
         for side in trained_sides:
             if side not in sides.values():
                 raise FieldError(
-                    f"partition {partition} has no module of {type(self.model).__name__} on the {side} side",
+                    f"Partition {partition} has no module of {type(self.model).__name__} on the {side} side",
                     "Choose another partition, or name more modules in adapter.target_modules",
                     parameter="simultaneous.partition" if self.simultaneous else "adapter.partition",
                 )
@@ -194,7 +194,7 @@ class _Targeted:
         }
         if not projections:
             raise FieldError(
-                f"no attention or MLP projections were recognised in {type(self.model).__name__}",
+                f"No attention or MLP projections were recognised in {type(self.model).__name__}",
                 f"Name them in adapter.target_modules; its modules end in {_ends(self.matrices)}",
                 parameter="adapter.target_modules",
             )
@@ -209,7 +209,7 @@ class _Targeted:
             if module is head or (tied and module is embeddings) or saved:
                 reason = "adapter.modules_to_save trains in full" if saved else "is tied to the head or is the head"
                 raise UnsupportedError(
-                    f"the start adapts {name}, which {reason}, so training cannot start from it",
+                    f"The start adapts {name}, which {reason}, so training cannot start from it",
                     MERGE_INSTEAD,
                     parameter="start",
                 )
@@ -219,7 +219,7 @@ class _Targeted:
         for name in start.modules:
             if tied := self.adaptable[name].tied:
                 raise UnsupportedError(
-                    f"the start adapts {name}, whose weight {tied[0]} uses too, so training cannot lie on top of it",
+                    f"The start adapts {name}, whose weight {tied[0]} uses too, so training cannot lie on top of it",
                     MERGE_INSTEAD,
                     parameter="start",
                 )

@@ -113,7 +113,7 @@ def choose_renderer(
         return _plain(source, separator) if source.text is None else _text(Template(source.text))
     if chat is None:
         raise BaseModelError(
-            f"the dataset {source.path} must be rendered as chat, but the tokenizer has no chat template",
+            f"The dataset {source.path} must be rendered as chat, but the tokenizer has no chat template",
             "Use the instruct model's tokenizer, or `prompt` and `completion` with chat_template: false",
             parameter="base_model",
         )
@@ -181,7 +181,7 @@ def _messages(column: str) -> Conversation:
             messages = [_without_nulls(message) if isinstance(message, dict) else message for message in messages]
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise DataError(
-                f"the column {column!r} does not contain chat messages",
+                f"The column {column!r} does not contain chat messages",
                 "Use a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
                 parameter="datasets",
             )
@@ -233,7 +233,7 @@ def _is_trained(message: Message) -> bool:
     choices = {key: message[key] for key in _CHOICES if key in message}
     if wrong := [f"{key}: {json.dumps(value)}" for key, value in choices.items() if value not in (0, 1)]:
         raise DataError(
-            f"a message has {wrong[0]}, but the loss is computed on a turn or it is not",
+            f"A message has {wrong[0]}, but the loss is computed on a turn or it is not",
             "Use `weight` 0 or 1, or `train` true or false",
             parameter="datasets",
         )
@@ -241,7 +241,7 @@ def _is_trained(message: Message) -> bool:
     if len(chosen) > 1 or (chosen == {True} and not answers):
         said = " and ".join(f"{key}: {json.dumps(value)}" for key, value in choices.items())
         raise DataError(
-            f"a message of the role {shown(message['role'])} has {said}",
+            f"A message of the role {shown(message['role'])} has {said}",
             "Set one of them; the loss is computed on the assistant's turns only",
             parameter="datasets",
         )
@@ -253,7 +253,7 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
     tools = read_value(row.get(TOOLS))
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(
-            f"the column {TOOLS!r} does not contain a list of tools: {shown(tools)}",
+            f"The column {TOOLS!r} does not contain a list of tools: {shown(tools)}",
             "Use a list of objects, as transformers takes them, or leave the column out",
             parameter="datasets",
         )
@@ -283,7 +283,7 @@ class _Beside:
         variables = read_value(row.get(ARGUMENTS))
         if variables is not None and not (isinstance(variables, dict) and all(map(self._chat.may_set, variables))):
             raise DataError(
-                f"the column {ARGUMENTS!r} does not contain variables of the chat template: {shown(variables)}",
+                f"The column {ARGUMENTS!r} does not contain variables of the chat template: {shown(variables)}",
                 "Use an object with variables that the template reads, such as {enable_thinking: false}",
                 parameter="datasets",
             )
@@ -308,7 +308,7 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
         inputs = beside.read(row, messages)
         if not turns[0]:
             raise DataError(
-                "the conversation begins with the assistant's turn, before which there is nothing to answer",
+                "The conversation begins with the assistant's turn, before which there is nothing to answer",
                 "Put a turn of the user before it, or set `train: false` in it",
                 parameter="datasets",
             )
@@ -325,7 +325,7 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
             return Example(text, tuple(trained), chat=True)
         except TemplateError as error:
             raise DataError(
-                f"the tokenizer's chat template rejects the messages: {error}",
+                f"The tokenizer's chat template rejects the messages: {error}",
                 "Put the messages in the order that the template expects",
                 parameter="datasets",
             ) from None
@@ -354,7 +354,7 @@ def _check_written(message: Message, written: str) -> None:
         said.append(str(function.get("name", "")) if isinstance(function, dict) else "")
     if any(text not in written for text in said):
         raise DataError(
-            f"the tokenizer's chat template does not write the assistant's turn {shown(message)}",
+            f"The tokenizer's chat template does not write the assistant's turn {shown(message)}",
             "Use `prompt` and `completion` with chat_template: false, or a tokenizer whose template takes plain text",
             parameter="datasets",
         )

@@ -179,7 +179,7 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):
             raise RunError(
-                f"the loss is {loss.item()} in step {self.state.global_step + 1}",
+                f"The loss is {loss.item()} in step {self.state.global_step + 1}",
                 "Lower training.learning_rate, or raise training.warmup; nothing was written, checkpoints are kept",
                 parameter="training.learning_rate",
             )
@@ -286,7 +286,7 @@ class Ladder(TrainerCallback):  # type: ignore[misc]
         passed = [step for step in self._rungs if step <= self._trainer.state.global_step]
         if lost := sorted({*passed} - {*self.kept}):
             raise RunError(
-                f"the adapter of step {lost[0]}, a rung of selection.ladder, is no longer in {self._folder}",
+                f"The adapter of step {lost[0]}, a rung of selection.ladder, is no longer in {self._folder}",
                 "Pass `overwrite=True` without `resume` to start again",
                 parameter="resume",
             )

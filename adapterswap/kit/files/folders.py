@@ -208,7 +208,7 @@ def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
         for location in _locations(source):
             if _contains(place, location) or _contains(location, place):
                 raise OutputError(
-                    f"the output {target} overlaps the input {given_input}",
+                    f"The output {target} overlaps the input {given_input}",
                     "Choose an output path outside every input",
                     parameter="out_path",
                 )
@@ -400,7 +400,7 @@ def check_file(
         check_inputs(target, inputs)
         if target.exists() and not kind.wrote(target):
             raise OutputError(
-                f"this command did not write {target}",
+                f"This command did not write {target}",
                 "Move it away or choose another path: `overwrite=True` only replaces earlier output of the same kind",
                 parameter="out_path",
             )
@@ -506,7 +506,7 @@ def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> N
             retired.rename(place)
         elif error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise OutputError(
-                f"another process created {target} in the meantime", "Choose another path", parameter="out_path"
+                f"Another process created {target} in the meantime", "Choose another path", parameter="out_path"
             ) from None
         raise
     sync_one(place.parent)

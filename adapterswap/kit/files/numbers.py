@@ -82,7 +82,7 @@ def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
         except OSError as error:
             raise ExpertError(f"{tensor.name} cannot be read: {error.strerror}", "Check the disk") from None
         if count == 0:
-            raise ExpertError(f"the file ends in the middle of {tensor.name}", _AGAIN)
+            raise ExpertError(f"The file ends in the middle of {tensor.name}", _AGAIN)
         bytes_read += count
     return raw
 

@@ -180,6 +180,10 @@ def shipped_recipes(kind: str = "") -> dict[str, Path]:
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in recipes}
 
 
+MARKS = {"train": "datasets", "compose": "experts", "sweep": "task_experts"}
+"""Kind of recipe → the key that every recipe of this kind has, and no recipe of another kind."""
+
+
 def find_recipe(reference: str | Path, kind: str = "") -> Path:
     """The recipe's file: `reference` itself if it is a file, else the shipped recipe of that name."""
     path = expand(reference)
@@ -188,16 +192,18 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:
         return shipped[str(reference)]
-    remedy = f"Use a YAML file, or {near_names(str(reference), kind)}"
+    if str(reference) in shipped_recipes():
+        raise _other_kind(reference, str(reference).partition("/")[0], kind)
+    remedy = f"Use a YAML file, or {_near_names(str(reference), kind)}"
     if exists(path / "adapter_config.json"):
         if kind == "compose":
             remedy = "Pass experts with `task_expert` and `language_expert`"
         raise ArgumentError(f"{reference} is an adapter, not a recipe", remedy, parameter="recipe")
     reason = "is a folder" if path.is_dir() else "is neither a file nor a shipped recipe"
-    raise NotFoundError(f"the recipe {reference} {reason}", remedy, parameter="recipe")
+    raise NotFoundError(f"The recipe {reference} {reason}", remedy, parameter="recipe")
 
 
-def near_names(name: str, kind: str = "") -> str:
+def _near_names(name: str, kind: str = "") -> str:
     """What to use instead of `name`, as the end of a sentence: the most similar shipped names."""
     near = difflib.get_close_matches(name, shipped_recipes(kind), n=3, cutoff=0.4)
     examples = f", such as {', '.join(near)}" if near else ""
@@ -231,11 +237,11 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
     route = " → ".join(map(str, (*chain, path)))
     if path.resolve() in (earlier.resolve() for earlier in chain):
         raise FieldError(
-            f"recipes extend each other in a circle: {route}", "Remove one of these `extends`", parameter="extends"
+            f"Recipes extend each other in a circle: {route}", "Remove one of these `extends`", parameter="extends"
         )
     if len(chain) > _MAX_FRAGMENTS:
         raise FieldError(
-            f"recipes extend each other more than {_MAX_FRAGMENTS} deep: {route}",
+            f"Recipes extend each other more than {_MAX_FRAGMENTS} deep: {route}",
             "Use fewer levels",
             parameter="extends",
         )
@@ -247,7 +253,7 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
     problems.raise_if_any()
     if len(layers) == _MAX_FILES:
         raise FieldError(
-            f"the recipe extends more than {_MAX_FILES} files: {route}", "Extend fewer files", parameter="extends"
+            f"The recipe extends more than {_MAX_FILES} files: {route}", "Extend fewer files", parameter="extends"
         )
     layers.append(Layer(path, content))
 
@@ -275,7 +281,7 @@ def find_fragment(name: str, path: Path) -> Path:
         return shipped[name]
     raise FieldError(
         f"{path}: extends names {shown(name)}, which is neither a file nor a shipped recipe",
-        f"Use a path relative to this file, or {near_names(name)}",
+        f"Use a path relative to this file, or {_near_names(name)}",
         parameter="extends",
     )
 
@@ -458,7 +464,12 @@ def _item(place: Any, step: str, override: str) -> Any:
 
 
 def read_recipe(
-    path: str | Path, model: type[_AnyModel], overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
+    path: str | Path,
+    model: type[_AnyModel],
+    overrides: Iterable[str] = (),
+    *,
+    paths: Iterable[str] = (),
+    kind: str | None = None,
 ) -> _AnyModel:
     """Read the YAML file at `path` and what it extends, apply `overrides`, and check the result against `model`.
 
@@ -467,12 +478,34 @@ def read_recipe(
         model: the model that checks it.
         overrides: see `apply_overrides`.
         paths: keys of local paths, such as `datasets.*.path`; see `read_content`.
+        kind: one of `MARKS`; a recipe of another kind is refused as such.
     """
     content, layers = read_content(path, overrides, paths=paths)
+    if kind is not None:
+        _check_kind(content, kind, path)
     recipe = validate(content, model, where=str(path), layers=layers)
     if isinstance(recipe, StrictModel):
         recipe._files = tuple(dict.fromkeys(layer.path for layer in layers))
     return recipe
+
+
+def _check_kind(content: Mapping[str, Any], kind: str, path: str | Path) -> None:
+    other = next((name for name, mark in MARKS.items() if mark in content), kind)
+    if other != kind and MARKS[kind] not in content:
+        raise _other_kind(path, other, kind)
+
+
+def _other_kind(reference: str | Path, other: str, kind: str) -> FieldError:
+    if other not in MARKS:
+        return FieldError(
+            f"{reference} is a part of recipes, not a whole one", f"Name it in `extends:` of a recipe for `{kind}`",
+            parameter="recipe",
+        )  # fmt: skip
+    return FieldError(
+        f"{reference} is a recipe for `adapterswap {other}`, not for `adapterswap {kind}`",
+        f"Run `adapterswap {other} {reference}`, or pass a recipe with `{MARKS[kind]}:`",
+        parameter="recipe",
+    )
 
 
 def read_content(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,21 @@ import pytest
 from click.testing import Result
 from crafting import BASE_CONFIG, CONFIG, WEIGHTS, adapter, config, tensors
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from refusals import refused
 from safetensors.numpy import save
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.sources import base_config, find_source, parse_hub_id, public_name, same_base
+from adapterswap.core.model.sources import (
+    base_config,
+    find_source,
+    hub_reason,
+    hub_remedy,
+    parse_hub_id,
+    public_name,
+    same_base,
+)
 from adapterswap.core.planning.composition import own_name
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, NotFoundError
 
@@ -85,6 +95,28 @@ def test_a_hub_id_that_is_not_in_the_cache(reference: str, math: Path) -> None:
         find_source(reference, [WEIGHTS], what="adapter")
     with refused(NotFoundError, "base_model", match="^The base model "):
         find_source(reference, [WEIGHTS], what="base model")
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "the Hub cannot be reached"),
+        (TimeoutError("timed out"), "the Hub cannot be reached"),
+        (ValueError("a checksum differs"), "a checksum differs"),
+    ],
+)
+def test_a_network_that_fails_is_named_in_a_few_words(
+    cause: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """huggingface_hub raises errors of its own, with the client's as their cause, and a long explanation."""
+    error = LocalEntryNotFoundError("Got: ConnectError: … An error happened while trying to locate the files")
+    error.__cause__ = cause
+    assert hub_reason(error) == "HF_HUB_OFFLINE is set"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert hub_reason(cause) == reason
+    unreachable = reason == "the Hub cannot be reached"
+    assert (hub_reason(error) == reason) == unreachable
+    assert ("network" in hub_remedy("Log in", error)) == unreachable
 
 
 @pytest.mark.parametrize("reference", ["org/math@../refs/main", "org/math@/v1", "org/../math", "../math", "org/math@"])

@@ -69,7 +69,7 @@ def test_devices_are_named_as_in_torch(name: str) -> None:
 def test_devices_hold_numbers() -> None:
     assert choose_device("cpu").type == "cpu"
     assert choose_device("auto").type != "meta"
-    with pytest.raises(AdapterswapError, match="the device 'meta' cannot be used: Cannot copy out of meta tensor"):
+    with pytest.raises(AdapterswapError, match="The device 'meta' cannot be used: Cannot copy out of meta tensor"):
         choose_device("meta")
 
 

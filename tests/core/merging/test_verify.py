@@ -102,7 +102,7 @@ def test_sources_that_changed_are_named(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "the base came from a folder named"),
+        ({}, "The base came from a folder named"),
         ({"output": {"dtype": "int4"}}, "int4"),
         ({"output": {"layout": "exact"}}, "cannot read"),
         ({"base_model": 7}, "cannot read"),

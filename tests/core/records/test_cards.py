@@ -119,7 +119,7 @@ def test_a_clash_of_licences_is_a_warning(
     assert "license" not in front_of(tmp_path / "out")
     assert "**Warning**: the experts' licences differ" in card_of(tmp_path / "out")
     shown = run(command, "-t", one, "-l", two, "-o", tmp_path / "json", *options, "--dry-run", "--json")
-    assert json.loads(shown.stdout)["licences"] == {"one": "apache-2.0", "two": "cc-by-nc-4.0"}
+    assert json.loads(shown.stdout)["licenses"] == {"one": "apache-2.0", "two": "cc-by-nc-4.0"}
 
 
 def test_a_licence_that_one_expert_states_is_not_claimed(math: Path, swahili: Path, tmp_path: Path) -> None:

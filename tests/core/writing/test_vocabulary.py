@@ -390,11 +390,12 @@ def test_another_chat_template_is_reported_and_tokens_without_rows_are_not_follo
     result = run(
         "compose", "-t", tmp_path / "chatty", "-l", trained("plain"), "-o", tmp_path / "out", *zones, exit_code=0
     )
-    assert "different chat template; the result uses the one of chatty" in result.stderr
+    assert "tokenizer: chatty's (" in result.stderr
+    assert "differ: chat template)" in result.stderr
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     shutil.copyfile(trained("both+2") / "tokenizer.json", tmp_path / "chatty" / "tokenizer.json")
     result = run("merge", tmp_path / "chatty", "-o", tmp_path / "merged", exit_code=0)
-    assert "chatty has a different tokenizer.json; the result does not use it" in result.stderr
+    assert "tokenizer: the base's (chatty's differs)" in result.stderr
     assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
 

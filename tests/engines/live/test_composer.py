@@ -310,7 +310,7 @@ def test_a_plan_of_other_experts_is_refused(composer: Composers, expert: Any) ->
 def test_variants_of_lora_are_refused_with_their_reason(options: dict[str, Any], message: str, base: Bases) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
     composing = LiveComposer(get_peft_model(load_base(base("qwen2")), config, "odd"))
-    with pytest.raises(AdapterswapError, match=f"the adapter 'odd'.*{message}"):
+    with pytest.raises(AdapterswapError, match=f"The adapter 'odd'.*{message}"):
         composing.set("odd")
 
 

@@ -104,14 +104,14 @@ def test_the_experts_are_listed_before_any_request(server: Server, folder: Path)
 @pytest.mark.parametrize(
     ("name", "status", "expected"),
     [
-        ("nosuch", 404, "there is no expert 'nosuch'. The experts here are: changing, code, fading, math"),
-        ("math+nosuch", 404, "there is no expert 'nosuch'"),
-        ("../../../etc/passwd", 404, "there is no expert"),
-        ("/etc", 404, "there is no expert"),
+        ("nosuch", 404, "There is no expert 'nosuch'. The experts here are: changing, code, fading, math"),
+        ("math+nosuch", 404, "There is no expert 'nosuch'"),
+        ("../../../etc/passwd", 404, "There is no expert"),
+        ("/etc", 404, "There is no expert"),
         ("math+../swahili", 400, "is not the short name of a composition"),
         ("math+swahili@", 400, "is not the short name of a composition"),
         ("math+swahili@bottom=two", 400, "bottom"),
-        ("math+swahili@bottom=5,top=5", 400, "the zones overlap"),
+        ("math+swahili@bottom=5,top=5", 400, "The zones overlap"),
         ("math+swahili@bottom=1,bottom=2", 400, "bottom is set twice"),
         ("math+swahili@num_layers=6", 400, "unknown setting 'num_layers'"),
         ("math+swahili@method=ties,density=0.5", 400, "ties is not a weighted sum"),
@@ -234,4 +234,4 @@ def test_the_example_client_asks_for_several_at_once(server: Server, reference: 
     for line, name in zip(lines, names[:2], strict=False):
         best, _ = reference.answer(COMPOSITIONS[name], [9, 14], 4)
         assert line == f"{name}:  {' '.join(f'w{token}' for token in best)}"
-    assert lines[2].startswith("nosuch: [404] there is no expert 'nosuch'")
+    assert lines[2].startswith("nosuch: [404] There is no expert 'nosuch'")

@@ -45,7 +45,7 @@ def test_another_base_is_refused(options: dict[str, Any], byte_base: Path, tmp_p
     other = base_model(byte_base)
     other.get_input_embeddings().weight.data += 0.01
     foreign = find_adapter(str(carrying(other, tmp_path / "foreign", **options)))
-    told = r"the adapter foreign carries a copy of model.embed_tokens.weight .*trained on another base"
+    told = r"The adapter foreign carries a copy of model.embed_tokens.weight .*trained on another base"
     with (
         pytest.raises(AdapterswapError, match=told),
         load_subject(open_base(str(byte_base)), adapter=foreign, device="cpu"),

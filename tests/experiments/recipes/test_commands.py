@@ -113,8 +113,9 @@ SWEEP = {
                 "num_layers": 6,
                 "allocation": [{"layers": "0-9", "expert": "math"}, {"expert": "code"}],
             },
-            "layer 6",
+            "layers 6-9",
         ),
+        ({"expert": EXPERTS, "allocation": [{"expert": "math"}]}, "Did you mean 'experts'?"),
         ({**SWEEP, "compositions": [{"method": "slerp", "language": "base"}]}, "slerp"),
         ({**SWEEP, "compositions": [{"method": "ties", "density": 0.5}]}, "ties"),
         ({**SWEEP, "tasks": {"jp*": ["t"]}}, "jp*"),
@@ -168,7 +169,7 @@ def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 def test_only_what_is_shipped_can_be_copied(run: Run, tmp_path: Path) -> None:
     result = run("recipes", "cp", "train/qwen3-1.7b/swahilli", "train/none", tmp_path / "mine", exit_code=3)
     assert [line.split("'")[1] for line in result.stderr.splitlines()] == ["train/qwen3-1.7b/swahilli", "train/none"]
-    assert "such as train/qwen3-1.7b/swahili" in result.stderr
+    assert "Did you mean 'train/qwen3-1.7b/swahili'?" in result.stderr
     assert not (tmp_path / "mine").exists()
 
 

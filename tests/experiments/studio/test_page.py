@@ -164,7 +164,7 @@ def test_a_click_or_a_key_reassigns_a_layer(visit: Visit) -> None:
 def test_impossible_choices_are_explained(visit: Visit, workspace: Workspace) -> None:
     page = visit("?bottom=4&top=4")
     shown = page.locator("#problem .problem").inner_text()
-    with pytest.raises(ValueError, match="the zones overlap") as caught:
+    with pytest.raises(ValueError, match="The zones overlap") as caught:
         workspace.plan(workspace.composition(from_address("?bottom=4&top=4", first_choice(["math", "language"]))))
     assert shown.strip() == str(caught.value)
     moved(page, "Top layers", 1)

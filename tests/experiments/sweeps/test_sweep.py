@@ -228,7 +228,7 @@ def test_mistakes_are_reported_together_before_anything_is_loaded(recipe: Recipe
     with pytest.raises(AdapterswapError) as error:
         sweep(bad, tmp_path / "run")
     assert {problem.message.split(" does")[0] for problem in error.value.problems} == {
-        "the path ./nowhere", "the path ./neither", "the path ./no-base",
+        "The path ./nowhere", "The path ./neither", "The path ./no-base",
     }  # fmt: skip
     assert not (tmp_path / "run").exists()
 

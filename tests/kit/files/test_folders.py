@@ -117,7 +117,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
         (tmp_path / "out").mkdir()
         fill(tmp_path / "out", "another's")
 
-    with refused(OutputError, "out_path", match="another process created"):
+    with refused(OutputError, "out_path", match="Another process created"):
         write(tmp_path / "out", appear)
     assert (tmp_path / "out" / "file").read_text() == "another's"
     assert names(tmp_path) == ["out"]

@@ -11,19 +11,22 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from adapterswap.core.companions.files import TEMPLATE_FILES, TOKENIZER_FILES, copy_files, files_matching
+from adapterswap.core.companions.templates import read_templates, write_templates
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.hashes import stamp
 from adapterswap.kit.files.text import exists, open_regular, read_json
 
-TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt", "*.jinja",
-    "chat_template*", "*.tiktoken", "*processor_config.json", "tokenization_*.py",
-)  # fmt: skip
-
 Tokens = Mapping[int, str]
 
 BASE_FOLDER = "base"  # no expert can have this name
-_FAST, _SETTINGS, _JINJA = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_FAST, _SETTINGS, _SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+_ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
+_SECTIONS = {  # of tokenizer.json
+    "model": "vocabulary", "normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer",
+    "post_processor": "post-processor", "decoder": "decoder", "added_tokens": "added tokens",
+}  # fmt: skip
+_CALLS = frozenset({"truncation", "padding"})  # sections that each call of a tokenizer replaces
 _REMEDY = "Save the tokenizer beside the adapter again, with tokenizer.save_pretrained(FOLDER)"
 
 
@@ -48,7 +51,7 @@ class United:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of the tokenizer and the chat template in a folder, sorted by name."""
-    return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+    return files_matching(folder, (*TOKENIZER_FILES, *TEMPLATE_FILES))
 
 
 def tokenizer_bytes(folder: Path) -> bytes | None:
@@ -78,6 +81,54 @@ def _read(path: Path, version: tuple[int, ...]) -> Tokens | None:
     return {number: token for token, number in vocabulary.items()}
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """A tokenizer's special tokens by role, such as `eos_token`."""
+    found: dict[str, str] = {}
+    for name in (_SPECIAL, _SETTINGS):
+        content = read_json(folder / name, _REMEDY) if exists(folder / name) else {}
+        for role in _ROLES:
+            value = content.get(role)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[role] = text
+    return found
+
+
+def special_ids(folder: Path) -> dict[str, int]:
+    """The ids of a tokenizer's special tokens: `eos_token_id` → id; without those that it does not know."""
+    tokens = special_tokens(folder)
+    ids = {token: number for number, token in (read_tokens(folder) or {}).items()}
+    if not ids and exists(folder / _SETTINGS):
+        listed = read_json(folder / _SETTINGS, _REMEDY).get("added_tokens_decoder")
+        entries = listed.items() if isinstance(listed, dict) else ()
+        ids = {str(entry.get("content")): int(i) for i, entry in entries if isinstance(entry, dict) and i.isdecimal()}
+    return {f"{role}_id": ids[token] for role, token in tokens.items() if token in ids}
+
+
+def tokenizer_differences(one: Path, other: Path) -> tuple[str, ...]:
+    """In what two folders' tokenizers differ, as words such as `eos` or `pre-tokenizer`; nothing if one has none."""
+    if not all(files_matching(folder, TOKENIZER_FILES) for folder in (one, other)):
+        return ()
+    ours, theirs = special_tokens(one), special_tokens(other)
+    parts = [role.removesuffix("_token") for role in _ROLES if ours.get(role) != theirs.get(role)]
+    contents = tokenizer_bytes(one), tokenizer_bytes(other)
+    if None not in contents and contents[0] != contents[1]:
+        parts += _differing_sections(*(content or b"" for content in contents))
+    return tuple(parts)
+
+
+def _differing_sections(one: bytes, other: bytes) -> list[str]:
+    """The sections of two tokenizer.json that differ, in words."""
+    try:
+        ours, theirs = json.loads(one), json.loads(other)
+    except ValueError:
+        return [_FAST]
+    if not isinstance(ours, dict) or not isinstance(theirs, dict):
+        return [_FAST]
+    keys = dict.fromkeys([*_SECTIONS, *ours, *theirs])
+    return [_SECTIONS.get(key, key) for key in keys if key not in _CALLS and ours.get(key) != theirs.get(key)]
+
+
 def clashes(one: Tokens, other: Tokens) -> list[str]:
     """Where two tokenizers disagree, as text: ids with two different tokens, or else tokens with two ids."""
     by_id = [f"{i} is {one[i]!r} and {other[i]!r}" for i in sorted(one.keys() & other.keys()) if one[i] != other[i]]
@@ -90,9 +141,9 @@ def clashes(one: Tokens, other: Tokens) -> list[str]:
 def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | None = None) -> United | None:
     """The tokenizer of a composition.
 
-    It is the base's if that has all tokens, or else that of the first expert with all tokens, or else the first one
-    with the others' added tokens. An expert may replace tokens of the base. The chat template is that of the first
-    expert that has one.
+    It is that of the first expert with all tokens, or the base's if only that has all, or else the first one with the
+    others' added tokens. An expert may replace tokens of the base. The chat template is that of the first expert that
+    has one.
 
     Args:
         experts: expert → its folder, in the order of the plan.
@@ -102,11 +153,13 @@ def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | 
     Returns:
         The tokenizer; None if no folder holds one.
     """
-    folders = {**({} if base is None else {BASE_FOLDER: base}), **experts}
+    folders = {**experts, **({} if base is None else {BASE_FOLDER: base})}
     holders = {name: folder for name, folder in folders.items() if tokenizer_files(folder)}
     if not holders:
         return None
-    templates = {name: text for name in (*experts, BASE_FOLDER) if (text := _template(holders.get(name))) is not None}
+    templates = {
+        name: text for name in (*experts, BASE_FOLDER) if (text := read_templates(holders.get(name))) is not None
+    }
     template = next(iter(templates), None)
     odd = tuple(name for name in templates if name != BASE_FOLDER and templates[name] != templates[str(template)])
     fast = {name: (folder / _FAST).read_bytes() for name, folder in holders.items() if exists(folder / _FAST)}
@@ -146,25 +199,13 @@ def _replaced(tokens: Mapping[str, Tokens]) -> Tokens:
     return {i: token for own in tokens.values() for i, token in own.items() if base.get(i, token) != token}
 
 
-def _template(folder: Path | None) -> str | None:
-    """The chat template of the tokenizer in a folder."""
-    if folder is None:
-        return None
-    if exists(folder / _JINJA):
-        return (folder / _JINJA).read_text(encoding="utf-8")
-    if not exists(folder / _SETTINGS):
-        return None
-    template = read_json(folder / _SETTINGS, _REMEDY).get("chat_template")
-    return template if isinstance(template, str) else None
-
-
 def write_united(united: United, folders: Mapping[str, Path], target: Path) -> None:
     """Write the files of a united tokenizer into the folder `target`; `folders` maps experts to their folders."""
-    for path in tokenizer_files(folders[united.owner]):
-        (target / path.name).write_bytes(path.read_bytes())
-    template = None if united.template is None else _template(folders[united.template])
-    if template is not None and template != _template(target):
-        (target / _JINJA).write_text(template, encoding="utf-8")  # takes precedence over tokenizer_config.json
+    owner = folders[united.owner]
+    copy_files(tokenizer_files(owner), owner, target)
+    templates = None if united.template is None else read_templates(folders[united.template])
+    if templates is not None:
+        write_templates(templates, target)
     if not united.added:
         return
     content = json.loads((target / _FAST).read_text(encoding="utf-8"))

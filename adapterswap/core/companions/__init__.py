@@ -1,0 +1,1 @@
+"""What stands beside the weights: config, tokenizer, chat templates, generation settings, processor, pooling files."""

@@ -1,0 +1,300 @@
+"""What stands beside the weights of a model, and whose of it a result takes.
+
+A folder's companions are read once and compared by what they do, not by their bytes. Whose companions a result takes is
+decided here, for every command: the experts' where they agree; else the task expert's, which is the first one; the
+base's where no expert has any, or theirs does the same. The config is the base's, unless the composition names another
+owner, and the ids in it and in the generation settings are those of the result's tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from adapterswap.core.companions.files import (
+    CODE_FILES,
+    COMPANION_FILES,
+    GENERATION_CONFIG,
+    LEGAL_FILES,
+    MODEL_CONFIG,
+    POOLING_FILES,
+    PROCESSOR_FILES,
+    copy_files,
+    differing_files,
+    files_matching,
+)
+from adapterswap.core.companions.generation import config_with_ids, differing_settings, read_generation, with_ids
+from adapterswap.core.companions.templates import read_templates
+from adapterswap.core.companions.tokenizer import (
+    BASE_FOLDER,
+    United,
+    special_ids,
+    tokenizer_differences,
+    tokenizer_files,
+    unite,
+    write_united,
+)
+from adapterswap.kit.files.text import read_json, write_json
+
+Kind = Literal["tokenizer", "chat_template", "generation", "processor", "pooling"]
+_LABELS: dict[Kind, str] = {"chat_template": "chat template", "generation": "generation settings"}
+_REMEDY = "Use a folder with a valid config.json"
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What stands beside the weights in one folder. Each is read when it is first needed, and once."""
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The content of config.json."""
+        return read_json(self.folder / MODEL_CONFIG, _REMEDY)
+
+    @cached_property
+    def tokenizer(self) -> Sequence[Path]:
+        """The files of the tokenizer and its chat templates."""
+        return tokenizer_files(self.folder)
+
+    @cached_property
+    def templates(self) -> str | None:
+        return read_templates(self.folder)
+
+    @cached_property
+    def generation(self) -> Mapping[str, Any] | None:
+        """The content of generation_config.json; None if there is none."""
+        return read_generation(self.folder)
+
+    @cached_property
+    def processor(self) -> Sequence[Path]:
+        return files_matching(self.folder, PROCESSOR_FILES)
+
+    @cached_property
+    def pooling(self) -> Sequence[Path]:
+        """The files by which sentence-transformers makes a vector of a text."""
+        return files_matching(self.folder, POOLING_FILES)
+
+    @cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """The ids of the tokenizer's special tokens: `eos_token_id` → id."""
+        return special_ids(self.folder)
+
+    def has(self, kind: Kind) -> bool:
+        """Whether the folder has companions of a kind."""
+        held = {
+            "tokenizer": self.tokenizer, "chat_template": self.templates, "generation": self.generation,
+            "processor": self.processor, "pooling": self.pooling,
+        }  # fmt: skip
+        return bool(held[kind])
+
+    def differences(self, other: Companions, kind: Kind) -> tuple[str, ...]:
+        """In what another folder's companions of a kind, which both have, differ; empty if they do the same."""
+        return _DIFFERENCES[kind](self, other)
+
+
+_DIFFERENCES: Mapping[Kind, Callable[[Companions, Companions], tuple[str, ...]]] = {
+    "tokenizer": lambda one, other: tokenizer_differences(one.folder, other.folder),
+    "chat_template": lambda one, other: ("chat template",) if one.templates != other.templates else (),
+    "generation": lambda one, other: differing_settings(one.generation or {}, other.generation or {}),
+    "processor": lambda one, other: differing_files(one.folder, one.processor, other.folder, other.processor),
+    "pooling": lambda one, other: differing_files(one.folder, one.pooling, other.folder, other.pooling),
+}
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Whose companions of one kind a result takes.
+
+    Attributes:
+        kind: such as `tokenizer`.
+        owner: an expert, or `base`.
+        differing: those whose own differ: an expert, or `base` → in what, such as `eos`.
+    """
+
+    kind: Kind
+    owner: str
+    differing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """One line, such as `tokenizer: swahili's (math's and the base's differ: eos, chat template)`."""
+        line = f"{_LABELS.get(self.kind, self.kind)}: {_whose(self.owner)}"
+        if not self.differing:
+            return line
+        others = [_whose(name) for name in self.differing]
+        listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
+        parts = dict.fromkeys(part for parts in self.differing.values() for part in parts)
+        return f"{line} ({listed} differ{'s' * (len(others) == 1)}{': ' * bool(parts)}{', '.join(parts)})"
+
+
+def _whose(name: str) -> str:
+    return f"{'the ' * (name == BASE_FOLDER)}{name}'s"
+
+
+@dataclass(frozen=True)
+class CompanionPlan:
+    """Whose companions a result takes.
+
+    Attributes:
+        folders: the companions of the experts, by name, and of the `base`, if its may be taken.
+        config: the owner of a model's config: `base` or a full expert; None if the result is an adapter.
+        owners: kind → its owner; without kinds that nobody has.
+        united: the tokenizer, with the tokens that other experts add to it; None if nobody has one.
+        rows: the embedding's number of rows, if known.
+    """
+
+    folders: Mapping[str, Companions]
+    config: str | None
+    owners: Mapping[Kind, Ownership]
+    united: United | None
+    rows: int | None = None
+
+    def owner(self, kind: Kind) -> str | None:
+        """Whose companions of a kind the result takes: an expert's name or `base`; None if nobody has any."""
+        return self.owners[kind].owner if kind in self.owners else None
+
+    @property
+    def lines(self) -> list[str]:
+        """A line for each kind in which experts or the base differ; a tokenizer and its templates share one."""
+        owners = dict(self.owners)
+        tokenizer, template = owners.get("tokenizer"), owners.get("chat_template")
+        if tokenizer and template and template.differing and tokenizer.owner == template.owner:
+            both = {
+                name: (*tokenizer.differing.get(name, ()), *template.differing.get(name, ()))
+                for name in {**tokenizer.differing, **template.differing}
+            }
+            owners["tokenizer"] = replace(tokenizer, differing=both)
+            del owners["chat_template"]
+        return [str(ownership) for ownership in owners.values() if ownership.differing]
+
+    @property
+    def record(self) -> dict[str, str]:
+        """The owners by kind, for adapterswap.json."""
+        config = {} if self.config is None else {"config": self.config}
+        return config | {kind: ownership.owner for kind, ownership in self.owners.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Each kind's owner, and who differs in what, as plain data."""
+        config = {} if self.config is None else {"config": {"from": self.config}}
+        kinds = {
+            kind: {"from": one.owner, "differing": {name: list(parts) for name, parts in one.differing.items()}}
+            for kind, one in self.owners.items()
+        }
+        return config | kinds
+
+    def write(self, target: Path) -> None:
+        """Write everything that goes beside an adapter into the folder `target`."""
+        if self.united is not None:
+            write_united(self.united, {name: one.folder for name, one in self.folders.items()}, target)
+        for kind in ("processor", "pooling"):
+            if (owner := self.owner(kind)) is not None:
+                source = self.folders[owner]
+                copy_files(getattr(source, kind), source.folder, target)
+        if (owner := self.owner("generation")) is not None:
+            source = self.folders[owner]
+            settings = source.generation or {}
+            if (changed := with_ids(settings, *self._ids(owner))) != settings:
+                write_json(target / GENERATION_CONFIG, changed)
+            else:
+                copy_files([source.folder / GENERATION_CONFIG], source.folder, target)
+
+    def write_model(self, target: Path, config: Mapping[str, Any]) -> None:
+        """Write everything that goes beside full weights into the folder `target`.
+
+        Args:
+            target: the folder.
+            config: the content of config.json, from its owner's and with the result's sizes.
+        """
+        assert self.config is not None
+        owner = self.folders[self.config]
+        code = CODE_FILES if "auto_map" in owner.config else ()
+        copy_files(files_matching(owner.folder, (*LEGAL_FILES, *code)), owner.folder, target)
+        self.write(target)
+        changed = config_with_ids(config, *self._ids(self.config))
+        if changed == owner.config:
+            copy_files([owner.folder / MODEL_CONFIG], owner.folder, target)
+        else:
+            write_json(target / MODEL_CONFIG, changed, allow_nan=True)  # Mamba's configs hold Infinity
+
+    def _ids(self, owner: str) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """The special tokens' ids in the result's tokenizer, if it is another one than the owner's, and in the
+        owner's. An id without a row in the embedding is left out."""
+        tokenizer = self.owner("tokenizer")
+        if tokenizer is None or tokenizer == owner:
+            return {}, {}
+        ids = self.folders[tokenizer].special_ids
+        with_rows = {key: number for key, number in ids.items() if self.rows is None or number < self.rows}
+        return with_rows, self.folders[owner].special_ids
+
+
+def decide(
+    experts: Mapping[str, Path],
+    base: Path | None = None,
+    *,
+    beside: Path | None = None,
+    rows: int | None = None,
+    config: str | None = None,
+) -> CompanionPlan:
+    """Decide whose companions a result takes.
+
+    Args:
+        experts: expert → its folder, in the order of the plan: the task expert first.
+        base: the base's folder, if the result is full weights.
+        beside: the base's folder, if it is only compared.
+        rows: the embedding's number of rows, if known: tokenizers with larger ids are not used.
+        config: the owner of the config, for full weights.
+    """
+    folders = {name: Companions(folder) for name, folder in experts.items()}
+    if base is not None:
+        folders[BASE_FOLDER] = Companions(base)
+    compared = folders | ({BASE_FOLDER: Companions(beside)} if base is None and beside is not None else {})
+    owners: dict[Kind, Ownership] = {}
+    united = unite(experts, base, rows=rows)
+    if united is not None:
+        united = replace(
+            united, owner=_plainest("tokenizer", united.owner, folders) if not united.added else united.owner
+        )
+        owners["tokenizer"] = _tokenizer(united, compared)
+    for kind in get_args(Kind)[1:]:
+        names = [name for name, one in folders.items() if one.has(kind)]
+        if names:
+            owner = _plainest(kind, names[0], folders)
+            owners[kind] = Ownership(kind, owner, _differing(kind, owner, compared))
+    return CompanionPlan(folders, config, owners, united, rows)
+
+
+def _plainest(kind: Kind, owner: str, folders: Mapping[str, Companions]) -> str:
+    """The base, if its companions of a kind do the same as the owner's; else the owner."""
+    base = folders.get(BASE_FOLDER)
+    if base is None or not base.has(kind) or folders[owner].differences(base, kind):
+        return owner
+    return BASE_FOLDER
+
+
+def _differing(kind: Kind, owner: str, folders: Mapping[str, Companions]) -> dict[str, tuple[str, ...]]:
+    """Those whose companions of a kind differ from the owner's: name → in what."""
+    others = {name: one for name, one in folders.items() if name != owner and one.has(kind)}
+    differing = {name: folders[owner].differences(one, kind) for name, one in others.items()}
+    return {name: parts for name, parts in differing.items() if parts}
+
+
+def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
+    """The ownership of the tokenizer. One whose tokens are all in the result's does not differ by having fewer."""
+    differing = {}
+    for name, parts in _differing("tokenizer", united.owner, folders).items():
+        left = parts if name in united.others else tuple(part for part in parts if part != "added tokens")
+        if left:
+            differing[name] = left
+    return Ownership(
+        "tokenizer", united.owner, differing | {name: () for name in united.others if name not in differing}
+    )
+
+
+def copy_companions(folder: Path, config: Mapping[str, Any], target: Path) -> None:
+    """Copy everything that stands beside the weights in a folder, except its config; its code only if the config
+    refers to it."""
+    code = CODE_FILES if "auto_map" in config else ()
+    copy_files(files_matching(folder, (*COMPANION_FILES, *code)), folder, target)

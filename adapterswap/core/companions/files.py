@@ -1,0 +1,81 @@
+"""The files beside the weights, by what they are for: names, and how they are found and copied.
+
+Patterns are relative to the folder. A kind is copied as a whole: half of a tokenizer is none.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from adapterswap.kit.errors import AdapterswapError
+from adapterswap.kit.files.hashes import fingerprint
+from adapterswap.kit.files.text import read_json
+
+MODEL_CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+_LABELS = frozenset({"transformers_version", "processor_class", "__version__"})  # keys of JSON files that do nothing
+_REMEDY = "Save the model again, or remove the file"
+
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt", "*.tiktoken",
+    "tokenization_*.py",
+)  # fmt: skip
+TEMPLATE_FILES = ("*.jinja", "chat_template*", "additional_chat_templates/*.jinja")
+PROCESSOR_FILES = ("*processor_config.json",)
+POOLING_FILES = (  # sentence-transformers
+    "modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]_*/*",
+)  # fmt: skip
+LEGAL_FILES = ("LICENSE*", "NOTICE*")
+
+CODE_FILES = ("*.py",)  # only copied, never run
+
+COMPANION_FILES = (
+    GENERATION_CONFIG, *TOKENIZER_FILES, *TEMPLATE_FILES, *PROCESSOR_FILES, *POOLING_FILES, *LEGAL_FILES,
+)  # fmt: skip
+"""Everything that a model or an adapter may need besides its config and weights."""
+
+
+def files_matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files in a folder that match, sorted by name."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def copy_files(paths: Iterable[Path], folder: Path, target: Path) -> None:
+    """Copy files of `folder` to the same places in `target`."""
+    for path in paths:
+        place = target / path.relative_to(folder)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, place)
+
+
+def differing_files(one: Path, our_files: Sequence[Path], other: Path, their_files: Sequence[Path]) -> tuple[str, ...]:
+    """In what the files of two folders differ, such as `preprocessor_config.json: size`; the name if one lacks it."""
+    ours, theirs = (
+        {path.relative_to(folder).as_posix(): path for path in paths}
+        for folder, paths in ((one, our_files), (other, their_files))
+    )
+    differing = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in ours or name not in theirs:
+            differing.append(name)
+            continue
+        first, second = _content(ours[name]), _content(theirs[name])
+        if not isinstance(first, dict) or not isinstance(second, dict):
+            differing += [name] * (first != second)
+            continue
+        keys = sorted((first.keys() | second.keys()) - _LABELS)
+        differing += [f"{name}: {key}" for key in keys if first.get(key) != second.get(key)]
+    return tuple(differing)
+
+
+def _content(path: Path) -> dict[str, Any] | str:
+    """The object in a JSON file; of any other file, its fingerprint."""
+    if path.suffix == ".json":
+        with suppress(AdapterswapError):
+            return read_json(path, _REMEDY)
+    return fingerprint(path)
