@@ -190,6 +190,11 @@ class Composition(MethodFields):
     task_type: TaskType | None = Field(
         default=None, description="PEFT's task type of the result, if the experts' task types are wrong or differ."
     )
+    tokenizer: str | None = Field(
+        default=None,
+        description="Whose tokenizer and chat templates the result takes: an expert's name, or `base`. Default: the "
+        "experts' where they agree, else the task expert's.",
+    )
     num_layers: _Depths | None = Field(
         default=None,
         description="The base's layers, or those of each stack: {encoder: 12, decoder: 6}. By default from its config.",
@@ -563,6 +568,7 @@ class Composition(MethodFields):
                 zones = {} if self.partition else self._settled_zones(num_layers)
         fields |= {"seed"} if self.is_random else set()
         fields |= {"task_type"} if self.task_type else set()
+        fields |= {"tokenizer"} if self.tokenizer else set()
         fields |= {"chains"} if self.chains else set()
         fields |= {"allow_negative"} if self.allow_negative else set()
         content = self.model_dump(mode="json", include=fields, by_alias=True, exclude_none=True)

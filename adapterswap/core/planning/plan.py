@@ -195,6 +195,7 @@ class Plan:
             beside=None if beside is None else beside.folder,
             rows=min(sizes, default=None),
             config=owner if self.is_model else None,
+            tokenizer=self.composition.tokenizer,
         )
 
     def one_depth(self, what: str) -> int:

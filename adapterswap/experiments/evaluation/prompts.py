@@ -65,7 +65,7 @@ def _refusal(history: Sequence[Turn], error: Exception, settings: Settings) -> A
 
 def dated(settings: Settings, tokenizer: Any) -> Settings:
     """Settings with today's date if the chat template asks for it and they have none, so that results record it."""
-    if not settings.apply_chat_template or settings.date is not None:
+    if not (settings.apply_chat_template and tokenizer.chat_template) or settings.date is not None:
         return settings
     from jinja2 import TemplateError
 
