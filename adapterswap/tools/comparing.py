@@ -18,10 +18,10 @@ from adapterswap.core.changes.joint import Joint, cosine
 from adapterswap.core.changes.reading import read_matrices
 from adapterswap.core.experts.adapter import Adapter, open_expert
 from adapterswap.core.model.layers import STACKS, Kind, stack_of
-from adapterswap.core.planning.base import under_one_name
+from adapterswap.core.planning.alignment import aligned
 from adapterswap.core.planning.targets import Target, check_expert
 from adapterswap.core.writing.outputs import map_in_threads
-from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
+from adapterswap.kit.errors import AdapterswapError, ExpertError, UnsupportedError, check_type
 from adapterswap.kit.files.numbers import open_files, read_bytes, read_elements, row_ranges
 from adapterswap.kit.files.tensorfile import Tensor
 
@@ -184,9 +184,7 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
             tensor holds NaN or infinity.
         UnsupportedError: a full checkpoint, or an adapter of a kind that cannot be read.
     """
-    problems = Problems(ExpertError)
-    both = under_one_name({"one": _opened(one, "one"), "other": _opened(other, "other")}, None, problems)
-    problems.raise_if_any()
+    both = aligned({"one": _opened(one, "one"), "other": _opened(other, "other")})
     pair = both["one"], both["other"]
     slices = {} if pair[0].kept_layers == pair[1].kept_layers else dict(zip(("first", "second"), pair, strict=True))
     remarks = (

@@ -6,7 +6,6 @@ the mistakes that it finds to a `Problems`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,25 +13,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.experts.adapter import Adapter, Part, by_layer
-from adapterswap.core.experts.keys import is_bias
-from adapterswap.core.experts.names import under_canonical_names
-from adapterswap.core.model.base import base_at
+from adapterswap.core.experts.adapter import Adapter, by_layer
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import (
-    EMBEDDINGS,
-    HEADS,
     STACKS,
     NumLayers,
     Stack,
     check_depth_of,
-    ends_of,
     format_depth,
     has_both_stacks,
     known_depth,
     layers_ahead,
-    of_any_stack,
     recorded_layers,
     same_depth,
     stack_of,
@@ -65,38 +56,60 @@ Expert = Adapter | Checkpoint
 
 @dataclass(frozen=True)
 class Depth:
-    """The base's number of layers, the base itself (see `Plan.base_source`), and a note if it could not be checked."""
+    """A base's number of layers.
+
+    Attributes:
+        num_layers: the number to use.
+        name: what messages call the base; None if it has no name.
+        actual: the number by the base itself; None if that does not say it or is not on this machine.
+        requested: the number by the composition; None if it sets none.
+        required: whether it matters: a rule names layers, or an expert is a slice.
+        base: the base, if its config was read or it was declared as a folder; see `Plan.base_source`.
+        notes: that the number could not be checked.
+    """
 
     num_layers: NumLayers
+    name: str | None = None
+    actual: NumLayers | None = None
+    requested: NumLayers | None = None
+    required: bool = False
     base: Source | None = None
     notes: tuple[str, ...] = ()
 
 
-def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
+def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
     """The number of layers to use; `known` is the model's own, if a model is loaded.
 
     A composition of whole experts whose rules name no layers needs no number: if the config does not say it, the least
     possible one is used.
     """
-    requested: NumLayers | None = composition.num_layers
-    declared = composition.base_model
+    requested, declared = composition.num_layers, composition.base_model
     if requested is None:
         if known:
             return Depth(known)
         slices = any(adapter.kept_layers is not None for adapter in experts.values())
-        num_layers, base_source = find_num_layers(experts, declared, required=slices or composition.names_layers)
-        return Depth(num_layers or least_depth(experts), base_source)
+        actual, found_base = find_num_layers(experts, declared)
+        name, required = reference_of(experts, declared), slices or composition.names_layers
+        return Depth(actual or least_depth(experts), name, actual, required=required, base=found_base)
     base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
     is_local = declared is not None and not known and is_folder(expand(declared))
     source = find_source(declared, [], what="base model") if declared and is_local else None
-    if actual is None:
-        fault = "does not say how many layers it has" if is_read else "is not on this machine"
-        reason = f"The config of {public_name(base)} {fault}" if base else "The experts do not name a base"
-        return Depth(requested, source, (f"{reason}, so num_layers {format_depth(requested)} could not be checked",))
-    remedy = "Remove `num_layers`, or pass `base_model` if you mean another base"
-    if not same_depth(actual, requested):
-        check_depth_of(str(base), actual, requested, remedy)
-    return Depth(actual, source)
+    if actual is not None:
+        return Depth(actual, base, actual, requested, base=source)
+    fault = "does not say how many layers it has" if is_read else "is not on this machine"
+    reason = f"The config of {public_name(base)} {fault}" if base else "The experts do not name a base"
+    note = f"{reason}, so num_layers {format_depth(requested)} could not be checked"
+    return Depth(requested, base, None, requested, base=source, notes=(note,))
+
+
+def check_base_depth(depth: Depth, problems: Problems) -> None:
+    """Report a number of layers that is not the base's, or that nobody says although it is needed."""
+    with problems.collect():
+        if depth.required and depth.actual is None:
+            known_depth(depth.actual, str(depth.name), "Pass `num_layers`", parameter="num_layers")
+        remedy = "Remove `num_layers`, or pass `base_model` if you mean another base"
+        if not same_depth(depth.actual, depth.requested):
+            check_depth_of(str(depth.name), depth.actual, depth.requested, remedy)
 
 
 def outside_the_layers(
@@ -169,9 +182,7 @@ def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
     return {stack: least(stack) for stack in STACKS}
 
 
-def find_num_layers(
-    experts: Mapping[str, Adapter], base_model: str | None = None, *, required: bool = True
-) -> tuple[NumLayers | None, Source]:
+def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[NumLayers | None, Source]:
     """The base's number of layers, from its config.json and never from the experts' modules, and the base."""
     base = named_base(reference_of(experts, base_model), "Pass `num_layers`, or `base_model` with the base's folder")
     namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
@@ -187,111 +198,7 @@ def find_num_layers(
             remedy,
             parameter="base_model",
         ) from None
-    num_layers = stacked_layers_in_config(config)
-    if required:
-        known_depth(num_layers, base, "Pass `num_layers`", parameter="num_layers")
-    return num_layers, source
-
-
-_Modules = Mapping[str, Part]
-
-
-def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, problems: Problems) -> dict[str, Adapter]:
-    """The experts, with one name for each module of their base.
-
-    They are returned unchanged if no two of their names can mean the same module. If their modules have entirely
-    different names, they are compared with the base's if the base is on this machine.
-
-    Args:
-        experts: the experts of one base, by name.
-        base_model: the declared base; by default the first that an expert names.
-        problems: collects names that could not be reconciled.
-    """
-    odd, reference = _differing_names(experts), reference_of(experts, base_model)
-    if odd is None and not (_differ_in_kind(experts) and reference and cached_base_config(reference) is not None):
-        return dict(experts)
-    if reference is None:
-        problems.add(
-            f"{odd}, but no base model is named to compare them with",
-            "Pass `base_model`",
-            parameter="base_model",
-            kind=ExpertError,
-        )
-        return dict(experts)
-    try:
-        base = base_at(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
-    except AdapterswapError as error:
-        if odd is not None:
-            problems.add(
-                f"{odd}, and the base {reference} cannot be read to decide it: {error.problems[0].message}",
-                "Pass the base's folder as `base_model`, or use experts that were saved from the same model class with "
-                "the same version of transformers",
-                parameter="base_model",
-                kind=ExpertError,
-            )
-        return dict(experts)
-    renamed = {}
-    for name, adapter in experts.items():
-        renamed[name] = adapter
-        with problems.collect():
-            renamed[name] = under_canonical_names(adapter, base, name, reference)
-    return renamed
-
-
-def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
-    """A sentence about two names in different experts that may mean one module; None if there are none."""
-    layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
-    for name, container in layered.items():
-        first_name, first = next(iter(layered.items()))
-        if of_any_stack(container) != of_any_stack(first):
-            return (
-                f"The layers are named {first}.N in {first_name} but {container}.N in {name}; these may be the same "
-                "modules"
-            )
-    parts: dict[str, _Modules] = {name: adapter.parts for name, adapter in experts.items()}
-    for name, modules in parts.items():
-        for other, others in parts.items():
-            if (twin := _twin(modules, others)) is not None:
-                return f"{name} adapts {twin[0]} and {other} adapts {twin[1]}; these may be the same module"
-    return None
-
-
-def _twin(ours: _Modules, theirs: _Modules) -> tuple[str, str] | None:
-    """A name that is only in `ours` and one that is only in `theirs`, if the two may mean one module."""
-    mine, others = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
-    if not mine:
-        return None
-    for long in sorted(mine):
-        if (short := next((short for short in _other_names(long, theirs) if short not in ours), None)) is not None:
-            return long, short
-    by_place = {_place(theirs[name]): name for name in sorted(others)}
-    return next(((name, by_place[at]) for name in sorted(mine) if (at := _place(ours[name])) in by_place), None)
-
-
-def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
-    """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
-    _, *ends = ends_of(module)
-    yield from (end for end in ends if end in names)
-    last = module.rpartition(".")[2]
-    if last in EMBEDDINGS | HEADS:
-        yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
-
-
-def _place(module: Part) -> tuple[str, ...]:
-    """The parts that all names of one module share: its kind and stack, the numbers in the name, its last part."""
-    parts = (module.name.removesuffix(".bias") if is_bias(module.name) else module.name).split(".")
-    return module.kind, stack_of(module.name) or "", parts[-1], *(part for part in parts if part.isdigit())
-
-
-def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
-    """Whether two experts each have modules that the other has in no layer.
-
-    They may adapt different modules, such as attention and MLP, or use different names for the same ones.
-    """
-    if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
-        return False
-    modules = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
-    return any(first - second and second - first for first, second in combinations(modules, 2))
+    return stacked_layers_in_config(config), source
 
 
 _Problem = tuple[str, str]  # the message and the remedy

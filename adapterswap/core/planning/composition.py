@@ -1,4 +1,4 @@
-"""compositions: the user's request as pure data, with the names of experts and the short names of compositions.
+"""Compositions: the user's request as pure data, with the names of experts and the short names of compositions.
 
 Every method becomes allocation rules once the number of layers is known. Experts are only names; nothing is opened.
 Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and"). Partitions: Bandarkar & Peng 2025; they

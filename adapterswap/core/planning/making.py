@@ -14,54 +14,36 @@ from adapterswap.core.changes.kinds import Change, Term, Whole, change_of
 from adapterswap.core.changes.locating import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter, FullModule, and_more, by_layer
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.core.model.layers import (
-    NumLayers,
-    check_depth_of,
-    check_one_list,
-    extra_rows,
-    format_depth,
-    has_both_stacks,
-    known_depth,
-    same_depth,
-    stacked_layers_in_config,
-)
+from adapterswap.core.model.layers import NumLayers, stacked_layers_in_config
+from adapterswap.core.planning.alignment import Aligned, align
 from adapterswap.core.planning.base import (
-    check_base_weights,
-    check_bases,
+    Depth,
+    find_depth,
     named_base,
     outside_the_layers,
     reference_of,
-    settle_depth,
     unchecked_bases,
-    under_one_name,
     with_chains,
 )
-from adapterswap.core.planning.checks import (
-    check_architecture,
-    check_depth,
-    check_experts,
-    check_matches,
-    check_names,
-    check_rules,
-    check_shapes,
-    check_used,
-    check_vocabulary,
-)
 from adapterswap.core.planning.composition import Composition, as_composition
+from adapterswap.core.planning.gates import check
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rows import check_sizes, settle_vocabulary, with_lent_rows, with_rows_of_base
-from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.planning.rows import settle_vocabulary, with_lent_rows, with_rows_of_base
+from adapterswap.core.planning.rules import Rule
 from adapterswap.core.planning.slots import Slot, Span
-from adapterswap.core.planning.targets import Target, report
-from adapterswap.kit.errors import (
-    ArgumentError,
-    BaseModelError,
-    CompositionError,
-    ExpertError,
-    Problems,
-    UnsupportedError,
-    check_type,
+from adapterswap.core.planning.stages import (
+    Ends,
+    Filled,
+    Layered,
+    Merging,
+    Opened,
+    Planned,
+    Request,
+    Rowed,
+    Ruled,
+    Skeleton,
 )
+from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError, check_type
 
 Expert = Adapter | Checkpoint
 
@@ -107,42 +89,29 @@ def make_plan(
     names: Sequence[str] = composition.expert_names
     if recorded:  # in the order of the record: the first expert decides what no rule does
         names = sorted(names, key=[*experts, *names].index)
-    for name in names:
-        if not isinstance(experts.get(name), Adapter | Checkpoint | None):
-            problems.add(
-                f"The expert {name!r} is of type {type(experts[name]).__name__}",
-                "Open it first, with `open_expert`",
-                parameter="experts",
-                kind=ArgumentError,
-            )
+    check(Request(composition, names, experts), problems)
     problems.raise_if_any()
-    check_names(names, experts, problems, composition.allocation)
-    opened = {name: experts[name] for name in names if name in experts}
-    opened, chained = with_chains(opened, composition.chains, problems, recorded=recorded)
+    named = {name: experts[name] for name in names}
+    based, chained = with_chains(named, composition.chains, problems, recorded=recorded)
     problems.raise_if_any()
-    if composition.names_layers:
-        for name, expert in opened.items():
-            with problems.collect():
-                check_one_list(name, expert.parts if isinstance(expert, Adapter) else expert.parameters)
-    adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
-    check_bases(opened, composition.base_model, problems, by_weights=not recorded)
-    check_experts(adapters, composition, problems)
-    if not problems:
-        adapters = under_one_name(adapters, composition.base_model, problems)
-        opened |= adapters
-    check_shapes(adapters, problems)
-    if any(isinstance(expert, Checkpoint) for expert in opened.values()):
-        plan = _plan_of_weights(composition, opened, problems)
+    opened = Opened(composition, based, recorded)
+    check(opened, problems)
+    aligned = Aligned(opened.adapters) if problems else align(opened.adapters, composition.base_model)
+    check(aligned, problems)
+    opened = replace(opened, experts={**based, **aligned.experts})
+    if opened.adapters.keys() == opened.experts.keys():
+        planned = _plan_of_modules(opened, num_layers, problems)
     else:
-        plan = _plan_of_modules(composition, opened, num_layers, problems, base_at_hand=base_at_hand)
-    if not recorded:
-        with problems.collect():
-            check_base_weights(plan.recorded_bases, plan.base_at_hand)
-        check_used(plan, names, problems)
-        unchecked = unchecked_bases(opened, composition.base_model)
-        plan = replace(plan, notes=(*plan.notes, *unchecked, *chained, *dict.fromkeys(_warnings(plan))))
+        planned = _plan_of_weights(opened, problems)
+    planned = replace(planned, recorded=recorded)
+    planned = replace(planned, base_at_hand=planned.base_at_hand or base_at_hand)
+    check(planned, problems)
     problems.raise_if_any()
-    return plan
+    if recorded:
+        return planned.plan
+    unchecked = unchecked_bases(opened.experts, composition.base_model)
+    notes = (*planned.plan.notes, *unchecked, *chained, *dict.fromkeys(_warnings(planned.plan)))
+    return replace(planned.plan, notes=notes)
 
 
 _ROUTERS = frozenset({"router", "gate"})  # parts of the names of a mixture's routers
@@ -170,26 +139,15 @@ def _warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _plan_of_modules(
-    composition: Composition,
-    experts: Mapping[str, Expert],
-    num_layers: NumLayers | None,
-    problems: Problems,
-    *,
-    base_at_hand: bool,
-) -> Plan:
-    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
-    depth = None
+def _plan_of_modules(opened: Opened, num_layers: NumLayers | None, problems: Problems) -> Planned:
+    composition, adapters, depth = opened.composition, opened.adapters, None
     with problems.collect():
-        depth = settle_depth(adapters, composition, num_layers)
+        depth = find_depth(adapters, composition, num_layers)
+        check(depth, problems)
     problems.raise_if_any()
     assert depth is not None
     adapters = outside_the_layers(adapters, depth.num_layers, base_model=composition.base_model)
-    check_depth(adapters, depth.num_layers, problems, names_layers=composition.names_layers)
-    problems.raise_if_any()
-    rules = composition.rules(depth.num_layers)
-    check_rules(rules, depth.num_layers, problems)
-    problems.raise_if_any()  # or what follows from these mistakes would be reported too
+    rules = _rules(adapters, depth.num_layers, composition, problems)
     whole = {name: part for adapter in adapters.values() for name, part in adapter.saved.items()}
     others = {
         name: part
@@ -207,44 +165,43 @@ def _plan_of_modules(
         name: {module: change_of(part, adapter.file.path) for module, part in adapter.parts.items()}
         for name, adapter in adapters.items()
     }
-    apart = composition.row_threshold is not None
-    modules = _filled(rules, slots, changes, problems, apart=apart)
+    modules = _filled(rules, slots, changes, apart=composition.row_threshold is not None)
     if whole.keys() & others.keys():  # some experts adapt a module that others hold in full: its owner decides
-        modules = [replace(slot, in_full=bool(slot.whole) and len(slot.whole) == len(slot.terms)) for slot in modules]
-    filled = [*modules, *_filled(rules, saved, changes, problems)]
+        owned = [
+            replace(slot, in_full=bool(slot.whole) and len(slot.whole) == len(slot.terms)) for slot in modules.slots
+        ]
+        modules = replace(modules, slots=owned)
+    in_full = _filled(rules, saved, changes)
+    filled = Filled([*modules.slots, *in_full.slots], [*modules.uncovered, *in_full.uncovered])
+    check(filled, problems)
     ends = {
         name: {module: changes[name][module] for module in adapter.vocabulary} for name, adapter in adapters.items()
     }
-    vocabularies = settle_vocabulary(filled, ends, adapters, composition, problems)
-    filled = sorted(vocabularies.slots, key=lambda slot: slot.in_full)
-    covered = {slot.name for slot in filled}
-    uncovered = [slot for slot in (*slots, *saved) if slot.name not in covered]
-    check_matches(rules, filled, adapters, depth.num_layers, composition, problems, uncovered=uncovered)
+    vocabularies = settle_vocabulary(filled.slots, ends, adapters, composition, problems)
     plan = Plan(
-        composition, rules, adapters, depth.num_layers, {slot.name: slot for slot in filled},
+        composition, rules, adapters, depth.num_layers,
+        {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.in_full)},
         base_source=depth.base, notes=(*depth.notes, *vocabularies.notes),
     )  # fmt: skip
-    report(plan, Target.PLAN, problems, base_at_hand=base_at_hand or composition.base_model is not None)
-    return plan
+    return Planned(plan, composition.expert_names, filled.uncovered, base_at_hand=composition.base_model is not None)
 
 
-def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], problems: Problems) -> Plan:
-    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
-    full = {name: expert for name, expert in experts.items() if isinstance(expert, Checkpoint)}
-    report(Plan(composition, (), experts, 0, {}, is_model=True), Target.WEIGHTS, problems)
+def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
     problems.raise_if_any()
+    composition, adapters = opened.composition, opened.adapters
+    full = {name: expert for name, expert in opened.experts.items() if isinstance(expert, Checkpoint)}
     base = _open_base(composition, adapters)
-    skeleton_name, skeleton = ("the base", base) if base else next(iter(full.items()))
-    for name, checkpoint in full.items():
-        check_architecture(skeleton_name, skeleton, name, checkpoint, problems)
-    num_layers = _stored_depth(composition, skeleton_name, skeleton, problems)
-    adapters = outside_the_layers(adapters, num_layers, config=skeleton.config)
-    experts = {**experts, **adapters}
-    check_depth(adapters, num_layers, problems, names_layers=composition.names_layers)
-    rules = composition.rules(num_layers, full=True)
-    check_rules(rules, num_layers, problems)
+    where, stored_in = ("the base", base) if base else next(iter(full.items()))
+    depth = _stored_depth(composition, where, stored_in)
+    num_layers = depth.num_layers
+    skeleton = Skeleton(where, stored_in, full, num_layers)
+    check(skeleton, problems)
+    check(depth, problems)
     problems.raise_if_any()
-    stored, located, tied = locate_all(adapters, skeleton, problems, where=skeleton_name, resized=True)
+    adapters = outside_the_layers(adapters, num_layers, config=stored_in.config)
+    experts = {**opened.experts, **adapters}
+    rules = _rules(adapters, num_layers, composition, problems, full=True)
+    stored, located, tied = locate_all(adapters, stored_in, problems, where=where, resized=True)
     problems.raise_if_any()
     changes: dict[str, Mapping[str, Change]] = {
         name: {key: place.change for key, place in parts.items()} for name, parts in located.items()
@@ -252,77 +209,87 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     for name, checkpoint in full.items():
         changes[name] = {key: _whole(checkpoint, key, tied) for key in stored}
     slots = [_stored_slot(parameter, located.values(), base) for parameter in stored.values()]
-    with_terms = _filled(rules, slots, changes, problems)
+    filled = _filled(rules, slots, changes)
+    check(filled, problems)
     problems.raise_if_any()
     ends = {
         expert: {key: change for key, change in by_key.items() if stored[key].has_tokens}
         for expert, by_key in changes.items()
     }
-    vocabularies = settle_vocabulary(with_terms, ends, experts, composition, problems, base)
-    check_vocabulary(vocabularies.slots, skeleton, full, rules, problems)
+    vocabularies = settle_vocabulary(filled.slots, ends, experts, composition, problems, base)
+    check(Rowed(vocabularies.slots, skeleton, rules), problems)
     problems.raise_if_any()
-    filled = {slot.name: _with_spans(slot, slot.spans) for slot in vocabularies.slots}
-    filled = with_lent_rows(filled, stored, tied, problems)
-    filled, untied = _settle_head(filled, tied, adapters, skeleton)
-    _check_ends(filled, stored, skeleton, problems)
-    check_matches(rules, list(filled.values()), experts, num_layers, composition, problems)
+    settled = {slot.name: _with_spans(slot, slot.spans) for slot in vocabularies.slots}
+    settled, untied = _with_ends(settled, stored, tied, adapters, stored_in, problems)
     plan = Plan(
-        composition, rules, experts, num_layers, filled,
+        composition, rules, experts, num_layers, settled,
         is_model=True, base=base, untied=untied, notes=vocabularies.notes,
     )  # fmt: skip
-    report(plan, Target.WEIGHTS, problems)
-    report(plan, Target.PLAN, problems)
-    if base is None and (needing := [slot.name for slot in filled.values() if slot.needs_base or not slot.terms]):
-        more = f", and so do {len(needing) - 1} more" * (len(needing) > 1)
-        message = f"{needing[0]} needs the base's own weights{more}"
-        problems.add(message, _PASS_BASE, parameter="base_model", kind=BaseModelError)
-    return plan
+    return Planned(plan, composition.expert_names)
 
 
-def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, problems: Problems) -> NumLayers:
-    """The number of layers of full weights, from their config or, if that does not say, from the composition."""
-    in_config = stacked_layers_in_config(skeleton.config)
-    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=0)
-    num_layers = composition.num_layers or in_config or (None if composition.names_layers else stored_layers)
-    if same_depth(in_config, num_layers):
-        num_layers = in_config
-    if isinstance(num_layers, int) and has_both_stacks(skeleton.container):
-        problems.add(
-            f"{name} stores an encoder and a decoder ({skeleton.container}), but its config does not mention both",
-            "Use a folder with the config.json of these weights",
-            parameter="base_model",
-            kind=BaseModelError,
-        )
-    with problems.collect():
-        known_depth(num_layers, name, "Pass `num_layers`", parameter="num_layers")
-        remedy = "Remove or correct `num_layers`"
-        check_depth_of(name, stored_layers if in_config is None else in_config, num_layers, remedy)
+def _rules(
+    adapters: Mapping[str, Adapter],
+    num_layers: NumLayers,
+    composition: Composition,
+    problems: Problems,
+    *,
+    full: bool = False,
+) -> tuple[Rule, ...]:
+    """The rules of a composition for a number of layers; see `Composition.rules`."""
+    check(Layered(adapters, num_layers, composition), problems)
     problems.raise_if_any()
-    assert num_layers is not None
-    return num_layers
+    rules = composition.rules(num_layers, full=full)
+    check(Ruled(rules, num_layers), problems)
+    problems.raise_if_any()  # or what follows from these mistakes would be reported too
+    return rules
+
+
+def _with_ends(
+    slots: Mapping[str, Slot],
+    stored: Mapping[str, StoredTensor],
+    tied: TiedHead | None,
+    adapters: Mapping[str, Adapter],
+    skeleton: Checkpoint,
+    problems: Problems,
+) -> tuple[dict[str, Slot], bool]:
+    """The slots with rows that experts lend and the tied head settled, and whether the result must untie it."""
+    lent = with_lent_rows(slots, stored, tied, problems)
+    settled, untied = _settle_head(lent, tied, adapters, skeleton)
+    check(Ends(settled, stored, skeleton.config), problems)
+    return settled, untied
+
+
+def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint) -> Depth:
+    """The number of layers of full weights, from their config or, if that does not say, from the composition."""
+    in_config, requested = stacked_layers_in_config(skeleton.config), composition.num_layers
+    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=0)
+    actual = in_config if in_config is not None or requested is None else stored_layers
+    used = requested if in_config is None else in_config
+    return Depth(
+        used or stored_layers, name, actual, requested, required=requested is None and composition.names_layers
+    )
 
 
 def _filled(
     rules: Sequence[Rule],
     slots: Iterable[Slot],
     changes: Mapping[str, Mapping[str, Change]],
-    problems: Problems,
     *,
     apart: bool = False,
-) -> list[Slot]:
+) -> Filled:
     """The slots, filled with the terms of the first rule that matches."""
     weights_of = [rule.side_weights() for rule in rules]
     parts_of = [
         rule.split(weights, apart=apart or rule.combines_sides) for rule, weights in zip(rules, weights_of, strict=True)
     ]
-    filled: list[Slot] = []
-    uncovered: list[str] = []
+    filled = Filled()
     for slot in slots:
         place = next(
             (i for i, rule in enumerate(rules) if rule.matches(slot.matched_name, slot.layer, slot.kind)), None
         )
         if place is None:
-            uncovered.append(slot.name)
+            filled.uncovered.append(slot)
             continue
         terms = tuple(
             Term(expert, side, coefficient, changes[expert][slot.name])
@@ -330,15 +297,7 @@ def _filled(
             if slot.name in changes.get(expert, {})
         )
         rule = rules[place]
-        filled.append(replace(slot, terms=terms, weights=weights_of[place], rule=rule, method=rule.method))
-    if uncovered:
-        more = f" and {len(uncovered) - 1} more" if len(uncovered) > 1 else ""
-        problems.add(
-            f"No rule covers {uncovered[0]}{more}",
-            "End with a rule for everything else, such as {expert: NAME} or, as text, NAME",
-            parameter="allocation",
-            kind=CompositionError,
-        )
+        filled.slots.append(replace(slot, terms=terms, weights=weights_of[place], rule=rule, method=rule.method))
     return filled
 
 
@@ -372,11 +331,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         base: the base that the experts adapt.
     """
     problems = Problems(BaseModelError)
-    check_architecture("the base", base, "the base", base, problems)
-    depth = stacked_layers_in_config(base.config)
-    if depth is not None and depth != plan.num_layers:
-        message = f"the plan is for {format_depth(plan.num_layers)} layers, but the base has {format_depth(depth)}"
-        problems.add(message, "Pass the experts' base", parameter="base_model")
+    check(Merging(plan, base), problems)
     stored, located, tied = locate_all(plan.adapters, base, problems, resized=True)
     problems.raise_if_any()
     filled = {}
@@ -392,36 +347,11 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
             slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
             slot = _resized(slot, planned, having, problems)
         filled[key] = slot
-    filled = with_lent_rows(filled, stored, tied, problems)
-    filled, untied = _settle_head(filled, tied, plan.adapters, base)
-    _check_ends(filled, stored, base, problems)
+    filled, untied = _with_ends(filled, stored, tied, plan.adapters, base, problems)
     merged = replace(plan, slots=filled, is_model=True, base=base, untied=untied)
-    report(merged, Target.WEIGHTS, problems)
+    check(merged, problems)
     problems.raise_if_any()
     return merged
-
-
-def _check_ends(
-    slots: Mapping[str, Slot], stored: Mapping[str, StoredTensor], skeleton: Checkpoint, problems: Problems
-) -> None:
-    """Check that embeddings and heads have one number of rows, if any of them was resized, and that the base has the
-    rows that it adds."""
-    for slot in slots.values():
-        if slot.base is None or not slot.spans:
-            continue
-        size = slot.base.tensor.shape[0]
-        if any(span.stop > size and term.expert == BASE for span in slot.spans for term in span.base):
-            problems.add(
-                f"The base has {size} rows of {slot.name}, which was not known when the experts were composed",
-                "Pass `base_model` when you compose them",
-                parameter="base_model",
-                kind=BaseModelError,
-            )
-    ends = {name: slot for name, slot in slots.items() if slot.has_tokens}
-    if any(slot.shape != stored[name].tensor.shape for name, slot in ends.items() if name in stored):
-        # a base's own embedding and head may differ in size
-        sizes = {name: slot.shape[0] - extra_rows(skeleton.config, slot.module) for name, slot in ends.items()}
-        check_sizes(sizes, problems)
 
 
 def _with_spans(slot: Slot, spans: Sequence[Span]) -> Slot:

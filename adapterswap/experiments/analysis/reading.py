@@ -19,7 +19,7 @@ from adapterswap.core.experts.adapter import Adapter, LoraModule
 from adapterswap.core.experts.names import renamed_adapter
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor
 from adapterswap.core.model.layers import within_layer
-from adapterswap.core.planning.base import under_one_name
+from adapterswap.core.planning.alignment import aligned
 from adapterswap.core.planning.targets import Target, check_expert
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, Problems
 from adapterswap.kit.files.numbers import open_files
@@ -36,8 +36,7 @@ def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -
         with problems.collect():
             check_expert(adapter, name, Target.ANALYZE)
     problems.raise_if_any()
-    adapters = under_one_name(adapters, None if base is None else str(base.source.folder), problems)
-    problems.raise_if_any()
+    adapters = aligned(adapters, None if base is None else str(base.source.folder))
     if base is not None and adapters:
         located = locate_all(adapters, base, problems).located
         problems.raise_if_any()

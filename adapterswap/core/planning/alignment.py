@@ -1,0 +1,158 @@
+"""One name for each module: experts may be saved from different classes and versions of their base's model.
+
+Names are compared from headers alone. The base's model is built only if two names may mean one module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from adapterswap.core.companions.files import MODEL_CONFIG
+from adapterswap.core.experts.adapter import Adapter, Part
+from adapterswap.core.experts.keys import is_bias
+from adapterswap.core.experts.names import under_canonical_names
+from adapterswap.core.model.base import base_at
+from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ends_of, of_any_stack, stack_of
+from adapterswap.core.model.sources import cached_base_config, find_source
+from adapterswap.core.planning.base import reference_of
+from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Experts with one name for each module of their base, as far as it is known.
+
+    Attributes:
+        experts: by name; as they were if no two of their names can mean one module, or if the base cannot tell.
+        differing: a sentence about two names that may mean one module; None if there are none.
+        reference: the base that was compared with; None if neither the experts nor the caller name one.
+        unreadable: why that base cannot be read.
+        misnamed: why experts have no names of the base.
+    """
+
+    experts: dict[str, Adapter]
+    differing: str | None = None
+    reference: str | None = None
+    unreadable: AdapterswapError | None = None
+    misnamed: tuple[AdapterswapError, ...] = ()
+
+
+def aligned(experts: Mapping[str, Adapter], base_model: str | None = None) -> dict[str, Adapter]:
+    """Adapters of one base, with one name for each of its modules.
+
+    Args:
+        experts: the adapters by name.
+        base_model: their base; by default the first that an adapter names.
+
+    Raises:
+        ExpertError: two names may mean one module, and the base cannot tell; a module that the base lacks.
+    """
+    result = align(experts, base_model)
+    problems = Problems(ExpertError)
+    check_alignment(result, problems)
+    problems.raise_if_any()
+    return result.experts
+
+
+def align(experts: Mapping[str, Adapter], base_model: str | None) -> Aligned:
+    """The experts, with one name for each module of their base.
+
+    If their modules have entirely different names, they are compared with the base's if the base is on this machine.
+    """
+    differing, reference = _differing_names(experts), reference_of(experts, base_model)
+    unchanged = Aligned(dict(experts), differing, reference)
+    if reference is None or not (differing or (_differ_in_kind(experts) and cached_base_config(reference) is not None)):
+        return unchanged
+    try:
+        base = base_at(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    except AdapterswapError as error:
+        return replace(unchanged, unreadable=error)
+    renamed, misnamed = dict(experts), list[AdapterswapError]()
+    for name, adapter in experts.items():
+        try:
+            renamed[name] = under_canonical_names(adapter, base, name, reference)
+        except AdapterswapError as error:
+            misnamed.append(error)
+    return Aligned(renamed, differing, reference, misnamed=tuple(misnamed))
+
+
+def check_alignment(result: Aligned, problems: Problems) -> None:
+    """Report names that may mean one module if no base tells, and modules that the base lacks."""
+    if result.differing is not None and result.reference is None:
+        problems.add(
+            f"{result.differing}, but no base model is named to compare them with",
+            "Pass `base_model`",
+            parameter="base_model",
+            kind=ExpertError,
+        )
+    elif result.differing is not None and result.unreadable is not None:
+        problems.add(
+            f"{result.differing}, and the base {result.reference} cannot be read to decide it: "
+            f"{result.unreadable.problems[0].message}",
+            "Pass the base's folder as `base_model`, or use experts that were saved from the same model class with "
+            "the same version of transformers",
+            parameter="base_model",
+            kind=ExpertError,
+        )
+    for error in result.misnamed:
+        with problems.collect():
+            raise error
+
+
+def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
+    """A sentence about two names in different experts that may mean one module; None if there are none."""
+    layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
+    for name, container in layered.items():
+        first_name, first = next(iter(layered.items()))
+        if of_any_stack(container) != of_any_stack(first):
+            return (
+                f"The layers are named {first}.N in {first_name} but {container}.N in {name}; these may be the same "
+                "modules"
+            )
+    parts: dict[str, Mapping[str, Part]] = {name: adapter.parts for name, adapter in experts.items()}
+    for name, modules in parts.items():
+        for other, others in parts.items():
+            if (twin := _twin(modules, others)) is not None:
+                return f"{name} adapts {twin[0]} and {other} adapts {twin[1]}; these may be the same module"
+    return None
+
+
+def _twin(ours: Mapping[str, Part], theirs: Mapping[str, Part]) -> tuple[str, str] | None:
+    """A name that is only in `ours` and one that is only in `theirs`, if the two may mean one module."""
+    mine, others = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    if not mine:
+        return None
+    for long in sorted(mine):
+        if (short := next((short for short in _other_names(long, theirs) if short not in ours), None)) is not None:
+            return long, short
+    by_place = {_place(theirs[name]): name for name in sorted(others)}
+    return next(((name, by_place[at]) for name in sorted(mine) if (at := _place(ours[name])) in by_place), None)
+
+
+def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
+    """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
+    _, *ends = ends_of(module)
+    yield from (end for end in ends if end in names)
+    last = module.rpartition(".")[2]
+    if last in EMBEDDINGS | HEADS:
+        yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
+
+
+def _place(module: Part) -> tuple[str, ...]:
+    """The parts that all names of one module share: its kind and stack, the numbers in the name, its last part."""
+    parts = (module.name.removesuffix(".bias") if is_bias(module.name) else module.name).split(".")
+    return module.kind, stack_of(module.name) or "", parts[-1], *(part for part in parts if part.isdigit())
+
+
+def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
+    """Whether two experts each have modules that the other has in no layer.
+
+    They may adapt different modules, such as attention and MLP, or use different names for the same ones.
+    """
+    if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
+        return False
+    modules = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
+    return any(first - second and second - first for first, second in combinations(modules, 2))
