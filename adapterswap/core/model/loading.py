@@ -9,14 +9,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from adapterswap.core.companions.companions import CompanionPlan
+from adapterswap.core.companions.files import GENERATION_CONFIG, MODEL_CONFIG
+from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.model.base import empty_language_model, read_config
 from adapterswap.core.model.checkpoints import check_alone
 from adapterswap.core.model.sources import Source, find_source
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, reason_of
+from adapterswap.kit.files.folders import scratch_folder
+from adapterswap.kit.files.inside import copy_inside
 from adapterswap.kit.files.tensorfile import FLOAT_NAMES
 from adapterswap.kit.files.text import check_pointers
 
@@ -34,13 +39,15 @@ class OpenedBase:
         reference: the folder or Hub id that the user passed.
         source: where its files are; outputs record its name and revision.
         config: the transformers config.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer, or that of the experts on it.
+        generation: the generation settings that go with that; None for the base's own.
     """
 
     reference: str
     source: Source
     config: Any
     tokenizer: Any
+    generation: Any = None
 
 
 def open_base(reference: str) -> OpenedBase:
@@ -64,6 +71,38 @@ def open_base(reference: str) -> OpenedBase:
             parameter="base_model",
         ) from None
     return OpenedBase(reference, source, config, tokenizer)
+
+
+def with_companions(base: OpenedBase, companions: CompanionPlan) -> OpenedBase:
+    """The base with the tokenizer, the chat templates and the ends of answers that full weights would have.
+
+    Args:
+        base: what `open_base` returned.
+        companions: made with the base's folder.
+
+    Raises:
+        ExpertError: transformers cannot read the tokenizer of an expert.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    owners = {kind: companions.owner(kind) for kind in ("tokenizer", "chat_template")}
+    if {*owners.values()} <= {None, BASE_FOLDER}:
+        return base
+    with scratch_folder("tokenizer") as folder:
+        copy_inside(base.source.folder, MODEL_CONFIG, folder / MODEL_CONFIG)
+        companions.write(folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # as in `load_weights`
+            raise ExpertError(
+                f"the tokenizer of {owners['tokenizer']} cannot be opened: {reason_of(error)}",
+                "Save it again with tokenizer.save_pretrained(FOLDER), or pass `tokenizer=base`",
+                parameter="tokenizer",
+            ) from None
+        has_settings = (folder / GENERATION_CONFIG).is_file()
+        generation = GenerationConfig.from_pretrained(folder) if has_settings else None
+    tokenizer.name_or_path = base.tokenizer.name_or_path  # no path of a folder that is gone
+    return replace(base, tokenizer=tokenizer, generation=generation)
 
 
 def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> Any:
@@ -104,6 +143,8 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
             "Save or download the model again: transformers would fill these weights with random numbers",
             parameter="base_model",
         )
+    if base.generation is not None:
+        model.generation_config = base.generation
     return model
 
 
@@ -111,6 +152,8 @@ def generation_config(base: OpenedBase) -> Any:
     """The model's own generation settings, as `load_weights` would find them."""
     from transformers import GenerationConfig
 
+    if base.generation is not None:
+        return base.generation
     if (base.source.folder / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(base.source.folder)
     return GenerationConfig.from_model_config(base.config)

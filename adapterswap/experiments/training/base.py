@@ -79,8 +79,13 @@ def check_libraries(recipe: TrainRecipe) -> None:
 
 
 def open_trainable(reference: str) -> OpenedBase:
-    """Open the base's config and tokenizer, and add a pad token if there is none."""
-    base = open_base(reference)
+    """Open the base's config and tokenizer; see `with_padding`."""
+    return with_padding(open_base(reference))
+
+
+def with_padding(base: OpenedBase) -> OpenedBase:
+    """The base, whose tokenizer gets a token for padding if it has none. It must have one for the end."""
+    reference = base.reference
     if base.tokenizer.eos_token_id is None:
         raise BaseModelError(
             f"The tokenizer of {reference} has no end-of-sequence token, so the expert could not learn to stop",
