@@ -127,6 +127,7 @@ def evaluate_command(
     recipe: Annotated[str, RecipePath("compose"), "PATH"] | None = None,
     tasks: Annotated[str, _TaskList(), "TASKS"],
     settings: Annotated[Any, Options(_settings)],
+    chat_template_from: Annotated[str, "NAME"] | None = None,
     compare_engines: bool = False,
     device: Device = "auto",
     dtype: BaseDtype = "auto",
@@ -150,6 +151,8 @@ def evaluate_command(
         adapter: An adapter to load on top of it.
         recipe: A recipe (YAML) of a composition, as for compose.
         tasks: Comma-separated tasks, such as mgsm_native_cot_sw or mgsm_*_te.
+        chat_template_from: Whose chat template prompts have: an expert's name, `adapter` or `base`.  [default: the
+            experts' where they agree, else the task expert's]
         compare_engines: Evaluate in transformers and in vLLM, and print how they differ.
         out_path: Folder to write: results.json and samples.jsonl.
         dry_run: Check everything and print the first prompt, without loading weights.
@@ -166,9 +169,12 @@ def evaluate_command(
     _phase("reading the tasks")
     with working("reading the tasks", shown=is_first()):
         prepared = prepare_evaluation(
-            base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
-            out_path=out_path, overwrite=overwrite,
+            base_model, tasks, adapter=adapter, plan=plan, chat_template_from=chat_template_from, max_rank=max_rank,
+            max_error=max_error, settings=settings, out_path=out_path, overwrite=overwrite,
         )  # fmt: skip
+    if is_first():
+        for line in prepared.companions.prompt_lines:
+            note(line)
     if (date := prepared.settings.date) != settings.date and is_first():
         note(f"the chat template prints today's date: pass --date {date} to get the same prompts again")
     unscored = [name for name in prepared.tasks["tasks"] if name.startswith("multijail_")]

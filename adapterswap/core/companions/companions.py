@@ -174,6 +174,11 @@ class CompanionPlan:
         return [str(ownership) for ownership in owners.values() if ownership.differing]
 
     @property
+    def prompt_lines(self) -> list[str]:
+        """The lines on what prompts depend on."""
+        return [str(one) for kind in ("tokenizer", "chat_template") if (one := self.owners.get(kind)) and one.differing]
+
+    @property
     def record(self) -> dict[str, str]:
         """The owners by kind, for adapterswap.json."""
         config = {} if self.config is None else {"config": self.config}
@@ -244,6 +249,7 @@ def decide(
     rows: int | None = None,
     config: str | None = None,
     tokenizer: str | None = None,
+    template: str | None = None,
 ) -> CompanionPlan:
     """Decide whose companions a result takes.
 
@@ -254,9 +260,10 @@ def decide(
         rows: the embedding's number of rows, if known: tokenizers with larger ids are not used.
         config: the owner of the config, for full weights.
         tokenizer: whose tokenizer and chat templates are taken: an expert's or the `base`'s; by default see above.
+        template: whose chat templates are taken, if not those beside the tokenizer.
 
     Raises:
-        ArgumentError: there is no such expert, or it has no tokenizer.
+        ArgumentError: there is no such expert, or it has no tokenizer or no chat template.
     """
     folders = {name: Companions(folder) for name, folder in experts.items()}
     if base is not None:
@@ -268,7 +275,9 @@ def decide(
         others = _differing("tokenizer", BASE_FOLDER, compared) if BASE_FOLDER in compared else {}
         owners["tokenizer"] = Ownership("tokenizer", BASE_FOLDER, others)
     elif tokenizer is not None:
-        _check_chosen(tokenizer, folders)
+        _check_chosen("tokenizer", tokenizer, folders)
+    if template is not None:
+        _check_chosen("chat_template", template, folders)
     united = None if is_chosen_elsewhere else unite(experts, base, rows=rows, chosen=tokenizer)
     if united is not None and tokenizer is not None:
         owners["tokenizer"] = _tokenizer(united, compared)
@@ -279,9 +288,9 @@ def decide(
         owners["tokenizer"] = _tokenizer(united, compared)
     for kind in get_args(Kind)[1:]:
         names = [name for name, one in folders.items() if one.has(kind)]
-        if kind == "chat_template" and tokenizer is not None:
+        if kind == "chat_template" and (tokenizer or template):
             # Whoever is chosen without a template of its own was trained with the base's, if any.
-            names = [name for name in dict.fromkeys((tokenizer, BASE_FOLDER)) if name in names]
+            names = [name for name in (template, tokenizer, BASE_FOLDER) if name in names]
             owners |= {kind: Ownership(kind, names[0], _differing(kind, names[0], compared))} if names else {}
         elif names:
             owner = _plainest(kind, names[0], folders)
@@ -289,19 +298,23 @@ def decide(
     return CompanionPlan(folders, config, owners, united, rows)
 
 
-def _check_chosen(name: str, folders: Mapping[str, Companions]) -> None:
-    """Refuse a `tokenizer` of somebody who takes no part, or has none."""
+_CHOICES: Mapping[Kind, str] = {"tokenizer": "tokenizer", "chat_template": "chat_template_from"}  # their parameters
+
+
+def _check_chosen(kind: Kind, name: str, folders: Mapping[str, Companions]) -> None:
+    """Refuse the choice of somebody who takes no part, or has no companions of this kind."""
+    parameter = _CHOICES[kind]
     if name not in folders:
         raise ArgumentError(
-            f"`tokenizer` is {name!r}, which is no expert of this composition",
+            f"`{parameter}` is {name!r}, which is not an expert here",
             f"Choose from {', '.join(dict.fromkeys((*folders, BASE_FOLDER)))}",
-            parameter="tokenizer",
+            parameter=parameter,
         )
-    if not folders[name].has("tokenizer"):
+    if not folders[name].has(kind):
         raise ArgumentError(
-            f"`tokenizer` is {name!r}, but there is no tokenizer in its folder",
+            f"`{parameter}` is {name!r}, whose folder has no {_LABELS.get(kind, kind)}",
             "Save it there with tokenizer.save_pretrained(FOLDER), or choose another",
-            parameter="tokenizer",
+            parameter=parameter,
         )
 
 

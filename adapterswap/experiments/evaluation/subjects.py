@@ -17,10 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.core.companions.companions import CompanionPlan, decide
+from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.experts.adapter import Adapter, read_adapter
 from adapterswap.core.experts.config import is_plain
 from adapterswap.core.model.layers import check_depth_of, num_layers_in_config
-from adapterswap.core.model.loading import OpenedBase, choose_device, load_weights, open_base, quiet_peft
+from adapterswap.core.model.loading import (
+    OpenedBase,
+    choose_device,
+    load_weights,
+    open_base,
+    quiet_peft,
+    with_companions,
+)
 from adapterswap.core.model.sources import (
     CONFIG,
     PROVENANCE,
@@ -234,6 +243,7 @@ class Evaluation:
         tasks: the loaded tasks.
         settings: how they are evaluated.
         subject: a description of what is evaluated, as plain data.
+        companions: whose tokenizer and chat template the prompts have: as those of the merged model.
         adapter: the adapter on the base, if any.
         plan: the composition on the base, if any.
         max_rank, max_error: see `write_adapter`.
@@ -244,6 +254,7 @@ class Evaluation:
     tasks: LoadedTasks
     settings: Settings
     subject: Mapping[str, Any]
+    companions: CompanionPlan
     adapter: Source | None = None
     plan: Plan | None = None
     max_rank: int | None = None
@@ -333,6 +344,7 @@ def evaluate(
     *,
     adapter: Adapter | str | Path | None = None,
     plan: Plan | None = None,
+    chat_template_from: str | None = None,
     max_rank: int | None = None,
     max_error: float | None = None,
     num_fewshot: int | None = None,
@@ -369,6 +381,8 @@ def evaluate(
         tasks: names of tasks, as a list or separated by commas.
         adapter: an adapter of any kind that PEFT can load: opened, a folder or a Hub id.
         plan: a composition of adapters, instead of `adapter`. With neither, the base alone is evaluated.
+        chat_template_from: whose chat template prompts are rendered with: an expert's name, `adapter` or `base`. By
+            default as of the merged model: the experts' where they agree, else the task expert's.
         max_rank, max_error: truncate the composition; see `write_adapter`.
         num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction,
             enable_thinking, think_end_token, date, truncate, include_path, trust_task_code, confirm_run_unsafe_code,
@@ -403,12 +417,31 @@ def evaluate(
         seed=sampling_seed, language_fidelity=language_fidelity, engine=engine, engine_args=engine_args or {},
     )  # fmt: skip
     prepared = prepare_evaluation(
-        base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
-        out_path=out_path, overwrite=overwrite,
+        base_model, tasks, adapter=adapter, plan=plan, chat_template_from=chat_template_from, max_rank=max_rank,
+        max_error=max_error, settings=settings, out_path=out_path, overwrite=overwrite,
     )  # fmt: skip
     return prepared.run(
         device=device, dtype=dtype, out_path=out_path, overwrite=overwrite, processes=processes, on_progress=on_progress
     )
+
+
+def _companions(
+    base: OpenedBase, adapter: Source | None, plan: Plan | None, chat_template_from: str | None
+) -> CompanionPlan:
+    """Whose tokenizer and chat template the merged model would have."""
+    folders = {name: expert.source.folder for name, expert in plan.experts.items()} if plan is not None else {}
+    folders |= {"adapter": adapter.folder} if adapter is not None else {}
+    return decide(
+        folders, base.source.folder, rows=getattr(base.config.get_text_config(), "vocab_size", None),
+        tokenizer=plan.composition.tokenizer if plan is not None else None, template=chat_template_from,
+    )  # fmt: skip
+
+
+def described_companions(companions: CompanionPlan) -> dict[str, Any]:
+    """Whose tokenizer and chat template prompts have, as plain data; nothing if they are the base's."""
+    owners = {kind: companions.owner(kind) for kind in ("tokenizer", "chat_template")}
+    others = {kind: owner for kind, owner in owners.items() if owner not in (None, BASE_FOLDER)}
+    return {"companions": others} if others else {}
 
 
 def prepare_evaluation(
@@ -417,6 +450,7 @@ def prepare_evaluation(
     *,
     adapter: Adapter | str | Path | None = None,
     plan: Plan | None = None,
+    chat_template_from: str | None = None,
     max_rank: int | None = None,
     max_error: float | None = None,
     settings: Settings | None = None,
@@ -447,14 +481,19 @@ def prepare_evaluation(
     if out_path is not None:
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     base = open_base(str(base_model))
+    companions = _companions(base, source, plan, chat_template_from)
+    base = with_companions(base, companions)
     settings.check(base.tokenizer)
     settings = dated(settings, base.tokenizer)
     loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
     if settings.language_fidelity:
         check_languages(loaded["tasks"])
     subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
+    subject |= described_companions(companions)
     inputs.append(base.source.folder)
-    evaluation = Evaluation(base, loaded, settings, subject, source, plan, max_rank, max_error, tuple(inputs))
+    evaluation = Evaluation(
+        base, loaded, settings, subject, companions, source, plan, max_rank, max_error, tuple(inputs)
+    )  # fmt: skip
     if Vocabulary(base.config, base.tokenizer).may_lack_rows:
         evaluation.preview()  # refuses prompts with such tokens
     return evaluation

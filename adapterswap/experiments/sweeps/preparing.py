@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
+from adapterswap.core.companions.companions import CompanionPlan, decide
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, model_fingerprints, open_checkpoint
 from adapterswap.core.model.layers import check_depth_of, known_depth, num_layers_in_config
-from adapterswap.core.model.loading import OpenedBase, open_base
+from adapterswap.core.model.loading import OpenedBase, open_base, with_companions
 from adapterswap.core.model.sources import WEIGHTS
 from adapterswap.core.planning.composition import Place, adapters_of, chains_of
 from adapterswap.core.planning.making import make_plan, merge_plan
@@ -206,6 +207,7 @@ class PreparedSweep:
         settings: how tasks are evaluated.
         grid: the cells.
         plans: cell → its plan, made when it is read; None for the base.
+        companions: whose tokenizer and chat template the prompts of all cells have.
         described: all of it as plain data, without paths of this machine: the content of sweep.json before the judge
             adds the versions and the settings of the model.
     """
@@ -220,7 +222,17 @@ class PreparedSweep:
     settings: Settings
     grid: Grid
     plans: Plans
+    companions: CompanionPlan
     described: Mapping[str, Any]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on the prompts, for the user."""
+        notes = self.companions.prompt_lines
+        if self.settings.date != self.recipe.settings.date:
+            date = self.settings.date
+            notes.append(f"the chat template prints today's date: set settings.date to {date} to resume another day")
+        return notes
 
     def loaded(self, names: Iterable[str] | None = None) -> LoadedTasks:
         """These tasks, or all, in the form of `load_tasks`."""
@@ -293,6 +305,11 @@ def prepare(
     settings = recipe.settings.as_settings(
         confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
     )
+    companions = decide(
+        {name: expert.source.folder for name, expert in experts.items()}, base.source.folder,
+        rows=getattr(base.config.get_text_config(), "vocab_size", None), template=recipe.settings.chat_template_from,
+    )  # fmt: skip
+    base = with_companions(base, companions)
     with problems.collect():
         settings.check(base.tokenizer)
         settings = dated(settings, base.tokenizer)
@@ -310,7 +327,9 @@ def prepare(
     plans.check(problems)
     problems.raise_if_any()
     sides = {name: side for name, (_, side) in places.items()}
-    prepared = PreparedSweep(recipe, base, num_layers, experts, sides, tasks, harness_tasks, settings, grid, plans, {})
+    prepared = PreparedSweep(
+        recipe, base, num_layers, experts, sides, tasks, harness_tasks, settings, grid, plans, companions, {}
+    )  # fmt: skip
     return replace(prepared, described=_describe(prepared))
 
 
@@ -513,6 +532,7 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
         "task_files": task_files(prepared.settings.include_path),
+        "companions": {kind: prepared.companions.owner(kind) for kind in ("tokenizer", "chat_template")},
         "settings": prepared.settings.described(),
         "cells": [cell.as_json() for cell in prepared.grid.cells],
     }  # fmt: skip
