@@ -15,7 +15,7 @@ from typing import Any
 
 from adapterswap.kit.errors import ExpertError
 from adapterswap.kit.files.inside import names_inside, read_inside, text_inside
-from adapterswap.kit.files.text import is_folder, parse_json
+from adapterswap.kit.files.text import exists, is_folder, parse_json
 
 JINJA, MORE, LEGACY = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 SETTINGS = "tokenizer_config.json"
@@ -41,7 +41,8 @@ def read_templates(folder: Path | None) -> Templates | None:
 
 def write_templates(templates: Templates, target: Path) -> None:
     """Write chat templates into the folder `target`, in place of all that stand there."""
-    if templates == (read_templates(target) or {}):
+    only_for_processors = exists(target / LEGACY) and _PROCESSOR not in templates
+    if templates == (read_templates(target) or {}) and not only_for_processors:
         return
     settings = _settings(target)
     if settings.pop(_KEY, None) is not None:

@@ -15,7 +15,8 @@ from adapterswap.core.companions.files import TEMPLATE_FILES, TOKENIZER_FILES, c
 from adapterswap.core.companions.parts import FAST, TOKEN_PARTS, differing_parts
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.hashes import stamp
-from adapterswap.kit.files.text import exists, open_regular
+from adapterswap.kit.files.inside import read_inside
+from adapterswap.kit.files.text import exists
 
 Tokens = Mapping[int, str]
 
@@ -61,8 +62,7 @@ def read_tokens(folder: Path) -> Tokens | None:
 def _read(path: Path, version: tuple[int, ...]) -> Tokens | None:
     from tokenizers import Tokenizer
 
-    with open_regular(path, _REMEDY) as file:
-        content = file.read()
+    content = read_inside(path.parent, path.name) or b""
     try:
         vocabulary = Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
     except Exception:  # the library raises Exception itself

@@ -21,7 +21,7 @@ from adapterswap.core.model.sources import Source, find_source
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, reason_of
 from adapterswap.kit.files.folders import scratch_folder
-from adapterswap.kit.files.inside import copy_inside
+from adapterswap.kit.files.inside import read_inside
 from adapterswap.kit.files.tensorfile import FLOAT_NAMES
 from adapterswap.kit.files.text import check_pointers
 
@@ -49,6 +49,36 @@ class OpenedBase:
     tokenizer: Any
     generation: Any = None
 
+    def with_companions(self, companions: CompanionPlan) -> OpenedBase:
+        """The base with the tokenizer, the chat templates and the ends of answers that full weights would have.
+
+        Args:
+            companions: made with this base's folder.
+
+        Raises:
+            ExpertError: transformers cannot read the tokenizer of an expert.
+        """
+        from transformers import AutoTokenizer, GenerationConfig
+
+        owners = {kind: companions.owner(kind) for kind in ("tokenizer", "chat_template")}
+        if {*owners.values()} <= {None, BASE_FOLDER}:
+            return self
+        with scratch_folder("tokenizer") as folder:
+            (folder / MODEL_CONFIG).write_bytes(read_inside(self.source.folder, MODEL_CONFIG) or b"{}")
+            companions.write(folder)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            except Exception as error:  # as in `load_weights`
+                raise ExpertError(
+                    f"the tokenizer of {owners['tokenizer']} cannot be opened: {reason_of(error)}",
+                    "Save it again with tokenizer.save_pretrained(FOLDER), or pass `tokenizer=base`",
+                    parameter="tokenizer",
+                ) from None
+            has_settings = (folder / GENERATION_CONFIG).is_file()
+            generation = GenerationConfig.from_pretrained(folder) if has_settings else None
+        tokenizer.name_or_path = self.tokenizer.name_or_path  # no path of a folder that is gone
+        return replace(self, tokenizer=tokenizer, generation=generation)
+
 
 def open_base(reference: str) -> OpenedBase:
     """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`."""
@@ -71,38 +101,6 @@ def open_base(reference: str) -> OpenedBase:
             parameter="base_model",
         ) from None
     return OpenedBase(reference, source, config, tokenizer)
-
-
-def with_companions(base: OpenedBase, companions: CompanionPlan) -> OpenedBase:
-    """The base with the tokenizer, the chat templates and the ends of answers that full weights would have.
-
-    Args:
-        base: what `open_base` returned.
-        companions: made with the base's folder.
-
-    Raises:
-        ExpertError: transformers cannot read the tokenizer of an expert.
-    """
-    from transformers import AutoTokenizer, GenerationConfig
-
-    owners = {kind: companions.owner(kind) for kind in ("tokenizer", "chat_template")}
-    if {*owners.values()} <= {None, BASE_FOLDER}:
-        return base
-    with scratch_folder("tokenizer") as folder:
-        copy_inside(base.source.folder, MODEL_CONFIG, folder / MODEL_CONFIG)
-        companions.write(folder)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # as in `load_weights`
-            raise ExpertError(
-                f"the tokenizer of {owners['tokenizer']} cannot be opened: {reason_of(error)}",
-                "Save it again with tokenizer.save_pretrained(FOLDER), or pass `tokenizer=base`",
-                parameter="tokenizer",
-            ) from None
-        has_settings = (folder / GENERATION_CONFIG).is_file()
-        generation = GenerationConfig.from_pretrained(folder) if has_settings else None
-    tokenizer.name_or_path = base.tokenizer.name_or_path  # no path of a folder that is gone
-    return replace(base, tokenizer=tokenizer, generation=generation)
 
 
 def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> Any:

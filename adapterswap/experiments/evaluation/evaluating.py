@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts, dated
+from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
 from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.evaluation.stock_tasks import code_allowed, explained_task_errors, rendering
@@ -130,7 +130,7 @@ def preview(
     settings: Settings | None = None,
 ) -> list[TaskPreview]:
     """Build the prompts that `evaluate` would send to a model with this config; the arguments are `evaluate`'s."""
-    settings = dated(settings or Settings(), tokenizer)
+    settings = (settings or Settings()).dated(tokenizer)
     loaded = tasks_to_evaluate(tokenizer, tasks, settings)
 
     from lm_eval.evaluator_utils import get_sample_size
@@ -220,7 +220,7 @@ def evaluate(
     """
     import torch
 
-    settings = dated(settings or Settings(), tokenizer)
+    settings = (settings or Settings()).dated(tokenizer)
     loaded = tasks_to_evaluate(tokenizer, tasks, settings)
     processes = processes or Processes()
     done = 0

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.kit.errors import ArgumentError, BaseModelError
 
 Turn = Mapping[str, str]
 _SYSTEM = "system"
-
-
-def chat_template(tokenizer: Any, settings: Settings) -> ChatTemplate:
-    """The tokenizer's chat template with the settings' variables and date."""
-    thinking = settings.enable_thinking
-    return ChatTemplate(tokenizer, {} if thinking is None else {"enable_thinking": thinking}, date=settings.day)
 
 
 def chat_prompts(tokenizer: Any, settings: Settings) -> Callable[..., str]:
@@ -27,7 +19,7 @@ def chat_prompts(tokenizer: Any, settings: Settings) -> Callable[..., str]:
     """
     from jinja2 import TemplateError
 
-    template = chat_template(tokenizer, settings)
+    template = settings.chat(tokenizer)
 
     def render(history: Sequence[Turn], add_generation_prompt: bool = True) -> str:
         try:
@@ -61,21 +53,6 @@ def _refusal(history: Sequence[Turn], error: Exception, settings: Settings) -> A
         "Leave out `apply_chat_template`, or use a model whose chat template takes system turns",
         parameter="apply_chat_template",
     )
-
-
-def dated(settings: Settings, tokenizer: Any) -> Settings:
-    """Settings with today's date if the chat template asks for it and they have none, so that results record it."""
-    if not (settings.apply_chat_template and tokenizer.chat_template) or settings.date is not None:
-        return settings
-    from jinja2 import TemplateError
-
-    template = chat_template(tokenizer, settings)
-    system = [{"role": _SYSTEM, "content": settings.system_instruction}] if settings.system_instruction else []
-    try:
-        template([*system, {"role": "user", "content": "?"}], add_generation_prompt=True)
-    except TemplateError:
-        return settings  # the first prompt reports it
-    return replace(settings, date=template.today.isoformat()) if template.asked_date else settings
 
 
 class Vocabulary:

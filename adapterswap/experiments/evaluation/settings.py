@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -104,6 +104,25 @@ class Settings:
     def day(self) -> datetime.date | None:
         """`date` as a date."""
         return None if self.date is None else datetime.date.fromisoformat(self.date)
+
+    def chat(self, tokenizer: Any) -> ChatTemplate:
+        """The tokenizer's chat template with these variables and this date."""
+        variables = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return ChatTemplate(tokenizer, variables, date=self.day)
+
+    def dated(self, tokenizer: Any) -> Settings:
+        """With today's date if the chat template asks for it and there is none, so that results record it."""
+        if not (self.apply_chat_template and tokenizer.chat_template) or self.date is not None:
+            return self
+        from jinja2 import TemplateError
+
+        template = self.chat(tokenizer)
+        system = [{"role": "system", "content": self.system_instruction}] if self.system_instruction else []
+        try:
+            template([*system, {"role": "user", "content": "?"}], add_generation_prompt=True)
+        except TemplateError:
+            return self  # the first prompt reports it
+        return replace(self, date=template.today.isoformat()) if template.asked_date else self
 
     def check(self, tokenizer: Any) -> None:
         """Check the settings against the base's tokenizer, and report all problems together.

@@ -28,7 +28,6 @@ from adapterswap.core.model.loading import (
     load_weights,
     open_base,
     quiet_peft,
-    with_companions,
 )
 from adapterswap.core.model.sources import (
     CONFIG,
@@ -47,7 +46,7 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.records import CompositionRecord, adapter_source, composition_record, read_record
 from adapterswap.experiments.evaluation import evaluating
 from adapterswap.experiments.evaluation.languages import check_languages
-from adapterswap.experiments.evaluation.prompts import Vocabulary, dated
+from adapterswap.experiments.evaluation.prompts import Vocabulary
 from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.experiments.evaluation.settings import SEED, Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
@@ -482,9 +481,9 @@ def prepare_evaluation(
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     base = open_base(str(base_model))
     companions = _companions(base, source, plan, chat_template_from)
-    base = with_companions(base, companions)
+    base = base.with_companions(companions)
     settings.check(base.tokenizer)
-    settings = dated(settings, base.tokenizer)
+    settings = settings.dated(base.tokenizer)
     loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
     if settings.language_fidelity:
         check_languages(loaded["tasks"])

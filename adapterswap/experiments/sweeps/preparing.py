@@ -19,7 +19,7 @@ from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, model_fingerprints, open_checkpoint
 from adapterswap.core.model.layers import check_depth_of, known_depth, num_layers_in_config
-from adapterswap.core.model.loading import OpenedBase, open_base, with_companions
+from adapterswap.core.model.loading import OpenedBase, open_base
 from adapterswap.core.model.sources import WEIGHTS
 from adapterswap.core.planning.composition import Place, adapters_of, chains_of
 from adapterswap.core.planning.making import make_plan, merge_plan
@@ -27,7 +27,6 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.targets import Target, check_expert, clash
 from adapterswap.core.writing.outputs import Form
 from adapterswap.experiments.evaluation.languages import check_languages, language_of
-from adapterswap.experiments.evaluation.prompts import dated
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.evaluation.tasks import (
     LoadedTasks,
@@ -309,10 +308,10 @@ def prepare(
         {name: expert.source.folder for name, expert in experts.items()}, base.source.folder,
         rows=getattr(base.config.get_text_config(), "vocab_size", None), template=recipe.settings.chat_template_from,
     )  # fmt: skip
-    base = with_companions(base, companions)
+    base = base.with_companions(companions)
     with problems.collect():
         settings.check(base.tokenizer)
-        settings = dated(settings, base.tokenizer)
+        settings = settings.dated(base.tokenizer)
     with problems.collect():
         tasks_of_sweep, tasks, harness_tasks = find_tasks(recipe, settings)
     with problems.collect():

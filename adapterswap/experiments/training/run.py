@@ -188,7 +188,7 @@ class _Prepared:
 def _prepare(
     recipe: TrainRecipe, scratch: Path, processes: int, *, trust_task_code: bool, tell: Callable[[str], None]
 ) -> _Prepared:
-    from adapterswap.core.model.loading import empty_model, open_base, with_companions
+    from adapterswap.core.model.loading import empty_model, open_base
     from adapterswap.experiments.training.data import load_data, sequences
     from adapterswap.experiments.training.start import open_start
     from adapterswap.experiments.training.targets import find_targets
@@ -197,7 +197,7 @@ def _prepare(
     # A model without weights is enough to report a wrong name before rows and weights are read.
     model = empty_model(base)
     start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
-    base = with_padding(with_companions(base, start.companions) if start else base)
+    base = with_padding(base.with_companions(start.companions) if start else base)
     targets = find_targets(model, recipe, base.config, start)
     tell("reading rows")
     data = load_data(recipe, base)
