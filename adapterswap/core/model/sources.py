@@ -56,13 +56,32 @@ def cached_models() -> list[str]:
 
 def is_cached(repo: str) -> bool:
     """Whether the Hub's cache has a folder for this model. It may lack files or revisions."""
-    return os.path.isdir(os.path.join(_cache(), _PREFIX + repo.replace("/", "--")))
+    return _home(repo).is_dir()
+
+
+def _home(repo: str) -> Path:
+    """The folder of a model in the Hub's cache."""
+    return Path(_cache(), _PREFIX + repo.replace("/", "--"))
 
 
 def _cache() -> str:
     from huggingface_hub import constants
 
     return constants.HF_HUB_CACHE
+
+
+def cached_snapshot(repo: str, revision: str | None = None) -> Path | None:
+    """The folder of a model's revision in the Hub's cache; None if it was not downloaded. It may lack files.
+
+    This follows the layout of the cache (refs/NAME holds a commit, snapshots/COMMIT its files): importing the Hub's
+    client takes longer than composing.
+    """
+    home, commit = _home(repo), revision or "main"
+    ref = home / "refs" / commit
+    if ref.is_file():
+        commit = ref.read_text(encoding="utf-8").strip()
+    snapshot = home / "snapshots" / commit
+    return snapshot if re.fullmatch(r"\w+", commit) and snapshot.is_dir() else None
 
 
 _HUB_ID = re.compile(
@@ -184,12 +203,16 @@ def subfolders_with(source: Source, file: str) -> list[str]:
 
 
 def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | None) -> Source:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants
 
     repo, subfolder, revision = hub_id
     patterns = [f"{subfolder}/{file}" if subfolder else file for file in files]
     try:
-        snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        snapshot = cached_snapshot(repo, revision) if constants.HF_HUB_OFFLINE else None
+        if snapshot is None:
+            from huggingface_hub import snapshot_download
+
+            snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the Hub's client, its transports and its storage raise different errors
         raise NotFoundError(
             f"The {role} {hub_id} is not a local folder and could not be downloaded from the Hub: {hub_reason(error)}",
@@ -246,15 +269,11 @@ def cached_base_folder(reference: str) -> Path | None:
     if is_folder(path):
         return path
     hub_id = parse_hub_id(reference)
-    if hub_id is None or hub_id.subfolder or not is_cached(hub_id.repo):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(hub_id.repo, "config.json", revision=hub_id.revision)
+    snapshot = None if hub_id is None or hub_id.subfolder else cached_snapshot(hub_id.repo, hub_id.revision)
     with suppress(BaseModelError):
-        if isinstance(cached, str):
-            _check_links(Path(cached).parent, reference, BaseModelError)
-            return Path(cached).parent
+        if snapshot is not None and (snapshot / "config.json").is_file():
+            _check_links(snapshot, reference, BaseModelError)
+            return snapshot
     return None
 
 

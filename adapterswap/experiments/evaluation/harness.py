@@ -24,6 +24,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from adapterswap.experiments.evaluation.answers import extract_answer
+from adapterswap.experiments.evaluation.choices import SharedContexts, answer_shared, shared_contexts
 from adapterswap.experiments.evaluation.mgsm import mgsm_task
 from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
 from adapterswap.experiments.evaluation.settings import Settings
@@ -340,8 +341,27 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         return [answers[place] for place in range(len(requests))]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
-        # Rolling likelihoods would show a bar despite the settings.
-        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        """See the harness. On a CPU, a context with several continuations is read once."""
+        pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        shared = shared_contexts(pairs, self.max_length + 1) if self.device.type == "cpu" else {}
+        answers: dict[int, tuple[float, bool]] = {}
+
+        def on_answer(index: int, answer: tuple[float, bool]) -> None:
+            answers[index] = answer
+            if requests[index][0] is not None:
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+
+        if shared:
+            with torch.no_grad():
+                answer_shared(SharedContexts(self.model), pairs, shared, size=self.batch_size, on_answer=on_answer)
+        others = [index for index in range(len(requests)) if index not in answers]
+        if others:
+            # Rolling likelihoods would show a bar despite the settings.
+            rest = super()._loglikelihood_tokens(
+                [requests[index] for index in others], disable_tqdm=True, override_bs=override_bs
+            )
+            answers |= zip(others, rest, strict=True)
+        return [answers[index] for index in range(len(requests))]
 
     def _tokens(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         """The context and what follows it."""

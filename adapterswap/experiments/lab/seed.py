@@ -47,10 +47,21 @@ class Questions:
     """
 
     def __init__(self, problems: Sequence[WordProblem], language: str) -> None:
-        prompts = [[BOS, *ids_of(problem.prompt(language))] for problem in problems]
-        answers = [[*ids_of(problem.answer), EOS] for problem in problems]
-        order = sorted(range(len(problems)), key=lambda i: len(prompts[i]) + len(answers[i]))
-        self.number = len(problems)
+        self._batch(
+            [[BOS, *ids_of(problem.prompt(language))] for problem in problems],
+            [[*ids_of(problem.answer), EOS] for problem in problems],
+        )
+
+    @classmethod
+    def of_tokens(cls, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Questions:
+        """Questions whose prompts and answers are tokens already; an answer ends with the end of sequence."""
+        questions = cls.__new__(cls)
+        questions._batch(prompts, answers)
+        return questions
+
+    def _batch(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
+        self.number = len(prompts)
         self.batches: list[tuple[list[int], Any, Any]] = []
         for start in range(0, len(order), _BATCH):
             chosen = order[start : start + _BATCH]

@@ -132,15 +132,18 @@ class Choice:
             yield f"{kind}.{format_layers(layers)}={owner}"
 
 
-def first_choice(experts: Sequence[str], num_layers: int | None = None) -> Choice:
-    """The choice that a page opens with: the paper's layer swap of the first two experts, or of one and the base.
+def first_choice(experts: Sequence[str], num_layers: int | None = None, zones: tuple[int, int] | None = None) -> Choice:
+    """The choice that a page opens with: a layer swap of the first two experts, or of one and the base.
 
     Args:
         num_layers: L. If it is too small for the paper's zones, one bottom layer is swapped instead.
+        zones: bottom and top layers; by default the paper's.
     """
     names = [*experts, "base"]
     fields: dict[str, Any] = {"method": "layer_swap"}
-    if num_layers is not None and not _has_paper_layers(num_layers):
+    if zones is not None:
+        fields |= {"bottom": zones[0], "top": zones[1]}
+    elif num_layers is not None and not _has_paper_layers(num_layers):
         fields |= {"bottom": min(1, num_layers), "top": 0}
     return Choice((names[0],), (names[1],), fields)
 

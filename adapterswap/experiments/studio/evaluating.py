@@ -23,8 +23,7 @@ from adapterswap.core.planning.composition import Composition
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.answers import is_correct, parse_number
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
-from adapterswap.experiments.lab.scenes import draw_problems
-from adapterswap.experiments.lab.seed import Questions, exact_match
+from adapterswap.experiments.lab.seed import exact_match
 from adapterswap.experiments.reporting.latex import harmless
 from adapterswap.experiments.studio.choice import check_values
 from adapterswap.experiments.studio.html import text
@@ -34,7 +33,6 @@ from adapterswap.kit.files.text import as_row, json_lines
 
 OWN_FILE = "your own file"
 _LAB = "lab problems in "
-_CHUNK = 50
 _TOKENS = 256
 _MOST_ROWS = 500
 LARGEST_FILE = 1_000_000
@@ -183,12 +181,13 @@ class _Stopped(BaseException):
 
 def _score_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
     assert workspace.lab is not None
-    problems = draw_problems(workspace.lab.scene, "development", limit)
+    lab = workspace.lab
+    problems = lab.draw(limit)
     right = 0
     step(0, len(problems))
-    for start in range(0, len(problems), _CHUNK):
-        chunk = problems[start : start + _CHUNK]
-        right += int(exact_match(workspace.live.model, Questions(chunk, task.removeprefix(_LAB))).sum())
+    for start in range(0, len(problems), lab.step):
+        chunk = problems[start : start + lab.step]
+        right += int(exact_match(workspace.live.model, lab.asked(chunk, task.removeprefix(_LAB))).sum())
         step(start + len(chunk), len(problems))
     return right, len(problems)
 

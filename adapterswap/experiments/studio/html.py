@@ -17,8 +17,9 @@ from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot
 from adapterswap.experiments.analysis.analyzing import Analysis
 from adapterswap.experiments.analysis.suggesting import Suggestion
+from adapterswap.experiments.lab.shown import LabProblems
 from adapterswap.experiments.studio.choice import Choice
-from adapterswap.experiments.studio.workspace import LabProblems, Scores, Workspace, alone
+from adapterswap.experiments.studio.workspace import Scores, Workspace, alone
 from adapterswap.kit.errors import AdapterswapError, printable
 
 if TYPE_CHECKING:
@@ -243,7 +244,8 @@ def meaning_html(lab: LabProblems | None, prompt: str) -> str:
         return ""
     language, place = lab.known[prompt]
     problem = lab.problems[place]
-    english = "" if language == "en" else f"In English: {text(problem.prompt('en').removesuffix(' <calc>'))} "
+    meaning = problem.prompt("en").removesuffix(" <calc>").removeprefix("Question: ").removesuffix("\nAnswer:")
+    english = "" if language == "en" else f"In English: {text(meaning)} "
     return f'<p class="timing">{english}Expected answer: <b>{text(problem.answer)}</b></p>'
 
 

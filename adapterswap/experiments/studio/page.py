@@ -83,7 +83,7 @@ class _Page:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.names = list(workspace.experts)
-        self.first = first_choice(self.names, workspace.num_layers)
+        self.first = first_choice(self.names, workspace.num_layers, workspace.lab.zones if workspace.lab else None)
         self.evaluations = Visitors()
         self.first_number = 1
         if workspace.lab is not None:
@@ -151,7 +151,14 @@ class _Page:
             spoken = list(lab.languages) if lab else ["en"]
             self.spoken = gr.Radio(spoken, value=spoken[0], label="Problem language", scale=2, min_width=120)
             self.number = gr.Slider(
-                1, 100, step=1, value=self.first_number, label="Problem", scale=4, min_width=180, buttons=[]
+                1,
+                lab.shown if lab else 100,
+                step=1,
+                value=self.first_number,
+                label="Problem",
+                scale=4,
+                min_width=180,
+                buttons=[],
             )
         self.prompt = gr.Textbox(
             self._problem_text(spoken[0], self.first_number),

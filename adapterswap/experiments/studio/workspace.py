@@ -5,14 +5,12 @@ An expert that cannot be opened or loaded is kept with its error, and the others
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +27,19 @@ from adapterswap.engines.live.inventory import layers_of_base
 from adapterswap.engines.serving.names import check_expert_name, read_manifest
 from adapterswap.experiments.analysis.analyzing import Analysis, analyze
 from adapterswap.experiments.analysis.suggesting import Suggestion, suggest
-from adapterswap.experiments.lab.run import LAB_FORMAT
-from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems
-from adapterswap.experiments.lab.seed import Questions, exact_match
-from adapterswap.experiments.lab.world import LANGUAGES
+from adapterswap.experiments.lab.seed import exact_match
+from adapterswap.experiments.lab.shown import LabProblems, find_models
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
-    DataError,
-    NotFoundError,
     UnsupportedError,
 )
-from adapterswap.kit.files.text import exists, expand, is_folder
+from adapterswap.kit.files.text import expand, is_folder
 
 if TYPE_CHECKING:
     from adapterswap.engines.live.batching import Answers
     from adapterswap.engines.live.catalogue import Composable
-    from adapterswap.experiments.lab.world import WordProblem
 
 
 Scores = dict[str, tuple[int, int]]
@@ -131,41 +124,6 @@ class Visitors:
         with self._guard:
             if (before := self._ends.pop(visitor, None)) is not None:
                 before.set()
-
-
-_SHOWN_PROBLEMS = 100
-_STEP = 25
-
-
-@dataclass(frozen=True)
-class LabProblems:
-    """The lab's word problems with their right answers, from the development set on which it makes its choices."""
-
-    scene: Scene
-
-    @property
-    def languages(self) -> tuple[str, ...]:
-        """The constructed language first, because the experts are made for it."""
-        return tuple(reversed(LANGUAGES))
-
-    @cached_property
-    def questions(self) -> dict[str, list[Questions]]:
-        """By language, in batches; others may use the model in between."""
-        starts = range(0, len(self.problems), _STEP)
-        return {
-            language: [Questions(self.problems[start : start + _STEP], language) for start in starts]
-            for language in self.languages
-        }
-
-    @cached_property
-    def problems(self) -> list[WordProblem]:
-        return draw_problems(self.scene, "development", _SHOWN_PROBLEMS)
-
-    @cached_property
-    def known(self) -> dict[str, tuple[str, int]]:
-        """Prompt → its language and its place among the problems."""
-        places = enumerate(self.problems)
-        return {each.prompt(language): (language, place) for place, each in places for language in self.languages}
 
 
 @dataclass
@@ -260,7 +218,7 @@ class Workspace:
     def first_problem(self, composition: Composition) -> int:
         """The place of the first of the lab's problems that the composition solves, but no expert and not the base.
 
-        The problem is in the constructed language; the place is 0 if there is none.
+        The problem is in the first of the languages; the place is 0 if there is none.
         """
         assert self.lab is not None
         for batch, questions in enumerate(self.lab.questions[self.lab.languages[0]]):
@@ -271,7 +229,7 @@ class Workspace:
                     with self.holding(other):
                         only &= ~exact_match(self.live.model, questions)
             if only.any():
-                return batch * _STEP + int(only.argmax())
+                return batch * self.lab.step + int(only.argmax())
         return 0
 
     def scores_alone(self, name: str, *, stopped: threading.Event | None = None) -> Scores | None:
@@ -343,7 +301,7 @@ def open_workspace(
     base_model: str,
     experts: str | Path | Mapping[str, str],
     *,
-    lab: Scene | None = None,
+    lab: Callable[[Any], LabProblems] | None = None,
     device: str = "auto",
     dtype: str = "auto",
     allow_paths: bool = False,
@@ -353,7 +311,7 @@ def open_workspace(
     Args:
         base_model: folder or Hub id of the base.
         experts: a folder of adapter folders, a file experts.yaml, or folders and Hub ids by name.
-        lab: the scene, if the models are the lab's.
+        lab: makes word problems with the base's tokenizer, if the models are the lab's.
         device: torch's device, or `auto`.
         dtype: dtype of the base's weights, or `auto`.
         allow_paths: let visitors open more experts by folder or Hub id.
@@ -398,36 +356,14 @@ def open_workspace(
     references = {name: _short(reference) for name, reference in named.items()}
     return Workspace(
         _short(base_model), base, num_layers, references, opened, faults, not_live, composer,
-        LabProblems(lab) if lab else None, allow_paths,
+        lab(base.tokenizer) if lab else None, allow_paths,
     )  # fmt: skip
 
 
 def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
-    """Open the models that `adapterswap lab` wrote to a folder."""
-    place = expand(folder)
-    record = place / "results.json"
-    if not exists(record):
-        whole = place.absolute().parent
-        above = exists(whole / "results.json")
-        remedy = f"Pass the folder above it: `lab={whole}`" if above else "Run `adapterswap lab` first"
-        raise NotFoundError(f"{place} contains no results.json", remedy, parameter="lab")
-    try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-        scene = SCENES[content["scene"]["name"]] if content["format"] == LAB_FORMAT else None
-    except (ValueError, KeyError, TypeError):
-        scene = None
-    if scene is None:
-        raise DataError(
-            f"{record} was not written by `adapterswap lab`", "Pass a folder that it wrote", parameter="lab"
-        )
-    models = place / f"seed-{seed}"
-    if not is_folder(models):
-        there = sorted(path.name.removeprefix("seed-") for path in place.glob("seed-*"))
-        raise NotFoundError(
-            f"{place} has no seed {seed}", f"Choose among {', '.join(there) or 'none'}", parameter="lab_seed"
-        )
-    named = {name: str(models / name) for name in ("math", "language")}
-    return open_workspace(str(models / "base"), named, lab=scene, **options)
+    """Open the models of a run of `adapterswap lab`."""
+    models = find_models(folder, seed)
+    return open_workspace(models.base_model, models.experts, lab=models.problems, **options)
 
 
 def _load(model: Any, experts: Mapping[str, Adapter]) -> tuple[LiveComposer | None, dict[str, AdapterswapError]]:

@@ -1,8 +1,5 @@
 """Recipes as YAML: read safely, extended from shipped or local fragments, checked against a pydantic model.
 
-ruamel.yaml reads and writes YAML 1.2. This module adds bounds that also hold after aliases are followed, refuses
-control characters, and accepts only plain keys, each once, even next to a `<<`.
-
 Shipped recipes are in `recipes/` of a checkout, and inside the installed package. Those in `train/`, `compose/` and
 `sweep/` are complete; the other folders hold fragments. A recipe extends fragments by a path relative to the file that
 names them, or by the name of a shipped one, without suffix. Fragments are merged in the order listed, and the recipe
@@ -14,11 +11,9 @@ An unknown key is refused with the most similar known one, and each mistake is r
 from __future__ import annotations
 
 import difflib
-import io
 import os
 import re
-import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -26,14 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError
 from pydantic_core import PydanticKnownError
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
-from ruamel.yaml.error import YAMLError, YAMLWarning
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
-from ruamel.yaml.reader import Reader
-from ruamel.yaml.representer import RoundTripRepresenter
-from ruamel.yaml.resolver import VersionedResolver
-from ruamel.yaml.tag import Tag
 
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -47,74 +34,6 @@ from adapterswap.kit.errors import (
 from adapterswap.kit.files.text import exists, expand, read_small, shown
 
 _MAX_BYTES = 2**18  # of a recipe; ruamel.yaml takes some five seconds for the worst of this size
-_MAX_VALUES = 20_000  # keys, values and items of a recipe once its aliases are followed
-_MAX_DEPTH = 40
-_PREFIX = "tag:yaml.org,2002:"
-
-
-class _Resolver(VersionedResolver):
-    """Reads `yes` and `no` as booleans. They are text in YAML 1.2, but `do_sample: no` is meant as false."""
-
-    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        if kind is ScalarNode and implicit[0] and re.fullmatch("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", value):
-            return Tag(suffix=f"{_PREFIX}bool")
-        return super().resolve(kind, value, implicit)
-
-
-class _Constructor(SafeConstructor):
-    """Stricter than the library, and reports the line and column of an invalid value."""
-
-    def construct_document(self, node: Node) -> Any:
-        """Follow aliases first: the library counts what is written, and a few lines can become billions of copies."""
-        stack, count = [(node, 1)], 1
-        while stack:
-            part, depth = stack.pop()
-            if isinstance(part, ScalarNode):
-                continue
-            inner = part.value
-            if isinstance(part, MappingNode):
-                self._check_keys(part)
-                inner = [item for pair in inner for item in pair]
-            count += len(inner)
-            if count > _MAX_VALUES or (inner and depth == _MAX_DEPTH):
-                raise _refusal(f"it contains more than {_MAX_VALUES} values or {_MAX_DEPTH} levels", part)
-            stack += [(item, depth + 1) for item in inner]
-        return super().construct_document(node)
-
-    def _check_keys(self, mapping: MappingNode) -> None:
-        """Refuse lists as keys and repeated keys next to a `<<`, both of which the library accepts."""
-        names: set[Any] = set()
-        for key, _ in mapping.value:
-            name = key.value if key.tag == f"{_PREFIX}merge" else self.construct_object(key)
-            if not isinstance(name, Hashable):
-                raise _refusal("a key must be a plain value", key)
-            if name in names:
-                raise _refusal(f"the key {shown(name)} appears twice", key)
-            names.add(name)
-
-    def construct_object(self, node: Node, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-            if isinstance(value, str) and (odd := Reader.NON_PRINTABLE.search(value)):
-                raise ValueError(f"it contains the control character {odd[0]!r}")
-            if isinstance(value, int) and abs(value) >= 2**63:
-                raise ValueError("it is too large")
-            return value
-        except (ValueError, LookupError, ArithmeticError) as error:  # the library raises them for `2001-99-99` as well
-            raise _refusal(
-                f"{shown(node.value)} is not a valid {str(node.tag).rpartition(':')[2]}: {error}", node
-            ) from None
-
-
-for _tag in ("binary", "omap", "pairs", "set"):
-    _Constructor.add_constructor(_PREFIX + _tag, SafeConstructor.construct_undefined)
-
-
-class _Representer(RoundTripRepresenter):
-    """Writes `null` in full: a key without a value looks like an oversight."""
-
-
-_Representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(f"{_PREFIX}null", "null"))
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -135,36 +54,48 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value in a YAML text."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Resolver, yaml.Constructor, yaml.max_depth = _Resolver, _Constructor, _MAX_DEPTH
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", YAMLWarning)  # an anchor that is defined twice
-            return yaml.load(text)
-    except (YAMLError, YAMLWarning) as error:
-        # Leave out advice for programmers, and carets that point into a line shown above.
-        reason = re.sub(r", if necessary increase .*|\^ \(line: \d+\)", "", str(error))
-        raise ValueError(" ".join(reason.split()).replace('in "<unicode string>", ', "at ")) from None
+    """The value in a YAML text; a `ValueError` says why there is none."""
+    from adapterswap.kit.files import yaml_text  # ruamel.yaml takes longer to import than composing
 
-
-def round_trip() -> YAML:
-    """A reader and writer that keeps comments, for editing YAML; it writes plain data in block style."""
-    yaml = YAML()
-    yaml.Resolver, yaml.Representer = _Resolver, _Representer
-    yaml.preserve_quotes, yaml.width = True, 10**6
-    return yaml
+    return yaml_text.parse_yaml(text)
 
 
 def dump_yaml(content: Any) -> str:
     """`content` as YAML, in the order of its keys."""
-    stream = io.StringIO()
-    round_trip().dump(content, stream)
-    return stream.getvalue()
+    if (plain := _as_plain_lines(content)) is not None:
+        return plain
+    from adapterswap.kit.files import yaml_text
+
+    return yaml_text.dump_yaml(content)
 
 
-def _refusal(problem: str, node: Node) -> YAMLError:
-    return YAMLError(f"{problem} at line {node.start_mark.line + 1}, column {node.start_mark.column + 1}")
+# Words that every reader of YAML takes for text, and those among them that it does not.
+_WORD = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)?", re.ASCII)
+_NO_TEXT = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+
+
+def _as_plain_lines(content: Any) -> str | None:
+    """A mapping of words, and of lists of words, as YAML, such as the front matter of a card; None for other content.
+
+    ruamel.yaml writes the same, but takes longer to import than composing.
+    """
+    if not isinstance(content, dict) or not content:
+        return None
+    lists = {key: value if isinstance(value, list) else [value] for key, value in content.items()}
+    if (
+        not all(map(_is_word, [*content, *(word for words in lists.values() for word in words)]))
+        or [] in lists.values()
+    ):
+        return None
+    lines = (
+        f"{key}: {value}\n" if isinstance(value, str) else f"{key}:\n" + "".join(f"- {word}\n" for word in value)
+        for key, value in content.items()
+    )
+    return "".join(lines)
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and _WORD.fullmatch(value) is not None and value.lower() not in _NO_TEXT
 
 
 def _folder() -> Path:

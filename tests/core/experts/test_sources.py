@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from refusals import refused
 from safetensors.numpy import save
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
+from adapterswap.core.model import sources
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.sources import (
     base_config,
@@ -225,17 +229,19 @@ def test_an_expert_is_looked_up_once(kind: str, cache: Path, tmp_path: Path, mon
         weights = save({name: np.zeros((4, 4), np.float32) for name in names})
         content = {"config.json": json.dumps(BASE_CONFIG).encode(), "model.safetensors": weights}
     repository(cache, "org/expert", content)
-    asked, download = [], huggingface_hub.snapshot_download
+    asked, look = [], sources.cached_snapshot
 
-    def counting(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def counting(repo: str, revision: str | None = None) -> Path | None:
         asked.append((repo, revision))
-        return download(repo, revision=revision, allow_patterns=allow_patterns)
+        return look(repo, revision)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", counting)
+    monkeypatch.setattr(sources, "cached_snapshot", counting)
     opened = open_expert("org/expert")
     assert type(opened) is {"adapter": Adapter, "checkpoint": Checkpoint}[kind]
     assert str(opened.source) == f"org/expert@{COMMIT}"
-    assert asked == [("org/expert", None), ("org/expert", COMMIT)][: 1 if kind == "adapter" else 2]
+    assert [entry for entry in asked if entry[0] == "org/expert"] == [("org/expert", None), ("org/expert", COMMIT)][
+        : 1 if kind == "adapter" else 2
+    ]
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, CONFIG])
@@ -251,6 +257,26 @@ def test_links_out_of_the_cache_are_not_followed(
         f"links to {secret}, outside the Hub's cache. Delete it from the cache and download it again." in result.stderr
     )
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1", "unknown", COMMIT, OLDER])
+def test_the_cache_is_read_as_the_hubs_client_reads_it(revision: str | None, cache: Path) -> None:
+    repository(cache, "org/base", {"config.json": b"{}"}, OLDER, v1=OLDER)
+    repository(cache, "org/base", {"config.json": b'{"a": 1}'})
+    theirs = huggingface_hub.try_to_load_from_cache("org/base", "config.json", revision=revision)
+    ours = sources.cached_snapshot("org/base", revision)
+    assert (str(ours / "config.json") if ours else None) == theirs
+
+
+def test_a_look_into_the_cache_does_not_import_the_hubs_client(cache: Path) -> None:
+    repository(cache, "org/base", {"config.json": b"{}"})
+    code = (
+        "import sys; from adapterswap.core.model.sources import base_config, cached_base_config; "
+        "assert cached_base_config('org/base') == {} == base_config('org/base')[1]; "
+        "assert 'huggingface_hub.hf_api' not in sys.modules and 'httpx' not in sys.modules"
+    )
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_a_snapshot_that_is_a_link_out_of_the_cache(math: Path, tmp_path: Path) -> None:

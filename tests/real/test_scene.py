@@ -1,0 +1,204 @@
+"""The French scene: the base that the package gives, its problems, an evaluation and a training against plain loops."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import adapterswap as asw
+from adapterswap.experiments.lab.french import over_templates, plan_french, write_task
+from adapterswap.experiments.lab.smollm2 import package_file, write_smollm2
+from adapterswap.experiments.lab.word_problems import EACH, draw_problems, questions_of, templates, training_rows
+from adapterswap.kit.errors import NotFoundError, OutputError
+
+from .conftest import EXAMPLE, EXPERTS
+
+
+def test_the_base_has_the_weights_of_the_file(base: Path, model: Any, tokenizer: Any) -> None:
+    """A block of 4 bits, by the format's definition; and a key weight's rows in transformers' order."""
+    gguf = pytest.importorskip("gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(package_file()).tensors}
+    block = tensors["blk.3.attn_k.weight"].data[1][:20].tobytes()  # the second row's first 32 weights
+    scale, minimum = np.frombuffer(block[:4], np.float16).astype(np.float32)
+    halves = np.frombuffer(block[4:], np.uint8)
+    expected = scale * np.concatenate([halves & 15, halves >> 4]).astype(np.float32) + minimum
+    # A head's first half is in even rows of the file, its second half in odd ones: row 1 is the first of that half.
+    stored = model.model.layers[3].self_attn.k_proj.weight[32, :32].detach().numpy()
+    np.testing.assert_array_equal(stored, expected)
+    assert tokenizer.tokenize(" 1205") == ["Ġ", "1", "2", "0", "5"]
+    assert write_smollm2(base) == base  # kept
+
+
+def test_a_short_answer_is_right(model: Any, tokenizer: Any) -> None:
+    ids = tokenizer("The capital of France is", return_tensors="pt")
+    answer = model.generate(**ids, max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(answer[0, -1]).strip() == "Paris"
+
+
+def test_problems_are_different_and_their_answers_right() -> None:
+    assert sum(template.part == "test" for template in templates()) >= 30
+    tests, development = draw_problems("test"), draw_problems("development")
+    assert not {problem.template for problem in tests} & {problem.template for problem in development}
+    for part, problems in (("test", tests), ("development", development)):
+        assert len(problems) == EACH[part] * sum(template.part == part for template in templates())
+        for problem in problems:
+            numbers = [int(word) for word in problem.questions["en"].replace(".", " ").split() if word.isdigit()]
+            a, b = numbers if problem.template not in ("d10", "t21", "t22", "t25") else numbers[::-1]
+            assert problem.number == {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[problem.operation]
+            assert len(set(problem.choices)) == 4
+            assert min(problem.choices) > 0
+            assert problem.number in problem.choices
+    asked = questions_of([*tests, *development], "en")
+    rows = training_rows(50, 3, exclude=asked)
+    assert not {row["prompt"] for row in rows} & {f"Question: {question}\nAnswer:" for question in asked}
+
+
+def test_the_data_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = runpy.run_path(str(EXAMPLE / "make_data.py"))
+    (tmp_path / "tatoeba_english_french.tsv.gz").symlink_to(EXAMPLE / "data" / "tatoeba_english_french.tsv.gz")
+    monkeypatch.setitem(script["main"].__globals__, "DATA", tmp_path)
+    script["main"]()
+    for file in sorted(tmp_path.glob("*.jsonl")):
+        assert file.read_bytes() == (EXAMPLE / "data" / file.name).read_bytes(), file.name
+
+
+def test_an_evaluation_is_a_plain_loop_over_whole_texts(base: Path, tokenizer: Any, model: Any, tmp_path: Path) -> None:
+    tasks = write_task(tmp_path / "tasks", "development", each=1)
+    name = "word_problems_development_fr"
+    scores = asw.evaluate(
+        str(base), adapter=str(EXPERTS["math"]), tasks=[name], include_path=tasks, limit=6, device="cpu"
+    )  # fmt: skip
+    composer = asw.LiveComposer.from_experts(model, EXPERTS)
+    with composer.use("math"), torch.no_grad():
+        for problem, sample in zip(draw_problems("development", 1)[:6], scores.samples, strict=True):
+            for choice, (likelihood, _) in zip(problem.choices, sample.output, strict=True):
+                ids = tokenizer(f"{problem.prompt('fr')} {choice}", return_tensors="pt")["input_ids"]
+                begin = len(tokenizer(problem.prompt("fr"))["input_ids"])
+                log_probabilities = composer.model(ids).logits[0].log_softmax(-1)
+                expected = log_probabilities[begin - 1 : -1].gather(1, ids[0, begin:, None]).sum().item()
+                assert likelihood == pytest.approx(expected, abs=2e-3)
+
+
+def test_over_templates() -> None:
+    difference, half = over_templates(np.array([1, 1, 0, 1]), np.array([0, 0, 0, 0]), ["a", "a", "b", "b"])
+    assert difference == 0.75
+    assert half == pytest.approx(12.7062 * 0.25, rel=1e-4)  # means 1 and .5: s/√2 = .25
+
+
+def test_refusals(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(OutputError) as refused:
+        plan_french(tmp_path / "mine", experts=EXAMPLE / "experts")
+    assert refused.value.parameter == "out_path"
+    with pytest.raises(NotFoundError) as missing:
+        plan_french(tmp_path / "out", experts=tmp_path)
+    assert missing.value.parameter == "experts"
+
+
+def test_the_study_gives_the_same_numbers(
+    base: Path, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The script for a GPU: the model from its parts, a swap, answers; and three steps of training lower the loss."""
+    study = runpy.run_path(str(EXAMPLE / "study.py"))
+    world = study["main"].__globals__
+    monkeypatch.setitem(world, "MODEL", tmp_path / "model")
+    monkeypatch.setitem(world, "OUT", tmp_path / "study")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "base").symlink_to(base)
+    study["pack"]()
+    parts = sorted((tmp_path / "model").glob("part-*.safetensors"))
+    assert max(part.stat().st_size for part in parts) <= 60_000_000
+    for name, weight in study["unpacked"]().items():
+        assert torch.equal(weight, model.get_parameter(name)), name
+    items = study["read"]("test_fr.jsonl")[::50]
+    composer = asw.LiveComposer.from_experts(model, EXPERTS)
+    plain, _ = study["load_model"]("cpu")
+    math, french = ({n: d.float() for n, d in all_deltas(path).items()} for path in EXPERTS.values())
+    with study["changed"](plain, study["swapped"](math, french)):
+        marks = study["answers"](plain, tokenizer, items)
+    with composer.use("math+french@bottom=8,top=0"):
+        assert marks == study["answers"](Inner(composer.model), tokenizer, items)
+    rows = study["encoded"](study["read"]("math-0.jsonl")[:6], tokenizer)
+    before = loss_of(plain, rows)
+    delta = study["train"](plain, tokenizer, rows, seed=0, layers=[20, 29], batch=2, rate=5e-3)
+    assert {name.split(".")[2] for name in delta} == {"20", "29"}
+    with study["changed"](plain, delta):
+        assert loss_of(plain, rows) < before
+
+
+class Inner:
+    """A PeftModel with the attributes of its model that the script reads."""
+
+    def __init__(self, model: Any) -> None:
+        inner = model.get_base_model()
+        self.model, self.lm_head, self.device = inner.model, inner.lm_head, inner.device
+
+
+def all_deltas(path: Path) -> dict[str, torch.Tensor]:
+    from .conftest import deltas
+
+    return deltas(path)
+
+
+@torch.no_grad()
+def loss_of(model: Any, rows: list[tuple[list[int], int]]) -> float:
+    total = 0.0
+    for ids, begin in rows:
+        tokens = torch.tensor([ids])
+        log_probabilities = model(tokens).logits[0, :-1].log_softmax(-1)
+        total -= log_probabilities[begin - 1 :].gather(1, tokens[0, begin:, None]).mean().item()
+    return total / len(rows)
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_those_of_plain_trl(base: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """The same rows in the same order, by TRL's own trainer: the losses agree up to rounding."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [json.loads(line) for line in (EXAMPLE / "data" / "math-0.jsonl").read_text(encoding="utf-8").splitlines()][
+        :20
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    recipe = asw.TrainRecipe.model_validate(
+        {
+            "base_model": str(base),
+            "datasets": [{"path": str(tmp_path / "rows.jsonl"), "prompt": "{prompt}", "completion": "{completion}"}],
+            "adapter": {"r": 16, "alpha": 16, "rslora": True, "layers": "20-29"},
+            "training": {
+                "batch_size": 1, "gradient_accumulation": 1, "max_steps": 20, "learning_rate": 5e-4,
+                "schedule": "linear", "warmup": 0.0, "device": "cpu", "dtype": "float32", "max_length": 128,
+                "save_every_samples": None, "logging_steps": 1, "seed": 3, "data_seed": 3,
+            },
+        }
+    )  # fmt: skip
+    losses = [loss for _, loss in asw.train(recipe, out_path=tmp_path / "ours", progress=False).train_losses]
+    set_seed(3)
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(base),
+        SFTConfig(
+            str(tmp_path / "trl"), per_device_train_batch_size=1, max_steps=20, learning_rate=5e-4,
+            lr_scheduler_type="linear", warmup_steps=0, use_cpu=True, bf16=False, gradient_checkpointing=False,
+            logging_steps=1, report_to=[], seed=3, data_seed=3, save_strategy="no", completion_only_loss=True,
+            max_length=128, disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(
+            r=16, lora_alpha=16, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM",
+            layers_to_transform=list(range(20, 30)), lora_dropout=0.0,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(expected, abs=2e-2)
+    assert losses[-1] < losses[0]
