@@ -44,7 +44,7 @@ CEILINGS = {
     "engines.live": 12,
     "experiments.analysis": 12,
     "experiments.lab.bases": 8,
-    "experiments": 5,
+    "experiments": 6,
     "experiments.studio": 3,
     "": 2,
     "cli": 1,

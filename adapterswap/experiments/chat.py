@@ -109,6 +109,15 @@ class ChatTemplate:
             chat_template_utils.datetime = before
 
 
+def as_date(value: Any) -> Any:
+    """A date as text such as 2026-11-27, which YAML reads as a date; a ValueError for another form of text."""
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    if isinstance(value, str) and not re.fullmatch(r"\d{4}-\d\d-\d\d", value):
+        raise ValueError(f"{value!r} is not a date in the form 2026-11-27")
+    return datetime.date.fromisoformat(value).isoformat() if isinstance(value, str) else value
+
+
 @lru_cache(maxsize=16)
 def _variables(text: str) -> frozenset[str]:
     """The variables that a template reads and does not set before."""

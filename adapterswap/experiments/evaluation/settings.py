@@ -6,14 +6,13 @@ import datetime
 import json
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from adapterswap.experiments.chat import ChatTemplate
+from adapterswap.experiments.chat import ChatTemplate, as_date
 from adapterswap.experiments.evaluation.results import broken_texts
 from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems
 from adapterswap.kit.files.text import expand
@@ -32,14 +31,6 @@ def parsed_arguments(texts: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             arguments[key.replace("-", "_")] = value
     return arguments
-
-
-def check_date(date: str | None) -> None:
-    """Raise an `ArgumentError` for a date that is not written as 2026-11-27."""
-    with suppress(ValueError):
-        if date is None or datetime.date.fromisoformat(date).isoformat() == date:
-            return
-    raise ArgumentError(f"`date` is {date!r}", "Write it as year, month and day: 2026-11-27", parameter="date")
 
 
 SEED = 1234  # lm-evaluation-harness's
@@ -173,8 +164,10 @@ class Settings:
                 parameter="apply_chat_template",
             )
         self._check_thinking(tokenizer, problems)
-        with problems.collect():
-            check_date(self.date)
+        try:
+            as_date(self.date)
+        except ValueError as error:
+            problems.add(f"`date`: {error}", "Write it as year, month and day: 2026-11-27", parameter="date")
         problems.raise_if_any()
 
     def _check_thinking(self, tokenizer: Any, problems: Problems) -> None:
@@ -240,6 +233,11 @@ class EvaluationOptions(FiniteModel):
         default=False, description="Also score how much of each answer is in the task's language."
     )
     include_path: str | None = Field(default=None, description="A folder with your own lm-eval task files.")
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        return as_date(value)
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
         """As `Settings`.

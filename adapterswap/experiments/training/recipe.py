@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, fi
 
 from adapterswap.core.model.layers import format_layers, parse_layers
 from adapterswap.core.planning.composition import SIDES, Composition, Partition, Side
+from adapterswap.experiments.chat import as_date
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
 from adapterswap.kit.files.text import expand, is_folder
@@ -396,6 +397,9 @@ class TrainRecipe(StrictModel):
         default=False,
         description="Render prompt and completion as a user's and an assistant's turn with the tokenizer's template.",
     )
+    date: str | None = Field(
+        default=None, description="What a chat template takes for today, such as '2026-11-27'. Default: the real date."
+    )
     separator: str = Field(
         default="", description="Text between prompt and completion, if no chat template separates them."
     )
@@ -410,6 +414,11 @@ class TrainRecipe(StrictModel):
     )
 
     _folder: Path = PrivateAttr(default=Path())
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        return as_date(value)
 
     @field_validator("adapter", mode="before")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,10 +204,108 @@ def test_a_larger_tokenizer_is_taken_where_prompts_do_not_use_its_tokens(enlarge
     assert len(result.samples) == 1
 
 
-def test_a_recipe_sets_them(byte_base: Path, byte_expert: Callable[[str], Path]) -> None:
+def with_tokenizer(expert: Path, folder: Path, template: str | None, **changes: Any) -> Path:
+    """A copy of an expert with a tokenizer beside it, as trainers save it."""
+    shutil.copytree(expert, folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    for key, value in changes.items():
+        setattr(tokenizer, key, value)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+OURS, THEIRS = (f"{name} {{{{ messages[-1].content }}}}" for name in ("ours", "theirs"))
+
+
+@pytest.fixture
+def pair(byte_expert: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """`pair(OURS, THEIRS)`: a task and a language expert with these chat templates."""
+
+    def make(task: str | None, language: str | None) -> dict[str, str]:
+        templates = {"task": task, "language": language}
+        return {
+            name: str(with_tokenizer(byte_expert(name), tmp_path / name, template))
+            for name, template in templates.items()
+        }
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("task", "language", "chosen", "begins"),
+    [
+        (OURS, OURS, None, "ours "),
+        (OURS, THEIRS, None, "ours "),
+        (OURS, THEIRS, "language", "theirs "),
+        (OURS, OURS, "base", "<user>"),
+        (None, THEIRS, None, "theirs "),
+        (None, None, None, "<user>"),
+    ],
+)
+def test_a_composition_is_evaluated_with_the_template_of_the_merged_model(
+    byte_base: Path, pair: Callable[..., dict[str, str]], tmp_path: Path, task: str, language: str, chosen: str | None,
+    begins: str,
+) -> None:  # fmt: skip
+    plan = adapterswap.compose(adapterswap.Composition(experts=pair(task, language), bottom=1, top=1))
+    prepared = prepare_evaluation(byte_base, TASK, plan=plan, chat_template_from=chosen, settings=settings())
+    (previewed,) = prepared.preview()
+    assert previewed.prompt.startswith(begins)
+    assert ("companions" in prepared.subject) == (begins != "<user>")
+    if chosen is None:
+        merged = adapterswap.merge(plan, byte_base, out_path=tmp_path / "merged")
+        turns = [{"role": "user", "content": "Swali: 1 + 1?"}]
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        wanted = AutoTokenizer.from_pretrained(merged).apply_chat_template(turns, **options)
+        assert prepared.base.tokenizer.apply_chat_template(turns, **options) == wanted
+
+
+def test_an_adapter_is_evaluated_with_its_own_tokenizer(
+    byte_base: Path, byte_expert: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its template, and the token at which the merged model would stop."""
+    expert = with_tokenizer(byte_expert("math"), tmp_path / "math", OURS, eos_token="<pad>")
+    prepared = prepare_evaluation(byte_base, TASK, adapter=expert, settings=settings())
+    assert prepared.base.tokenizer.eos_token == "<pad>"
+    assert prepared.subject["companions"] == {"tokenizer": "adapter", "chat_template": "adapter"}
+    assert prepared.companions.prompt_lines
+    result = prepared.run()
+    assert result.samples[0].prompt.startswith("ours ")
+    assert result.settings["generation_config"]["eos_token_id"] == 0
+
+
+def test_a_template_of_nobody_cannot_be_chosen(byte_base: Path, byte_expert: Callable[[str], Path]) -> None:
+    for chosen in ("nobody", "adapter"):
+        with refused(ArgumentError, "chat_template_from"):
+            prepare_evaluation(
+                byte_base, TASK, adapter=byte_expert("math"), chat_template_from=chosen, settings=settings()
+            )
+
+
+@pytest.mark.parametrize(("chosen", "begins"), [(None, "ours "), ("language", "theirs "), ("base", "<user>")])
+def test_all_cells_of_a_sweep_have_one_template(
+    byte_base: Path, pair: Callable[..., dict[str, str]], chosen: str | None, begins: str
+) -> None:
+    from adapterswap.experiments.sweeps import SweepRecipe, prepare
+
+    places = pair(OURS, THEIRS)
+    recipe = SweepRecipe.model_validate({
+        "base_model": str(byte_base), "task_experts": {"task": places["task"]},
+        "language_experts": {"language": places["language"]}, "tasks": TASK,
+        "settings": {"num_fewshot": 0, "limit": 1, "apply_chat_template": True, "chat_template_from": chosen},
+    })  # fmt: skip
+    prepared = prepare(recipe)
+    (previewed,) = preview(prepared.base.tokenizer, prepared.base.config, prepared.loaded(), prepared.settings)
+    assert previewed.prompt.startswith(begins)
+    assert prepared.described["companions"]["chat_template"] == (chosen or "task")
+    assert prepared.notes
+
+
+def test_a_recipe_sets_them() -> None:
     from adapterswap.experiments.sweeps.recipe import SweepSettings
 
     options = SweepSettings.model_validate(
         {"enable_thinking": False, "think_end_token": "</think>", "date": "2024-07-26", "apply_chat_template": True}
     ).as_settings()
     assert (options.enable_thinking, options.think_end_token, options.date) == (False, "</think>", "2024-07-26")
+    assert SweepSettings.model_validate({"date": datetime.date(2024, 7, 26)}).date == "2024-07-26"  # as YAML reads it
