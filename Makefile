@@ -74,11 +74,12 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-pages: $(STAMP)  ## every generated page: commands, methods, recipe fields, limits
+pages: $(STAMP)  ## every generated page and table: commands, methods, recipe fields, limits, status
 	$(BIN)/python scripts/command_reference.py
 	$(BIN)/python scripts/methods_page.py
 	$(BIN)/python scripts/recipe_fields.py
 	$(BIN)/python scripts/targets_page.py
+	$(BIN)/python scripts/status_page.py
 
 docs: $(STAMP)  ## the site, in site/; `mkdocs serve` shows it with its search
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

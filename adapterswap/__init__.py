@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from adapterswap.tools.inspecting import inspect as inspect
     from adapterswap.tools.verification import verify as verify
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 
 _HOME = {
     "Adapter": "core.experts.adapter",

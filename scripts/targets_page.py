@@ -1,4 +1,4 @@
-"""Write the table of docs/engines.md: what each target can hold, from `adapterswap.core.planning.targets`."""
+"""Write the table of docs/adapters.md: what each target can hold, from `adapterswap.core.planning.targets`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from adapterswap.core.planning.targets import LIMITS, WORDS, Target
 
-PAGE = Path(__file__).parent.parent / "docs" / "engines.md"
+PAGE = Path(__file__).parent.parent / "docs" / "adapters.md"
 MARKS = "<!-- written by python scripts/targets_page.py -->\n", "<!-- end -->\n"
 COLUMNS = [target for target in WORDS if target not in Target.DIFF | Target.ANALYZE]
 

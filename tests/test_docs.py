@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from importing import loaded
 
 from adapterswap.cli import COMMANDS, find_command, main
@@ -62,8 +60,38 @@ def test_the_page_of_recipe_fields_matches_the_models() -> None:
 
 
 def test_the_table_of_engines_matches_the_limits() -> None:
-    text = (ROOT / "docs" / "engines.md").read_text()
+    text = (ROOT / "docs" / "adapters.md").read_text()
     assert text == script_called("targets_page").page(text), "run python scripts/targets_page.py"
+
+
+def test_the_status_is_that_of_its_file() -> None:
+    """What was measured, on README and the first page, and the commands that install."""
+    script = script_called("status_page")
+    marks = 0
+    for path in script.PAGES:
+        text = path.read_text(encoding="utf-8")
+        assert text == script.page(text), "run python scripts/status_page.py"
+        marks += len(script._BLOCK.findall(text))
+    assert marks == 6
+    rows = json.loads(script.STATUS.read_text(encoding="utf-8"))
+    assert all({"what", "number", "device", "date", "revision"} == row.keys() for row in rows)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d|–", row["date"]) for row in rows)
+
+
+def test_the_install_lines_follow_one_setting() -> None:
+    """On the day of the release one line changes, and every page names PyPI instead of a checkout."""
+    script = script_called("status_page")
+    for path in script.PAGES:
+        text = path.read_text(encoding="utf-8")
+        released, checkout = (script.page(text, released=state) for state in (True, False))
+        assert script.page(released, released=False) == checkout
+        commands = {
+            state: re.findall(r"^pip install '?([\w.]+)(?=\[|\s)", shown, flags=re.MULTILINE)
+            for state, shown in (("released", released), ("checkout", checkout))
+        }
+        assert set(commands["released"]) - {"torch"} == {"adapterswap"}
+        assert set(commands["checkout"]) - {"torch"} == {"."}
+        assert "no release on PyPI" not in released
 
 
 def commands_shown() -> list[tuple[str, str]]:
@@ -109,18 +137,3 @@ def test_links_have_targets(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-def test_the_page_on_inspecting_adapters_runs(
-    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs every command of docs/inspect.md in order, on two experts of the tests' base."""
-    base = json.loads((math / "adapter_config.json").read_text())["base_model_name_or_path"]
-    for name, place in {"math": math, "language": swahili, "base": Path(base)}.items():
-        shutil.copytree(place, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    lines = [line for page, line in commands_shown() if page == "inspect.md"]
-    assert {line.split()[1] for line in lines} == {"compose", "inspect", "diff", "verify", "merge"}
-    for line in lines:
-        result = run(*shlex.split(line)[1:])
-        assert result.exit_code == 0, f"{line}: {result.stderr}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from importing import loaded
 
 import adapterswap
 from adapterswap.kit.files.yaml import parse_yaml
@@ -35,7 +36,7 @@ def project() -> dict[str, Any]:
     ("schema", "files"),
     [
         ("vendor.citation-file-format", [ROOT / "CITATION.cff"]),
-        ("vendor.github-workflows", [WORKFLOW]),
+        ("vendor.github-workflows", sorted(WORKFLOW.parent.glob("*.yml"))),
         ("vendor.github-issue-forms", FORMS),
         ("vendor.github-issue-config", [ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml"]),
     ],
@@ -100,6 +101,37 @@ def test_continuous_integration_runs_make_targets() -> None:
     stated = [text.rpartition(" ")[2] for text in project()["classifiers"] if re.search(r":: 3\.\d+$", text)]
     assert tested == stated
     assert project()["requires-python"] == f">={tested[0]}"
+
+
+def test_a_release_is_published_by_a_person_without_a_stored_token() -> None:
+    """Only the job that waits for an approval may ask PyPI for a token; it uploads what `make dist` made."""
+    workflow = read(WORKFLOW.with_name("release.yml"))
+    assert list(workflow[True]) == ["workflow_dispatch"]  # our YAML reads `on` as true
+    jobs = workflow["jobs"]
+    assert [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})] == ["publish"]
+    assert jobs["publish"]["environment"]["name"] == "pypi"
+    assert jobs["publish"]["needs"] == "build"
+    assert "make dist" in [step.get("run") for step in jobs["build"]["steps"]]
+    assert "secrets." not in WORKFLOW.with_name("release.yml").read_text(encoding="utf-8")
+
+
+def test_a_release_is_checked_before_it_is_built(tmp_path: Path) -> None:
+    check = loaded(ROOT / "scripts" / "check_release.py").mistakes
+    version = adapterswap.__version__
+    ready = {
+        "adapterswap/__init__.py": f'__version__ = "{version}"\n', "CITATION.cff": f"version: {version}\n",
+        "CHANGELOG.md": f"# Changes\n\n## {version} (2026-11-27)\n", "scripts/status_page.py": "RELEASED = True\n",
+    }  # fmt: skip
+    for name, text in ready.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert check(f"v{version}", tmp_path) == []
+    assert len(check("main", tmp_path)) == 1
+    for name, text in ready.items():
+        (tmp_path / name).write_text(text.replace(version, "9.9.9").replace("True", "False"))
+        assert check(f"v{version}", tmp_path), name
+        (tmp_path / name).write_text(text)
+    assert all("RELEASED" in mistake for mistake in check(f"v{version}"))  # all else is ready in the checkout
 
 
 def test_every_development_tool_is_pinned() -> None:

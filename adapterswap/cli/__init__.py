@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap import __version__
-from adapterswap.cli.printing import print_errors
+from adapterswap.cli.printing import VERBOSE, print_errors
 from adapterswap.kit.dependencies import explained
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -106,9 +106,6 @@ def find_command(name: str) -> click.Command:
 _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # read when these libraries are imported
 
 
-_VERBOSE = "adapterswap.verbose"
-
-
 def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         from adapterswap.cli.printing import be_quiet
@@ -117,7 +114,7 @@ def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 
 
 def _verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    ctx.meta[_VERBOSE] = value
+    ctx.meta[VERBOSE] = value
 
 
 def _add_common_options(command: click.Command) -> None:
@@ -129,7 +126,7 @@ def _add_common_options(command: click.Command) -> None:
         quiet = "Print only results, warnings and errors."
         flags = {
             ("-q", "--quiet"): (_quiet, quiet),
-            ("-v", "--verbose"): (_verbose, "Print the traceback of an error."),
+            ("-v", "--verbose"): (_verbose, "Print more, and the traceback of an error."),
         }
         command.params += [
             click.Option(names, is_flag=True, expose_value=False, callback=callback, help=text)
@@ -226,7 +223,7 @@ class _Commands(click.Group):
         except AdapterswapError as error:
             problems = error.problems
             exit_code = max(EXIT_CODES.get(problem.kind, NOT_DONE) for problem in error.found)
-            if ctx.meta.get(_VERBOSE):
+            if ctx.meta.get(VERBOSE):
                 import traceback
 
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)

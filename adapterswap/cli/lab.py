@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -26,9 +25,11 @@ from adapterswap.kit.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
     from adapterswap.experiments.lab import LabPlan
-    from adapterswap.experiments.lab.study import SeedReporter
+    from adapterswap.experiments.lab.seed import SeedResult
 
 _PARTS = 100  # of a seed, for its progress bar
+_LINE_EVERY_S = 60.0
+_SHOWN = ("layer swap", "math expert", "language expert", "sum")  # in the line of a finished seed
 
 
 @declare("lab")
@@ -107,8 +108,8 @@ def run_constructed(
     if dry_run:
         print_json({"dry_run": True, **plan.to_json()}) if as_json else _print_plan(plan)
         return
-    with _progress(seeds) as tell:
-        study = run_lab(plan, jobs=jobs, tell=tell)
+    with _progress(seeds) as progress:
+        study = run_lab(plan, jobs=jobs, tell=progress.tell, finished=progress.finish)
     from adapterswap.experiments.lab.run import CAVEAT, results, tables
 
     if as_json:
@@ -164,24 +165,31 @@ def _print_plan(plan: LabPlan) -> None:
 
 
 @contextmanager
-def _progress(seeds: int) -> Iterator[SeedReporter]:
-    """A bar per seed on stderr; without a terminal, a line for each new step of a seed.
+def _progress(seeds: int) -> Iterator[_SeedRows]:
+    """Show a bar for each running seed on stderr, or a line a minute without a terminal."""
+    with Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
+        yield _SeedRows(bars, seeds)
 
-    The report after the last seed has a bar too.
-    """
-    with Progress(shown=not is_quiet()) as bars:
-        rows: dict[int, ProgressRow] = {}
-        current: dict[int, str] = {}
 
-        def update(seed: int, step: str, share: float) -> None:
-            if seed not in rows:
-                rows[seed] = bars.row(f"seed {seed}", _PARTS, steady=False)
-            rows[seed].update(round(share * _PARTS), name=f"seed {seed}: {step}")
-            if current.get(seed) != step:
-                current[seed] = step
-                if not sys.stderr.isatty():
-                    note(f"seed {seed}: {step}")
-                if list(current.values()) == ["done"] * seeds:
-                    bars.row("the report")
+class _SeedRows:
+    """A row for each running seed, and a line with its scores when it has ended; then a row for the report."""
 
-        yield update
+    def __init__(self, bars: Progress, seeds: int) -> None:
+        self._bars, self._left = bars, seeds
+        self._rows: dict[int, ProgressRow] = {}
+
+    def tell(self, seed: int, step: str, share: float) -> None:
+        if seed not in self._rows:
+            self._rows[seed] = self._bars.row(f"seed {seed}: {step}", _PARTS, steady=False)
+        self._rows[seed].update(int(share * _PARTS), name=f"seed {seed}: {step}")
+
+    def finish(self, seed: int, result: SeedResult) -> None:
+        row = self._rows.pop(seed, None)
+        took = "" if row is None else f" ({row.elapsed})"
+        if row is not None:
+            self._bars.remove(row)
+        scores = ", ".join(f"{name} {result.right[name]['xx'].mean():.3f}" for name in _SHOWN)
+        note(f"seed {seed}: xx math: {scores}{took}")
+        self._left -= 1
+        if not self._left:
+            self._bars.row("the report")

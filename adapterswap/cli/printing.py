@@ -33,7 +33,8 @@ def with_flags(text: str, command: click.Command) -> str:
     """`text` with each parameter that `command` has as an option replaced by its flag.
 
     `overwrite=True` becomes --overwrite, `num_layers` --num-layers, `max_rank=64` --max-rank 64 and
-    `experts={'math': PATH}` --expert math=PATH. All other text in backticks stays as it is.
+    `experts={'math': PATH}` --expert math=PATH, and a list after such a name is joined by commas. All other text in
+    backticks stays as it is.
     """
     options = _options(command)
 
@@ -44,10 +45,17 @@ def with_flags(text: str, command: click.Command) -> str:
         name = max(option.opts, key=len)
         if option.is_flag or match["value"] is None:
             return name
-        value = _ENTRY.sub(r"\g<key>=\g<value>", match["value"])
-        return f"{name} {value}"
+        return f"{name} {_ENTRY.sub(_entry, match['value'])}"
 
     return _PARAMETER.sub(flag, text)
+
+
+def _entry(match: re.Match[str]) -> str:
+    """NAME=VALUE for `{'NAME': VALUE}`, and NAME=A,B for `{'NAME': ['A', 'B']}`."""
+    value = match["value"]
+    if value.startswith("["):
+        value = ",".join(item.strip("' ") for item in value.strip("[]").split(","))
+    return f"{match['key']}={value}"
 
 
 # Words that begin a message. Messages may begin with a name as well, and a name is printed as it is.
@@ -105,6 +113,15 @@ def print_json(content: Any) -> None:
 def be_quiet() -> None:
     """Print no remarks and no progress in this command: --quiet."""
     click.get_current_context().meta[_QUIET] = True
+
+
+VERBOSE = "adapterswap.verbose"
+
+
+def is_verbose() -> bool:
+    """Whether the command was called with --verbose."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(VERBOSE))
 
 
 def is_quiet() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import click
 
 from adapterswap.cli.options import Count, Expert, Folder, Json, Place, only_with
-from adapterswap.cli.printing import echo, human_bytes, note, note_dry_run, print_json, working
+from adapterswap.cli.printing import echo, human_bytes, is_verbose, note, note_dry_run, print_json, working
 from adapterswap.cli.signature import Command, declare
 from adapterswap.kit.dependencies import require
 
@@ -197,14 +197,20 @@ def _show(
     started: bool,
     as_json: bool,
 ) -> None:
-    """Print what will be served, the command of the engine, and a request."""
+    """Print what is served: one line at the start; otherwise also the engine's command and a request."""
     from adapterswap.engines.serving.vllm import other_bases
 
     manifest, cache = composer.manifest, composer.cache.root
     example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
     curl = f"curl {launch.url}/v1/completions{shown.key} -H 'Content-Type: application/json' -d '{body}'"
-    if not as_json:
+    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
+    briefly = started and not (as_json or is_verbose())
+    if briefly:
+        count = f"{len(manifest.experts)} expert{'s' * (len(manifest.experts) > 1)}"
+        base = f"{count} of {shown.facts['base']['name']} ({served})"
+        note(f"serving {base} at {launch.url}; metrics at {launch.url}/metrics")
+    elif not as_json:
         for name, adapter in experts.items():
             rank = f"rank {shown.ranks[name]}, " if shown.ranks else ""
             note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
@@ -222,7 +228,8 @@ def _show(
         content = {"command": list(launch.command), "url": launch.url, **shown.facts, "experts": listed}
         print_json({"started": started, **content, "allow": allow, "cache": str(cache), "curl": curl})
         return
-    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
+    if briefly:
+        return
     for remark in (f"served: {served}; {shown.kept}, kept in {cache}", *shown.remarks):
         note(remark)
     echo(shown.before + shlex.join(launch.command), curl)

@@ -81,6 +81,11 @@ class ProgressRow:
         return (amount - self._amount) / max(time.monotonic() - self._since, 1e-9)
 
     @property
+    def elapsed(self) -> str:
+        """The time since `begin`, in words."""
+        return duration(time.monotonic() - self._since)
+
+    @property
     def pace(self) -> str:
         """The rate, the time left and the note, where known."""
         took, steps = time.monotonic() - self._since, self.done - self._first
@@ -109,11 +114,14 @@ class Progress:
     """A context manager that shows rows of progress on stderr; with `shown=False` it shows nothing.
 
     At a terminal each row is a bar, and all bars disappear at the end. Elsewhere all rows share one line, written after
-    five seconds and then every ten. `tell` is called with the finished steps and the total of a row that has one.
+    five seconds and then every ten, or every `line_every` seconds. `tell` is called with the finished steps and the
+    total of a row that has one.
     """
 
-    def __init__(self, *, shown: bool = True, tell: Callable[[int, int], None] | None = None) -> None:
-        self._tell = tell
+    def __init__(
+        self, *, shown: bool = True, tell: Callable[[int, int], None] | None = None, line_every: float | None = None
+    ) -> None:
+        self._tell, self._line_every = tell, line_every
         self._stream, self._rows = sys.stderr, list[ProgressRow]()
         self._bars: RichProgress | None = None
         self._tasks: dict[ProgressRow, TaskID] = {}
@@ -151,6 +159,13 @@ class Progress:
         self._rows.append(row)
         return row
 
+    def remove(self, row: ProgressRow) -> None:
+        """Take a row away, because what it counts is finished."""
+        with self._lock:
+            self._rows.remove(row)
+        if self._bars is not None and row in self._tasks:
+            self._bars.remove_task(self._tasks.pop(row))
+
     def _changed(self, row: ProgressRow) -> None:
         if self._tell is not None and row.total:
             self._tell(row.done, row.total)
@@ -166,7 +181,8 @@ class Progress:
     def _write_if_due(self) -> None:
         with self._lock:
             now = time.monotonic()
-            wait = min(LINE_EVERY_S, FIRST_LINE_S) if not self._started else LINE_EVERY_S
+            every = LINE_EVERY_S if self._line_every is None else self._line_every
+            wait = min(every, FIRST_LINE_S) if self._line_every is None and not self._started else every
             if now - self._last < wait or not self._rows:
                 return
             self._last, self._started = now, True

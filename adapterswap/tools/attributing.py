@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
@@ -594,4 +594,26 @@ def attribute(
     if base is None:
         raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
     plan = plan and resolve(plan).plan
-    return _attribute_model(open_checkpoint(folder, what="model"), base, plan)
+    model = open_checkpoint(folder, what="model")
+    if base.quantization is not None and model.quantization is None:  # then it was made from dequantized weights
+        base = base.dequantized()
+    merged = None if plan is None else plan if plan.is_model else merge_plan(plan, base)
+    check_precision(model, base, {slot.name for slot in merged or () if slot.terms})
+    return _attribute_model(model, base, plan)
+
+
+def check_precision(model: Checkpoint, base: Checkpoint, changed: Container[str]) -> None:
+    """Raise if a base is the one that a model was made from, in a less precise dtype: then every tensor would differ.
+
+    Args:
+        model: the full weights.
+        base: the base.
+        changed: tensors that experts change.
+    """
+    dtype = base.rounded_from(model, without=changed)
+    if dtype is not None:
+        raise BaseModelError(
+            f"the base {base.name} is the model that {model.name} was made from, but rounded to {dtype}",
+            "Pass the base in the dtype in which it was merged",
+            parameter="base_model",
+        )

@@ -22,13 +22,14 @@ from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.changes.reading import Factors, read_difference
 from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.experts.keys import canonical_key, factor_key, part_key
-from adapterswap.core.model.base import Weight, base_at, read_config
+from adapterswap.core.model.base import Weight, base_at
 from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.dequantizing import load_dense
 from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import CONFIG, WEIGHTS
 from adapterswap.core.writing.layout import Shape, adapter_config, written_scale
 from adapterswap.core.writing.reduction import approximate
-from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError, reason_of
+from adapterswap.kit.errors import ExpertError, Problems, UnsupportedError, reason_of
 from adapterswap.kit.files.numbers import decode, finite_bytes, open_files
 from adapterswap.kit.files.text import read_json, write_json
 
@@ -161,23 +162,10 @@ def _merged_difference(name: str, layer: Any, own: Any) -> npt.NDArray[np.float3
 
 def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAdapter:
     """The adapter in a folder, loaded by PEFT into its base, in the dtype that the base is stored in."""
-    import transformers
     from peft import PeftModel
     from safetensors.torch import load_file
 
-    config = read_config(base_folder, f"The base model {base_name}")
-    names = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
-    try:
-        if kind is None:
-            raise ValueError(f"transformers has no {names[0]}")
-        base = kind.from_pretrained(base_folder, dtype="auto", use_safetensors=True, trust_remote_code=False).eval()
-    except Exception as error:  # as in `bases.load_weights`
-        raise BaseModelError(
-            f"The base model {base_name} cannot be loaded: {reason_of(error)}",
-            "Pass the base that the adapter was trained on, in safetensors, with `base_model`",
-            parameter="base_model",
-        ) from None
+    base = load_dense(base_folder, base_name).eval()
     stored = load_file(folder / WEIGHTS)
     try:
         with quiet_peft():
@@ -296,6 +284,8 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
     if adapter.opaque or any(module.parameter for module in adapter.modules.values()):
         problems.add("The adapter is more than plain LoRA on modules", _KEEP_IN_FULL, parameter="saved_rank")
         problems.raise_if_any()
+    if base.quantization is not None:  # the adapter replaces the weights that the base computes with
+        base = base.dequantized()
     stored, located, _ = locate_all({names[0]: adapter}, base, problems)
     problems.raise_if_any()
     weights = base_at(base.source.folder, base.name, to_adapt=True)

@@ -281,9 +281,9 @@ def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
     """Both models, which must have one decoder and agree whether it ties its head."""
     problems = Problems(BaseModelError)
     for checkpoint, parameter in ((full, "full"), (base, "base_model")):
-        if checkpoint.config.get("quantization_config"):
+        if checkpoint.quantization is not None:
             problems.add(
-                f"{checkpoint.name} is quantized",
+                f"{checkpoint.name} is quantized ({checkpoint.quantization.title})",
                 "Pass a version with floating point weights",
                 parameter=parameter,
                 kind=UnsupportedError,

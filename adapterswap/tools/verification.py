@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from adapterswap import __version__
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
-from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, read_shards
+from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint, read_shards
 from adapterswap.core.model.layers import recorded_layers
 from adapterswap.core.model.sources import (
     CONFIG,
@@ -53,14 +53,14 @@ from adapterswap.core.writing.records import (
 from adapterswap.engines.gguf.export import write_gguf
 from adapterswap.engines.gguf.layout import prepare_gguf
 from adapterswap.engines.gguf.reading import REMEDY, GgufFile, is_gguf, open_gguf
-from adapterswap.kit.errors import ArgumentError, ExpertError, Problems, check_type
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, Problems, check_type
 from adapterswap.kit.files.folders import CARD, LIST, PRINTS, prints_of, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import open_files
 from adapterswap.kit.files.tensorfile import TensorFile, read_header
 from adapterswap.kit.files.text import exists, expand, is_folder, read_json
 from adapterswap.kit.files.yaml import validate
-from adapterswap.tools.attributing import Attribution, attribute
+from adapterswap.tools.attributing import Attribution, attribute, check_precision
 from adapterswap.tools.comparing import equal_bytes
 from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, reprinted, verify_extracted
 
@@ -206,13 +206,21 @@ def verify(
     is_model = record.kind == "model"
     if is_model:
         base_model = _base(record, base_model)
+        _check_precision(folder, record, base_model)
     composition = _recorded_composition(folder, record, base_model)
     with scratch_folder("verify") as scratch:
         again = scratch / "again"
-        if is_model:
-            _write_model(record, composition, opened, again)
-        else:
-            _write_adapter(record, composition, opened, again)
+        try:
+            if is_model:
+                _write_model(record, composition, opened, again)
+            else:
+                _write_adapter(record, composition, opened, again)
+        except AdapterswapError as error:
+            changed, _ = _changed_files(record.experts, experts or {}, WEIGHTS)
+            if not changed:
+                raise
+            reason = error.problems[0].message
+            return Verification(changed, notes=(f"Not composed again, because another expert was passed: {reason}",))
         return _compare(folder, content, record, opened, again, base_model)
 
 
@@ -484,6 +492,16 @@ def _base(record: CompositionRecord, base_model: str | None) -> str | None:
             parameter="base_model",
         )
     return place
+
+
+def _check_precision(folder: Path, record: CompositionRecord, base_model: str | None) -> None:
+    """Refuse a base that is the recorded one in a less precise dtype, before everything is computed with it."""
+    base = None if base_model is None else find_source(base_model, WEIGHT_FILES, what="base model")
+    recorded = record.base.fingerprints if record.base is not None else {}
+    if base is None or not recorded or recorded == base_fingerprints(base.folder):
+        return
+    changed = {name for name, owner in record.modules.items() if owner != BASE}
+    check_precision(open_checkpoint(folder, what="model"), open_checkpoint(base.folder), changed)
 
 
 def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:

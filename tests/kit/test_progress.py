@@ -55,6 +55,23 @@ def test_a_row_without_a_steady_rate_guesses_the_time_left(clock: Clock) -> None
     assert told == [(0, 100), (5, 100), (60, 100)]
 
 
+def test_a_row_that_is_removed_leaves_the_line_and_lines_can_be_rarer(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress(line_every=60) as bars:
+        one, other = (bars.row(f"seed {number}", 100, steady=False) for number in (0, 1))
+        for _ in range(13):
+            clock.now += 10
+            one.update(50)
+            other.update(20)
+            if clock.now >= 1070 and one.name == "seed 0" and bars._rows[0] is one:
+                bars.remove(one)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert (lines[0].count("seed 0"), lines[0].count("seed 1")) == (1, 1)
+    assert (lines[1].count("seed 0"), lines[1].count("seed 1")) == (0, 1)
+
+
 def test_a_log_has_a_line_after_five_seconds_and_then_every_ten(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "docs/log.md": "a diary",
     "docs/python.md": "tests/test_public_face.py",
     "docs/reproducing.md": "tests/experiments/recipes/test_reproducing.py",
+    "examples/fusionbench/README.md": "tests/experiments/recipes/test_fusionbench.py",
     "examples/engines/README.md": "tests/examples/test_two_engines.py",
     "examples/plugin_method/README.md": "tests/examples/test_plugin_method.py",
     "examples/which_layers/README.md": "tests/examples/test_which_layers.py",
@@ -67,7 +68,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ),
     ("docs/adapters.md", r"^allocation:\n", "a fragment: tests/core/planning has encoder-decoders"),
     (
-        "docs/engines.md",
+        "docs/adapters.md",
         r"from transformers import|hotswap",
         "tests/engines/live/test_recipes.py compares it with PEFT",
     ),
@@ -119,7 +120,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
 ]
 
 # Output that depends on training, and so on the processor: the step runs, but the numbers are not compared.
-NOT_COMPARED = {("docs/inspect.md", "diff math mine")}
+NOT_COMPARED = {("docs/compose.md", "diff math mine")}
 
 # A page, a text in a step, and its replacement.
 CHANGED: list[tuple[str, str, str]] = [
@@ -130,7 +131,7 @@ CHANGED: list[tuple[str, str, str]] = [
     ("docs/live.md", "max_new_tokens=200", "max_new_tokens=2"),
     ("docs/sweep.md", "--out-path runs/swahili    ", "--out-path runs/swahili --dry-run"),
     # Alternatives that would write to one folder.
-    ("docs/gguf.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
+    ("docs/own_adapters.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
 ]
 
 # YAML that is written to a file, found by its first words, and a command that reads it if the page has none.
@@ -142,7 +143,7 @@ FILES: dict[tuple[str, str], tuple[str, str | None]] = {
 }  # fmt: skip
 
 SIX_LAYERS = {"README.md", "docs/index.md", "docs/choosing.md"}
-LAB = {"docs/inspect.md", "docs/lab.md", "docs/report.md", "docs/start.md"}
+LAB = {"docs/compose.md", "docs/lab.md", "docs/report.md", "docs/start.md"}
 
 
 def pages() -> list[str]:

@@ -159,6 +159,13 @@ def adapters_of_other_tools() -> None:
     factors = load_file(pickled / "adapter_model.safetensors")
     (pickled / "adapter_model.safetensors").unlink()
     torch.save(factors, pickled / "adapter_model.bin")
+    tinker = Path("tinker-math")
+    save_expert(open_base(), tinker, seed=4, target_modules=["q_proj", "lm_head"])
+    edit = json.loads((tinker / "adapter_config.json").read_text())
+    (tinker / "adapter_config.json").write_text(json.dumps({**edit, "target_modules": "all-linear"}))
+    ended = load_file(tinker / "adapter_model.safetensors")
+    ended = {key.replace("model.lm_head", "model.model.unembed_tokens"): tensor for key, tensor in ended.items()}
+    save_file(ended, tinker / "adapter_model.safetensors")
     mlx = Path("mlx-math")
     mlx.mkdir()
     prefix, last = "base_model.model.", ".weight"
@@ -173,6 +180,12 @@ def gguf_page() -> None:
     rules = "experts: {math: experts/math, swahili: experts/swahili}\nrules: [swahili: 0-4, math]\n"
     Path("recipe.yaml").write_text(rules)
     save_expert(open_base(), Path("experts/head"), seed=2, modules_to_save=["lm_head"])
+
+
+def own_adapters_page() -> None:
+    """Adapters of other tools, and what is exported to GGUF."""
+    adapters_of_other_tools()
+    gguf_page()
 
 
 def troubleshooting_page() -> None:
@@ -198,6 +211,12 @@ def troubleshooting_page() -> None:
     config = json.loads(Path(shutil.copytree("org/base", "quantized"), "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     Path("quantized/config.json").write_text(json.dumps(config))
+    misnamed = adapter_from("math", "misnamed") / "adapter_model.safetensors"
+    save_file({f"base_model.model.{key}": tensor for key, tensor in load_file(misnamed).items()}, misnamed)
+    open_base().bfloat16().save_pretrained("other/half")
+    adapter_from("math", "experts/rounded", base_model_name_or_path=str(Path("org/base").resolve()))
+    record = {"base": {"fingerprints": base_fingerprints(Path("org/base"))}}
+    Path("experts/rounded/training.json").write_text(json.dumps(record))
 
 
 def train_page() -> None:
@@ -248,9 +267,8 @@ SETUPS: dict[str, Callable[[], None]] = {
     "docs/choosing.md": texts_page,
     "docs/compose.md": hub_page,
     "docs/evaluate.md": evaluate_page,
-    "docs/gguf.md": gguf_page,
     "docs/merge.md": merge_page,
-    "docs/own_adapters.md": adapters_of_other_tools,
+    "docs/own_adapters.md": own_adapters_page,
     "docs/recipes.md": papers_experts,
     "docs/report.md": report_page,
     "docs/sweep.md": papers_experts,

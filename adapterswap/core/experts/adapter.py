@@ -31,6 +31,7 @@ from adapterswap.core.experts.keys import (
     FactorTensors,
     PartTensors,
     factor_key,
+    misnamed,
     part_key,
     sort_keys,
 )
@@ -162,6 +163,11 @@ class _Part:
     def kind(self) -> Kind:
         """Attention, mlp or other, by the name."""
         return kind_of(self.name)
+
+    @property
+    def misnamed(self) -> str | None:
+        """What to do if the base has no module of this name; None if that is not known."""
+        return misnamed(self.name)
 
     def at(self, name: str, layer: int | None) -> Self:
         """The same under another name, or in another layer."""
@@ -444,8 +450,8 @@ def read_adapter(source: Source) -> Adapter:
         tokens=bool(config.trained_tokens),
     )  # fmt: skip
     parameters: set[str] = set()
+    trial = None if problems else _try_in_base(config, parts, saved, file, folder)  # else the rest would be guesses
     with problems.collect():
-        trial = None if problems else _try_in_base(config, parts, saved, file, folder)
         if trial is not None:
             config = replace(config, targets=Targets(modules=trial.adapted))
         if config.target_parameters:
@@ -559,6 +565,8 @@ def _try_in_base(
         )
         if is_usual or config.holds_regexes or base is None or cached_base_folder(base) is None:
             return None
+    elif odd := [name for name in names if name.endswith("unembed_tokens")]:  # of which no base has such a module
+        raise ExpertError(f"{folder}: {odd[0]} is not a name that PEFT gives", misnamed(odd[0]) or "")
     elif base is None or config.holds_regexes:
         raise UnsupportedError(
             f"{folder / CONFIG}: {reason}, and what PEFT makes of it depends on the base, but the config "

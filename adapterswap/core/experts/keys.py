@@ -149,6 +149,9 @@ _REFUSED_KEYS = {
 # their own names. PEFT leaves the adapter's name before inner modules: `classifier.modules_to_save.default.dense.bias`.
 _DOUBLE = re.compile(r"(?P<module>.+?)\.(?:original_module|modules_to_save)\.(?P<end>.+)")
 
+# What trainers that gather state dicts themselves leave of PEFT's wrapper around a module trained in full.
+_WRAPPED = re.compile(r"(?P<module>.+?)\.modules_to_save\.(?:default\.)?(?P<end>[^.]+)")
+
 _FACTOR_NAMES = ("A", "B", "embedding_A", "embedding_B")
 _FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
 
@@ -229,6 +232,30 @@ def is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
+_MISNAMED = (
+    (
+        r"^base_model\.model\.",
+        "PEFT's prefix base_model.model. is there twice: save the adapter from the model that PEFT returned first, or "
+        "remove one of the two from the names in its file",
+    ),
+    (
+        r"(^|\.)unembed_tokens$",
+        "Tinker calls the head unembed_tokens, which PEFT leaves out: rename it to lm_head in the adapter's file, as "
+        "docs/own_adapters.md shows",
+    ),
+    (
+        r"\.experts\.\d+\.",
+        "Where a base stores all experts of a layer in one parameter, train LoRA on that (PEFT's `target_parameters`), "
+        "or merge the adapter with the tool that trained it",
+    ),
+)
+
+
+def misnamed(module: str) -> str | None:
+    """What to do about a name that a base does not have, if it is known how such names come about."""
+    return next((remedy for pattern, remedy in _MISNAMED if re.search(pattern, module)), None)
+
+
 def is_fused(module: str) -> bool:
     """Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
     return re.search(r"\.experts\.\d+\.", module) is not None
@@ -290,7 +317,7 @@ def sort_keys(
         else:
             use, module, name = place
             tensors[use].setdefault(module, {})[name] = tensor
-    _refuse_unknown(unknown, keys, kind, folder, problems)
+    _refuse_unknown(unknown, keys, kind, tuple(modules_to_save), folder, problems)
     parts: dict[str, PartTensors] = {}
     for name, found in tensors["part"].items():
         if _COPY in found and not any(match in found for match in _FACTOR_NAMES):
@@ -351,8 +378,14 @@ class _Rules(NamedTuple):
 
 
 def _refuse_unknown(
-    unknown: Iterable[str], keys: Collection[str], kind: PeftKind | None, folder: Path, problems: Problems
+    unknown: Iterable[str],
+    keys: Collection[str],
+    kind: PeftKind | None,
+    modules_to_save: tuple[str, ...],
+    folder: Path,
+    problems: Problems,
 ) -> None:
+    """Report tensors whose keys mean nothing, or nothing that can be composed; `keys` are all keys."""
     whole = []
     for key in unknown:
         refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
@@ -368,6 +401,13 @@ def _refuse_unknown(
                 f"{folder}: {key} is {refused}, which is not part of s·B·A",
                 "Train it as a plain or rsLoRA",
                 kind=UnsupportedError,
+            )
+        elif key.startswith(_PREFIX) and (wrapped := _WRAPPED.fullmatch(key)):
+            own_key = f"{wrapped['module']}.{wrapped['end']}"
+            problems.add(
+                f"{folder}: {key} is a module trained in full under a name that PEFT does not write and cannot load",
+                f"Rename the tensor to {own_key}, as docs/own_adapters.md shows"
+                + ("" if wrapped["module"].endswith(modules_to_save) else ", and name its module in modules_to_save"),
             )
         elif key.startswith(_PREFIX) and _DOUBLE.fullmatch(key):
             _refuse_copy(key.removeprefix(_PREFIX), folder, problems)

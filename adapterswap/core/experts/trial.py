@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.core.experts.adapter import and_more
-from adapterswap.core.experts.keys import canonical_key
+from adapterswap.core.experts.keys import canonical_key, misnamed
 from adapterswap.core.model.base import empty_model
 from adapterswap.core.model.sources import base_config
 from adapterswap.kit.errors import ExpertError, UnsupportedError, reason_of
@@ -63,7 +63,7 @@ def load_into_base(folder: Path, base: str, task_type: str | None, file: TensorF
     if unknown := sorted(bare_names - known_names):
         raise UnsupportedError(
             f"{folder}: {base} has no module {and_more(unknown)} in the installed transformers",
-            "Save the adapter again with this version of transformers and PEFT",
+            misnamed(unknown[0]) or "Save the adapter again with this version of transformers and PEFT",
         )
     tensors = {canonical_key(key): torch.empty(tensor.shape, device="meta") for key, tensor in file.tensors.items()}
     try:

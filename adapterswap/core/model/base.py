@@ -276,6 +276,11 @@ class Base(Mapping[str, Weight]):
             )
         return weights
 
+    @staticmethod
+    def class_for(task_type: str) -> str:
+        """transformers' class for one of PEFT's task types."""
+        return _TASK_CLASSES.get(task_type, "AutoModelForCausalLM")
+
     @property
     def class_name(self) -> str:
         """The model's class in transformers."""
@@ -375,9 +380,21 @@ class Base(Mapping[str, Weight]):
         start, within, end = module.rpartition(_EXPERTS)
         if within and end[:1].isdigit():  # one expert of a layer; in memory all experts are one module
             parent = self.find(start, container)
-            return f"{parent}{within}{end}" if parent and f"{parent}.experts" in self._shapes else None
+            stacked = parent and (self._is_stacked(module) or self._is_stacked(f"{parent}{within}{end}"))
+            return f"{parent}{within}{end}" if stacked else None
         fitting = (name for name in self._candidates(module, container) if self._fits(name, shape))
         return next(fitting, None)
+
+    def _is_stacked(self, module: str) -> bool:
+        """Whether a mixture's checkpoints may hold the matrix of this one expert, which transformers stacks on others;
+        those of gpt-oss hold all experts of a layer in one tensor."""
+        name, rule, _ = self.convert(f"{module}.weight")
+        return rule is not None and name in self._shapes
+
+    def parameter_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a parameter as the model holds it; None if it has none of this name."""
+        parameter = dict(self._model.named_parameters(remove_duplicate=False)).get(name)
+        return None if parameter is None else tuple(parameter.shape)
 
     def find_parameter(self, name: str, container: str | None) -> str | None:
         """The canonical name of a parameter, by that of its module; see `find`."""
@@ -429,7 +446,8 @@ class Base(Mapping[str, Weight]):
             )
         return old
 
-    def exchange(self, module: str, ours: str | None, theirs: str | None) -> str | None:
+    @staticmethod
+    def exchange(module: str, ours: str | None, theirs: str | None) -> str | None:
         """`module` with the prefix of the list `ours` replaced by that of `theirs`.
 
         None if the module does not have this prefix, or the lists differ in more than the language model's prefix.

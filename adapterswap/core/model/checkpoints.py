@@ -9,13 +9,16 @@ No tensor is read and torch is not imported. An index is always compared with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from adapterswap.core.companions.files import CODE_FILES, COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.model.architectures import architectures_in
@@ -36,6 +39,7 @@ from adapterswap.core.model.layers import (
     stack_of,
     stacked_layers_in_config,
 )
+from adapterswap.core.model.quantization import Quantization, quantization_in
 from adapterswap.core.model.sources import CONFIG as ADAPTER_CONFIG
 from adapterswap.core.model.sources import (
     MODEL_WEIGHTS,
@@ -45,14 +49,18 @@ from adapterswap.core.model.sources import (
     find_source,
     recorded_base,
 )
+from adapterswap.core.model.stored import StoredModules
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import fingerprints, sha256_of
-from adapterswap.kit.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
+from adapterswap.kit.files.numbers import encode, open_files, read_bytes, read_elements
+from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor, TensorFile, read_header
 from adapterswap.kit.files.text import exists, read_json
 
 # The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
 _SHARED = "num_hidden_groups"  # ALBERT runs its stored layers several times
+
+_SAMPLED, _NUMBERS = 16, 2**14  # tensors, and numbers of each, by which two checkpoints are known as one model
 
 _REMEDY = "Use a folder whose config.json and weights belong to one model: download or save it again"
 
@@ -186,6 +194,51 @@ class Checkpoint:
         """Its model as transformers builds it. Ask this only where the headers do not decide."""
         return base_at(self.source.folder, self.name)
 
+    @property
+    def quantization(self) -> Quantization | None:
+        """How its weights are quantized, by its config; None if they are not."""
+        return quantization_in(self.config)
+
+    def dequantized(self) -> Checkpoint:
+        """The weights that it computes with, if it is quantized; see `dequantizing.dequantized`."""
+        from adapterswap.core.model.dequantizing import dequantized  # which imports transformers
+
+        return dequantized(self)
+
+    @cached_property
+    def modules(self) -> StoredModules:
+        """Its tensors by module."""
+        return StoredModules({name: parameter.tensor for name, parameter in self.parameters.items()})
+
+    def rounded_from(self, other: Checkpoint, *, without: Container[str] = ()) -> str | None:
+        """The dtype to which it holds the weights of `other` rounded, so that both are one model in two dtypes; None if
+        they are of one dtype, or of two models. A few thousand numbers of some tensors decide.
+
+        Args:
+            other: the checkpoint with the more precise weights.
+            without: tensors that are expected to differ.
+        """
+        pairs = [
+            (tensor, other.parameters[name]) for name, tensor in self.parameters.items() if name in other.parameters
+        ]
+        rounded = [
+            (ours, theirs)
+            for ours, theirs in pairs
+            if ours.name not in without
+            and len(ours.tensor.shape) > 1
+            and ours.tensor.shape == theirs.tensor.shape
+            and {ours.tensor.dtype, theirs.tensor.dtype} <= {*FLOATS}
+            and FLOATS.index(ours.tensor.dtype) > FLOATS.index(theirs.tensor.dtype)
+        ]
+        with open_files([*self.shards, *other.shards]) as files:
+            for ours, theirs in rounded[:: max(1, len(rounded) // _SAMPLED)]:
+                dtype, count = ours.tensor.dtype, min(prod(ours.tensor.shape), _NUMBERS)
+                precise = read_elements(other.name, files[theirs.path], theirs.tensor, 0, count)
+                own = read_bytes(files[ours.path], ours.tensor, 0, count * DTYPE_BYTES[dtype])
+                if not np.array_equal(encode(precise, dtype), own):
+                    return None
+        return rounded[0][0].tensor.dtype if rounded else None
+
     def is_transposed(self, key: str) -> bool:
         """Whether the weight stored under `key` is a Conv1D's, and so in×out; False for an embedding's, and for other
         tensors.
@@ -245,6 +298,12 @@ class Checkpoint:
             for target in rule.target_patterns if rule else ():
                 sources.setdefault(name.replace(rule.target_patterns[0], target, 1), key)
         return sources
+
+    @property
+    def lacking(self) -> list[str]:
+        """The parameters of its model for which it stores nothing, so that transformers would draw them at random."""
+        stored = self._stored_keys.keys() | self._sources.keys()
+        return [name for name, first in self.base.parameters.items() if not {name, first} & stored]
 
     def fused(self, parameter: str, container: str | None) -> FusedParameter | None:
         """The parameter with a matrix for each expert of a mixture; None if the model has none of this name.

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from adapterswap.core.companions.companions import CompanionPlan
@@ -116,28 +117,54 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
     if dtype not in _DTYPES:
         raise ArgumentError(f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
     folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
+    return _load(AutoModelForCausalLM, folder, base.reference, dtype=dtype, **options)
+
+
+def load_as_saved(folder: Path, name: str, *, config: Any, **options: Any) -> Any:
+    """Load the model in a folder in the class and the dtype that it was saved in.
+
+    Args:
+        folder: the folder.
+        name: the model's name in messages.
+        config: its transformers config, which may be changed.
+        options: further options of `from_pretrained`.
+    """
+    import transformers
+
+    names = config.architectures or ["AutoModelForCausalLM"]
+    if not hasattr(transformers, names[0]):
+        raise BaseModelError(
+            f"The base model {name} cannot be loaded: transformers has no {names[0]}",
+            "Use a model that transformers supports",
+            parameter="base_model",
+        )
+    return _load(getattr(transformers, names[0]), folder, name, config=config, dtype="auto", **options)
+
+
+def _load(kind: Any, folder: Path, name: str, **options: Any) -> Any:
+    """The model of a class, with all of its weights."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+        model, info = kind.from_pretrained(
+            folder, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
     except Exception as error:  # with an untested config, a model class can raise anything
         raise BaseModelError(
-            f"The base model {base.reference} cannot be loaded: {reason_of(error)}",
+            f"The base model {name} cannot be loaded: {reason_of(error)}",
             "Use a causal language model that transformers supports, with a valid config.json and safetensors weights",
             parameter="base_model",
         ) from None
     if mismatched := sorted(info["mismatched_keys"]):
-        name, stored, expected = mismatched[0]
+        parameter, stored, expected = mismatched[0]
         raise BaseModelError(
-            f"The weights of the base model {base.reference} do not match its config: {name} is {_shape(stored)}, but "
+            f"The weights of the base model {name} do not match its config: {parameter} is {_shape(stored)}, but "
             f"the config says {_shape(expected)}",
             "Use the config.json that was saved with these weights",
             parameter="base_model",
         )
     if missing := sorted(info["missing_keys"]):
         raise BaseModelError(
-            f"The base model {base.reference} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
+            f"The base model {name} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
             "Save or download the model again: transformers would fill these weights with random numbers",
             parameter="base_model",
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter, by_layer
-from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import (
     STACKS,
     NumLayers,
@@ -204,7 +204,9 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
 _Problem = tuple[str, str]  # the message and the remedy
 _Identity = tuple[str | None, str]  # the SHA-256 of an adapter's config and weights
 
-_RESAVED = "If both hold the same weights in different files, delete `fingerprints` from the record in {}'s folder"
+_RESAVED = (
+    "If both hold the same weights in other files or dtypes, delete `fingerprints` from the record in {}'s folder"
+)
 
 
 def adapt_one_base(one: Adapter, other: Adapter) -> bool:
@@ -247,18 +249,22 @@ def check_bases(
             problems.add(
                 f"{name} was trained on {expert.config.base_model}, into which adapters are merged, and not on "
                 f"{declared}",
-                f"Use them as one expert: `chains={{NAME: [FIRST, {name}]}}`; or pass the base that it was trained on",
+                f"{_as_chain('FIRST', name)}. Or pass the base that it was trained on",
                 parameter="base_model",
                 kind=ExpertError,
             )
 
 
-def check_base_weights(recorded: Mapping[str, Mapping[str, str]], base: Source | None) -> None:
+def check_base_weights(
+    recorded: Mapping[str, Mapping[str, str]], base: Source | None, own: Mapping[str, str | None] | None = None
+) -> None:
     """Check that a base is the one that experts were trained on; one on the Hub is not compared.
 
     Args:
         recorded: the fingerprints of each expert's base by the expert's own record; empty if that does not say.
         base: the base; None if it is not at hand.
+        own: where each expert's config says that its base is. If that is still there, it shows whether both are one
+            model in two dtypes.
     """
     for name, fingerprints in recorded.items():
         if is_on_top(fingerprints):
@@ -267,11 +273,43 @@ def check_base_weights(recorded: Mapping[str, Mapping[str, str]], base: Source |
             continue
         file = differing_weights(fingerprints, identity_of(base)) if base is not None and fingerprints else None
         if base is not None and file is not None:
+            place = (own or {}).get(name)
+            trained_on = _checkpoint(place)
+            if trained_on is None or identity_of(trained_on.source) != fingerprints:
+                place = None
+            if (rounded := _rounded(place, str(base.folder))) is not None:
+                raise BaseModelError(
+                    f"{name} was trained on the same model in another dtype: {rounded}",
+                    f"Pass the base that it was trained on as `base_model`, or declare that {base} may take its place: "
+                    f"delete `fingerprints` from the record in {name}'s folder",
+                    parameter="base_model",
+                )
+            known = "another model" if place is not None else "a base"
             raise BaseModelError(
-                f"{name} was trained on a base with other weights than {base}: {file} differs",
+                f"{name} was trained on {known} with other weights than {base}: {file} differs",
                 f"Pass the base that it was trained on as `base_model`. {_RESAVED.format(name)}",
                 parameter="base_model",
             )
+
+
+def _rounded(first: str | None, second: str | None) -> str | None:
+    """What says that two bases are one model in two dtypes; None if they are not, or cannot be compared."""
+    one, other = _checkpoint(first), _checkpoint(second)
+    if one is None or other is None:
+        return None
+    for narrow, precise in ((one, other), (other, one)):
+        if (dtype := narrow.rounded_from(precise)) is not None:
+            folders = narrow.source.folder, precise.source.folder
+            return f"the weights of {folders[0]} are those of {folders[1]}, rounded to {dtype}"
+    return None
+
+
+def _checkpoint(reference: str | None) -> Checkpoint | None:
+    """The headers of a base on this machine; None if they are not here."""
+    folder = None if reference is None else cached_base_folder(reference)
+    with suppress(AdapterswapError):
+        return None if folder is None else open_checkpoint(folder)
+    return None
 
 
 def is_on_top(fingerprints: Mapping[str, str]) -> bool:
@@ -286,7 +324,15 @@ def _holds(base: str | None, fingerprints: Mapping[str, str]) -> bool:
 
 def _only_adds(name: str, below: str = "FIRST") -> _Problem:
     message = f"{name} was trained on top of another adapter, and holds only what it adds to that"
-    return message, f"Use both as one expert: `chains={{NAME: [{below}, {name}]}}`"
+    return message, _as_chain(below, name)
+
+
+def _as_chain(first: str, second: str) -> str:
+    """The remedy that makes one expert of two adapters."""
+    return (
+        f"Use both as one expert: `experts={{'{first}': PATH}}`, `experts={{'{second}': PATH}}`, "
+        f"`chains={{'NAME': ['{first}', '{second}']}}` and a rule that gives layers to NAME"
+    )
 
 
 def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tuple[str, ...]:
@@ -328,6 +374,9 @@ def _weights_differ(one: str, first: Expert, two: str, second: Expert) -> _Probl
     if differing_weights(first.base_fingerprints, second.base_fingerprints) is None:
         return None
     message = f"{one} and {two} adapt different bases: {_called(first)} and {_called(second)}, whose weights differ"
+    if isinstance(first, Adapter) and isinstance(second, Adapter):
+        rounded = _rounded(first.config.base_reference, second.config.base_reference)
+        message = f"{one} and {two} adapt one model in two dtypes: {rounded}" if rounded else message
     return message, f"Compose experts of one base. {_RESAVED.format(two)}"
 
 
@@ -353,7 +402,7 @@ def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | 
     for name, part, later, on_top in ((one, first, two, second), (two, second, one, first)):
         if _is_merged_into(part, on_top):
             message = f"{later} was trained on top of {name}, which is merged into its base {on_top.config.base_model}"
-            return message, f"Use both as one expert: `chains={{NAME: [{name}, {later}]}}`"
+            return message, _as_chain(name, later)
     return None
 
 

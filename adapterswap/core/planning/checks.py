@@ -365,11 +365,11 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
     Embeddings and heads may differ in their numbers of rows; see `rows`.
     """
     for who, checkpoint in ((first_name, first), (name, other)):
-        if checkpoint.config.get("quantization_config"):
+        if checkpoint.quantization is not None:
             problems.add(
-                f"{who} is quantized (quantization_config), so its weights cannot be averaged",
-                "Pass an unquantized checkpoint. If it is the base of adapters, `dequantize=True` merges into the "
-                "weights that it computes with",
+                f"{who} is quantized (quantization_config: {checkpoint.quantization.title}), so its weights cannot be "
+                "averaged",
+                "Pass an unquantized checkpoint",
                 kind=UnsupportedError,
             )
     odd = [

@@ -31,6 +31,7 @@ from adapterswap.core.planning.checks import (
     check_used,
     check_vocabulary,
 )
+from adapterswap.core.planning.fit import Fit, Heads, Placed, check_fit, check_heads, check_placed, check_quantized
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rows import check_sizes
 from adapterswap.core.planning.rules import BASE
@@ -161,8 +162,8 @@ def _one_size(ends: Ends, problems: Problems) -> None:
         check_sizes(sizes, problems)
 
 
-def _unquantized(merging: Merging, problems: Problems) -> None:
-    check_architecture("the base", merging.base, "the base", merging.base, problems)
+def _not_quantized_there(merging: Merging, problems: Problems) -> None:
+    check_quantized(merging.plan.adapters, merging.base, problems)
 
 
 def _depth_of_the_plan(merging: Merging, problems: Problems) -> None:
@@ -206,7 +207,7 @@ def _has_its_base(planned: Planned, problems: Problems) -> None:
 def _base_is_theirs(planned: Planned, problems: Problems) -> None:
     if not planned.recorded:
         with problems.collect():
-            check_base_weights(planned.plan.recorded_bases, planned.plan.base_at_hand)
+            check_base_weights(planned.plan.recorded_bases, planned.plan.base_at_hand, planned.plan.own_bases)
 
 
 def _used(planned: Planned, problems: Problems) -> None:
@@ -218,13 +219,16 @@ GATES: Mapping[type, tuple[Gate, ...]] = {
     Request: (_types, _names),
     Opened: (_one_list, _one_base, _one_kind, _beside_checkpoints),
     Aligned: (check_alignment, _shapes),
+    Fit: (check_fit,),
     Depth: (check_base_depth,),
     Layered: (_within_the_base,),
     Ruled: (_layers_of_rules,),
     Skeleton: (_one_architecture, _one_list_of_layers),
     Filled: (_covered,),
     Rowed: (_rows,),
-    Merging: (_unquantized, _depth_of_the_plan),
+    Heads: (check_heads,),
+    Merging: (_not_quantized_there, _depth_of_the_plan),
+    Placed: (check_placed,),
     Ends: (_rows_of_the_base, _one_size),
     Plan: (_full_weights,),
     Planned: (_matches, _limits, _has_its_base, _base_is_theirs, _used),

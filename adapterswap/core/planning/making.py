@@ -26,6 +26,7 @@ from adapterswap.core.planning.base import (
     with_chains,
 )
 from adapterswap.core.planning.composition import Composition, as_composition
+from adapterswap.core.planning.fit import Fit, Heads, Placed, fit
 from adapterswap.core.planning.gates import check
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rows import settle_vocabulary, with_lent_rows, with_rows_of_base
@@ -98,6 +99,9 @@ def make_plan(
     check(opened, problems)
     aligned = Aligned(opened.adapters) if problems else align(opened.adapters, composition.base_model)
     check(aligned, problems)
+    unasked = base_at_hand or (recorded and composition.base_model is None)
+    seen = Fit() if unasked or problems else fit(aligned.experts, aligned.reference)
+    check(seen, problems)
     opened = replace(opened, experts={**based, **aligned.experts})
     if opened.adapters.keys() == opened.experts.keys():
         planned = _plan_of_modules(opened, num_layers, problems)
@@ -110,7 +114,7 @@ def make_plan(
     if recorded:
         return planned.plan
     unchecked = unchecked_bases(opened.experts, composition.base_model)
-    notes = (*planned.plan.notes, *unchecked, *chained, *dict.fromkeys(_warnings(planned.plan)))
+    notes = (*planned.plan.notes, *unchecked, *seen.notes, *chained, *dict.fromkeys(_warnings(planned.plan)))
     return replace(planned.plan, notes=notes)
 
 
@@ -200,6 +204,8 @@ def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
     problems.raise_if_any()
     adapters = outside_the_layers(adapters, num_layers, config=stored_in.config)
     experts = {**opened.experts, **adapters}
+    check(Heads(adapters, stored_in), problems)
+    problems.raise_if_any()  # the tensors of such a head would be missed
     rules = _rules(adapters, num_layers, composition, problems, full=True)
     stored, located, tied = locate_all(adapters, stored_in, problems, where=where, resized=True)
     problems.raise_if_any()
@@ -332,7 +338,10 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     """
     problems = Problems(BaseModelError)
     check(Merging(plan, base), problems)
+    check(Heads(plan.adapters, base), problems)
+    problems.raise_if_any()  # names of quantized tensors, and of heads, would be missed
     stored, located, tied = locate_all(plan.adapters, base, problems, resized=True)
+    check(Placed(located, base), problems)
     problems.raise_if_any()
     filled = {}
     for key, parameter in stored.items():

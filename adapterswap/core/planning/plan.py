@@ -256,6 +256,11 @@ class Plan:
         return {name: expert.base_fingerprints for name, expert in self.experts.items()}
 
     @property
+    def own_bases(self) -> dict[str, str | None]:
+        """Where each adapter's config says that its base is."""
+        return {name: adapter.config.base_reference for name, adapter in self.adapters.items()}
+
+    @property
     def task_type(self) -> str | None:
         """The declared task type, or the first that an adapter has."""
         if self.composition.task_type is not None:

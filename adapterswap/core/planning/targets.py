@@ -1,4 +1,4 @@
-"""What each target can hold: one table of limits, which refuses compositions and is shown on docs/engines.md.
+"""What each target can hold: one table of limits, which refuses compositions and is shown on docs/adapters.md.
 
 A target is what a composition can become: a file, full weights, a running model, an engine. Limits read plans and
 headers, but no tensors; what only a target's own room knows it passes as `Facts`. Limits that need tensors, the layers
@@ -42,7 +42,7 @@ WORDS = {
     Target.DIFF: ("`diff`", "Merge it into its base with `merge`"),
     Target.ANALYZE: ("`analyze`", "Merge it into its base with `merge`"),
 }
-"""What messages and docs/engines.md call a target, and what to do instead."""
+"""What messages and docs/adapters.md call a target, and what to do instead."""
 
 _FILES = Target.ADAPTER | Target.PORTABLE
 _SERVERS = Target.VLLM | Target.LLAMA
@@ -120,7 +120,7 @@ class Limit:
 
     Attributes:
         of: what is looked at: an expert, a slot or a whole plan.
-        what: what it is, a row of docs/engines.md; several limits may share one.
+        what: what it is, a row of docs/adapters.md; several limits may share one.
         targets: the targets.
         cells: what the page says, if not "no".
         kind: the class of the error.
@@ -318,7 +318,7 @@ def _beside_a_copy(slot: Slot, f: Facts) -> Found:
         )
 
 
-@_of_slot("modules other than [these](gguf.md#which-bases)", Target.GGUF)
+@_of_slot("modules other than [these](own_adapters.md#which-bases)", Target.GGUF)
 def _not_exported(slot: Slot, f: Facts) -> Found:
     if slot.terms and not slot.in_full and not f.exports(slot):
         yield f"{slot.name} cannot be exported for this architecture", f.otherwise

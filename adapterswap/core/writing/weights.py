@@ -10,20 +10,15 @@ appears whole or not at all, and the same inputs give the same bytes.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.core.changes.copies import Carried, check_base, check_tied_rows
-from adapterswap.core.companions.companions import copy_companions
 from adapterswap.core.companions.tokenizer import read_tokens
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.base import read_config
-from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, read_checkpoint
-from adapterswap.core.model.loading import OpenedBase, load_weights
+from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.core.model.sources import PROVENANCE
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composing import adapter_plan
@@ -42,8 +37,8 @@ from adapterswap.core.writing.records import (
 )
 from adapterswap.core.writing.resolving import resolve
 from adapterswap.core.writing.streaming import ModelForm, OutputShard, choose_devices, index_of, lay_out_model, stream
-from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, UnsupportedError, check_type
-from adapterswap.kit.files.folders import CARD, atomic_folder, check_target, scratch_folder
+from adapterswap.kit.errors import ArgumentError, ExpertError, UnsupportedError, check_type
+from adapterswap.kit.files.folders import CARD, atomic_folder, check_target
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import expand, write_json
 
@@ -106,65 +101,6 @@ def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str,
         if form.dtype and not any(key in config for key in _DTYPE_KEYS):
             changed["torch_dtype"] = form.dtype  # which transformers 5 reads too
     return changed
-
-
-def dequantized(base: Checkpoint) -> Checkpoint:
-    """The base with dequantized weights, in a temporary folder that is deleted once the checkpoint is no longer used.
-
-    These are the weights that its layers multiply by: the original ones, rounded by the quantization, in the model's
-    dtype. The whole model is in memory in the meantime.
-    """
-    settings = base.config.get("quantization_config")
-    if not isinstance(settings, dict):
-        raise ArgumentError(
-            f"`dequantize` is set, but the base {base.name} is not quantized", "Leave it out", parameter="dequantize"
-        )
-    with ExitStack() as stack:
-        folder = stack.enter_context(scratch_folder("dequantized"))
-        _load(base, settings).save_pretrained(folder)
-        copy_companions(base.source.folder, base.config, folder)
-        checkpoint = read_checkpoint(replace(base.source, folder=folder))
-        if checkpoint.config.get("quantization_config"):
-            raise _cannot(base, settings, "the weights stay quantized")
-        weakref.finalize(checkpoint, stack.pop_all().close)
-    return checkpoint
-
-
-def _load(base: Checkpoint, settings: dict[str, Any]) -> Any:
-    """The model, on the CPU, with ordinary layers."""
-    config = read_config(base.source.folder, f"The base model {base.name}")
-    later = settings.get("quant_method") == "bitsandbytes"  # it dequantizes a model after loading
-    if not later:
-        config.quantization_config = {**settings, "dequantize": True}
-    opened = OpenedBase(str(base.source.folder), base.source, config, None)
-    try:
-        model = load_weights(opened, config=config, device_map="cpu")
-        model = model.dequantize() if later else model
-        # Saving reverses these conversions to restore the original names; quantization cannot be reversed this way.
-        conversions = getattr(model, "_weight_conversions", None)
-        if conversions:
-            model._weight_conversions = [conversion for conversion in conversions if _can_be_reversed(conversion)]
-        return model
-    except AdapterswapError as error:
-        raise _cannot(base, settings, error.problems[0].message) from None
-    except Exception as error:  # each quantization library has its own errors
-        raise _cannot(base, settings, str(error) or type(error).__name__) from None
-
-
-def _can_be_reversed(conversion: Any) -> bool:
-    try:
-        conversion.reverse_transform()
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _cannot(base: Checkpoint, settings: dict[str, Any], reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"The base {base.name} ({settings.get('quant_method')}) cannot be dequantized here: {reason}",
-        "Install the library that quantized it, or use the base with floating point weights",
-        parameter="base_model",
-    )
 
 
 @dataclass(frozen=True)
@@ -259,9 +195,15 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     if not plan.is_model:
         base = base_of(plan, base_model)
         if not recorded:
-            check_base_weights(plan.recorded_bases, base.source)
+            check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
+        if form.dequantize and base.quantization is None:
+            raise ArgumentError(
+                f"`dequantize` is set, but the base {base.name} is not quantized",
+                "Leave it out",
+                parameter="dequantize",
+            )
         if form.dequantize:
-            quantized, base = base, dequantized(base)
+            quantized, base = base, base.dequantized()
         resolved = resolve(plan)
         full = merge_plan(resolved.plan, base)
     else:
@@ -277,6 +219,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
         full = resolved.plan
     check_tied_rows(full.adapters)
     if full.base is not None:
+        _check_kept(full, full.base, form)
         remedy = "Pass the base that it was trained on as `base_model`"
         check_base(_copies(full), full.base, effect="which PEFT would put in its place", remedy=remedy)
     check_tokens(full)
@@ -286,6 +229,26 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     return Merged(
         full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized
     )
+
+
+def _check_kept(plan: Plan, base: Checkpoint, form: ModelForm) -> None:
+    """Refuse what the quantization that the result keeps does not allow."""
+    if base.quantization is None:
+        return
+    remedy = "Pass `dequantize=True`, or the original base in floating point"
+    if form.dtype is not None:
+        raise UnsupportedError(
+            f"The base {base.name} is quantized ({base.quantization.title}), and `dtype` would change its scales",
+            f"Leave out `dtype`. Or: {remedy}",
+            parameter="dtype",
+        )
+    if plan.untied:
+        raise UnsupportedError(
+            f"The experts change an embedding or its tied head, so that the result has to store both, but the base "
+            f"{base.name} is quantized ({base.quantization.title}), and its config may apply that to the head",
+            remedy,
+            parameter="base_model",
+        )
 
 
 def _copies(plan: Plan) -> Iterator[Carried]:

@@ -203,7 +203,8 @@ def _check_base(adapter: Adapter, name: str, model: Any) -> None:
     place = expand(getattr(model.config, "_name_or_path", None) or "")
     if place.name and is_folder(place):
         try:
-            check_base_weights({name: adapter.base_fingerprints}, Source(place, place.name))
+            own = {name: adapter.config.base_reference}
+            check_base_weights({name: adapter.base_fingerprints}, Source(place, place.name), own)
         except BaseModelError as error:
             raise error.recast(ExpertError, parameter="expert") from None
 

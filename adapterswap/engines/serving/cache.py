@@ -160,6 +160,11 @@ class Cache:
         """Where the folder named `key` is, or would be."""
         return self._entries / key
 
+    @property
+    def entries(self) -> Path:
+        """The folder of all entries."""
+        return self._entries
+
     def collect(self, keep: int) -> int | None:
         """Remove all but the `keep` entries used last, and leftovers of killed processes, unless a server is running.
 

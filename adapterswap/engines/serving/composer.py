@@ -28,9 +28,9 @@ from adapterswap.core.changes.copies import check_base
 from adapterswap.core.changes.locating import carried_copies
 from adapterswap.core.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.core.experts.keys import copies_in
-from adapterswap.core.model.base import base_at
+from adapterswap.core.model.base import Base, base_at
 from adapterswap.core.model.checkpoints import open_checkpoint
-from adapterswap.core.model.layers import known_depth, num_layers_in_config
+from adapterswap.core.model.layers import known_depth, layer_container, num_layers_in_config
 from adapterswap.core.model.sources import FORMAT, base_config, find_source
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composition import Composition
@@ -85,8 +85,15 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, target: T
     fused = [module.name for module in adapter.modules.values() if module.parameter]
     missing = [module for module in adapter.modules if module not in shapes and module not in fused]
     if missing:
+        moved = [Base.exchange(module, adapter.container, layer_container(shapes)) for module in missing]
+        renamed = all(module in shapes for module in moved)
         problems.add(
-            f"{name} adapts {and_more(missing, _SHOWN)}, which the base does not have", remedy, parameter="experts"
+            f"{name} adapts {and_more(missing, _SHOWN)}, which the base "
+            + (f"calls {and_more([*map(str, moved)], 1)}" if renamed else "does not have"),
+            "Write it under the base's names with `adapterswap convert` and `names=transformers5`"
+            if renamed
+            else adapter.modules[missing[0]].misnamed or remedy,
+            parameter="experts",
         )
     adapter_shapes = {module.name: module.shape for module in adapter.modules.values() if not module.parameter}
     compare_shapes(
@@ -262,7 +269,7 @@ class NamedComposer:
             return self._from_hub[name]
         adapter = open_adapter(self.manifest.adapters[name])
         if not any(name in parts[1:] for parts in self.manifest.chains.values()):  # planning checks what is on top
-            check_base_weights({name: adapter.base_fingerprints}, self._base)
+            check_base_weights({name: adapter.base_fingerprints}, self._base, {name: adapter.config.base_reference})
         check_fits(adapter, self._shapes, name, self.target)
         check_copies(adapter, self.base_model, self.cache.memo, name, WORDS[self.target][0])
         if adapter.source.revision:

@@ -167,10 +167,17 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
     import uvicorn
 
     from adapterswap.engines.serving.llama_proxy import Connection, Proxy, most_at_once
+    from adapterswap.engines.serving.metrics import Measured, folder_sizes
 
     own = ["localhost", "127.0.0.1", "[::1]", launch.host]
     hosts = own if ipaddress.ip_address(listener.getsockname()[0]).is_loopback else ["*"]
     proxy = Proxy(composer, engine, launch.base_name, launch.keys, hosts, launch.max_bytes)
+
+    def gauges() -> dict[str, float]:
+        _, size = folder_sizes(composer.cache.entries)
+        return {"adapterswap_compositions_cached": composer.remembered, "adapterswap_cache_bytes": size}
+
+    measured = Measured(proxy, gauges, engine=lambda: engine.process, keys=launch.keys)
     ended = False
 
     async def watch() -> None:
@@ -180,7 +187,7 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
 
     server = uvicorn.Server(
         uvicorn.Config(
-            proxy, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
+            measured, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
             access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=_END_S,
             callback_notify=watch, timeout_notify=0, backlog=most_at_once(),
         )

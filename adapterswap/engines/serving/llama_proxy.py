@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from adapterswap.engines.serving.llama_engine import Engine
+from adapterswap.engines.serving.metrics import MODEL
 from adapterswap.engines.serving.names import UnknownNameError
 from adapterswap.engines.serving.pieces import PieceComposer
 from adapterswap.engines.serving.refusals import NO_KEY, NO_MODEL, has_key, refusal
@@ -94,6 +95,7 @@ class Proxy:
         if self._busy > most_at_once():
             raise HTTPException(503, "Too many requests at once. Try again later.", {"retry-after": "1"})
         model, body = await run_in_threadpool(self._translated, await self._body(request))
+        request.scope[MODEL] = model
         asking = asyncio.create_task(self._ask(request.scope["path"], body, model))
         leaving = asyncio.create_task(_left(request))
         try:

@@ -98,6 +98,11 @@ class PieceComposer(NamedComposer):
         """The expert of this name, as it was when this composer was created."""
         return self._opened[name]
 
+    @property
+    def remembered(self) -> int:
+        """How many names have scales that need not be computed again."""
+        return len(self._scales)
+
     def scales(self, name: str) -> Mapping[int, float]:
         """The scale of each piece that `name` uses, by the piece's id. All other pieces have the scale 0."""
         with self._remembering:

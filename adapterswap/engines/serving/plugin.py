@@ -61,6 +61,16 @@ def offered() -> tuple[str, ...]:
     return _read_manifest().names if os.environ.get(EXPERTS) else ()
 
 
+def gauges() -> dict[str, float]:
+    """What the cache holds, for `/metrics`."""
+    from adapterswap.engines.serving import Cache
+    from adapterswap.engines.serving.cache import default_cache
+    from adapterswap.engines.serving.metrics import folder_sizes
+
+    count, size = folder_sizes(Cache(os.environ.get(CACHE) or default_cache()).entries)
+    return {"adapterswap_compositions_cached": count, "adapterswap_cache_bytes": size}
+
+
 def _read_manifest() -> Manifest:
     """The manifest that the environment names, as it was when this process first read it."""
     from adapterswap.engines.serving import read_manifest

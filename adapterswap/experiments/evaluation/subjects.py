@@ -11,7 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationRes
 from adapterswap.experiments.evaluation.settings import SEED, Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.errors import ArgumentError, ExpertError, check_type, reason_of
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, check_type, reason_of
 from adapterswap.kit.files.folders import check_target, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import read_header
@@ -114,16 +114,12 @@ def load_subject(
     from adapterswap.engines.live import LiveComposer, load_experts, why_not_live
 
     target = choose_device(device)
-    depth = _depth(base)
-    if plan is not None:
-        check_depth_of(base.reference, depth, plan.num_layers, "Leave out `num_layers`")
+    check_subject(base, adapter, plan)
     with ExitStack() as stack:
         if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
             folder = stack.enter_context(scratch_folder("evaluation")) / "composed"
             adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
             plan = None
-        if adapter is not None:
-            check_base_weights({str(adapter): recorded_base(adapter.folder)}, base.source)
         model = load_weights(base, dtype=dtype).to(target)
         if adapter is not None:
             model = _with_adapter(model, adapter)
@@ -131,6 +127,34 @@ def load_subject(
             model = load_experts(model, plan)
             stack.enter_context(LiveComposer(model).use(plan))
         yield model.eval()
+
+
+def check_subject(base: OpenedBase, adapter: Source | None, plan: Plan | None) -> None:
+    """Check whether an adapter or a composition fits a base, as far as files without weights tell."""
+    if plan is not None:
+        check_depth_of(base.reference, _depth(base), plan.num_layers, "Leave out `num_layers`")
+        check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
+    if adapter is not None:
+        own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+        check_base_weights(
+            {str(adapter): recorded_base(adapter.folder)},
+            base.source,
+            {str(adapter): own if isinstance(own, str) else None},
+        )
+        opened = None
+        with suppress(AdapterswapError):  # PEFT loads more kinds than can be opened here
+            opened = read_adapter(adapter)
+        try:
+            _ = opened and _alone(opened, base)
+        except AdapterswapError as error:
+            if any(issubclass(problem.kind, BaseModelError | ExpertError) for problem in error.found):
+                raise
+
+
+def _alone(adapter: Adapter, base: OpenedBase) -> Plan:
+    """The plan of one adapter."""
+    composition = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
+    return make_plan(composition, {"adapter": adapter}, num_layers=_depth(base))
 
 
 def _depth(base: OpenedBase) -> int | None:
@@ -311,9 +335,7 @@ class Evaluation:
         plan, base = self.plan, self.base
         name = "the adapter" if self.adapter is not None else "the composition"
         if self.adapter is not None:
-            check_base_weights({str(self.adapter): recorded_base(self.adapter.folder)}, base.source)
-            alone = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
-            plan = make_plan(alone, {"adapter": read_adapter(self.adapter)}, num_layers=_depth(base))
+            plan = _alone(read_adapter(self.adapter), base)
         output = {name: value for name in ("max_rank", "max_error") if (value := getattr(self, name)) is not None}
         shapes = shapes_of(base)
         full = plan is not None and not all(fits_vllm(one, name, shapes) for name, one in plan.adapters.items())
@@ -480,6 +502,7 @@ def prepare_evaluation(
     if out_path is not None:
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     base = open_base(str(base_model))
+    check_subject(base, source, plan)
     companions = _companions(base, source, plan, chat_template_from)
     base = base.with_companions(companions)
     settings.check(base.tokenizer)

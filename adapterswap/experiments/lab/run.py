@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from adapterswap import __version__
 from adapterswap.experiments.lab.bases import shipped_file
 from adapterswap.experiments.lab.scenes import Scene
-from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, Sizes
-from adapterswap.experiments.lab.study import SeedReporter, Study, Summary, run_study
+from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, SeedResult, Sizes
+from adapterswap.experiments.lab.study import Finished, SeedReporter, Study, Summary, run_study
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.drawing import INK, looks, new_figure, save, style, tidy
 from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
@@ -224,7 +224,13 @@ def plan_lab(
     return LabPlan(scene, seeds, Path(out_path), rebuild_base, sizes, overwrite)
 
 
-def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: SeedReporter = lambda seed, step, share: None) -> Study:
+def run_lab(
+    plan: LabPlan,
+    *,
+    jobs: int | None = None,
+    tell: SeedReporter = lambda seed, step, share: None,
+    finished: Finished[SeedResult] = lambda seed, result: None,
+) -> Study:
     """Run a plan and write results.json, answers.jsonl, a report, pictures and the models of each seed.
 
     The folder appears when it is complete. On the same machine and with the same versions, the same plan gives the same
@@ -234,6 +240,7 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: SeedReporter = lamb
         plan: see `plan_lab`.
         jobs: seeds at once; by default as many as there are cores.
         tell: called with a seed, its current step, and the finished share of the seed.
+        finished: called with a seed and its result, as soon as it has one.
 
     Raises:
         DependencyError: the `lab` extra is not installed.
@@ -246,8 +253,9 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: SeedReporter = lamb
 
     with atomic_folder(plan.out_path, kind=LAB, overwrite=plan.overwrite) as folder:
         study = run_study(
-            plan.scene, plan.seeds, folder, rebuild_base=plan.rebuild_base, sizes=plan.sizes, jobs=jobs, tell=tell
-        )
+            plan.scene, plan.seeds, folder, rebuild_base=plan.rebuild_base, sizes=plan.sizes, jobs=jobs, tell=tell,
+            finished=finished,
+        )  # fmt: skip
         content, rows = results(study), list(answers(study))
         text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
         (folder / _RECORD).write_text(text + "\n", encoding="utf-8")

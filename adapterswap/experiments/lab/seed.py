@@ -188,7 +188,8 @@ def run_seed(
         judge = _LoadedPair(folder)
         development = Questions(draw_problems(scene, "development", sizes.development), "xx")
         judged = count(1)
-        half = partial(_within, tell, "development set", compositions, (1 + compositions) / 2)
+        middle = (1 + compositions) / 2
+        half = partial(_within, tell, "development set", compositions, middle)
 
         def accuracy(plan: Plan) -> float:
             value = judge.accuracy(plan, development)
@@ -199,14 +200,15 @@ def run_seed(
         scales = {scale: accuracy(judge.sum(scale)) for scale in SCALES}
         bottom, top = max(ZONES[1:], key=lambda zone: (grid[zone], -sum(zone)))
         scale = max(scales, key=lambda scale: (scales[scale], scale))
-        tell("test set", (1 + compositions) / 2)
+        tell("test set", middle)
         plans = judge.plans(bottom, top, scale)
         problems = draw_problems(scene, "test", sizes.test)
         tests = {language: Questions(problems, language) for language in LANGUAGES}
-        right = {
-            name: {language: judge.right(plan, questions) for language, questions in tests.items()}
-            for name, plan in plans.items()
-        }
+        right: dict[str, dict[str, NDArray[np.bool_]]] = {name: {} for name in plans}
+        rounds = [(method, asked) for method in plans for asked in tests]
+        for done, (method, asked) in enumerate(rounds, 1):
+            right[method][asked] = judge.right(plans[method], tests[asked])
+            _within(tell, "test set", middle, 1.0, done, len(rounds))
     write_adapter(judge.swap(bottom, top), folder / "math+language")
     unfamiliar = np.array([len(problem.key_words & scene.unfamiliar) for problem in problems])
     return SeedResult(seed, grid, scales, bottom, top, scale, right, unfamiliar, losses)

@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +95,9 @@ def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool
 
 SeedReporter = Callable[[int, str, float], None]
 _Result = TypeVar("_Result")
+Finished = Callable[[int, _Result], None]
+"""Called with a seed and its result, as soon as it has one."""
+
 _SeedFunction = Callable[[int, Callable[[str, float], None]], _Result]
 _POLL_SECONDS = 0.2
 
@@ -136,6 +139,7 @@ def run_study(
     sizes: Sizes = DEFAULT_SIZES,
     jobs: int | None = None,
     tell: SeedReporter = lambda seed, step, share: None,
+    finished: Finished[SeedResult] = lambda seed, result: None,
 ) -> Study:
     """Run seeds 0…`seeds`-1, each in `folder`/seed-N.
 
@@ -144,9 +148,10 @@ def run_study(
         sizes: numbers of problems.
         jobs: seeds at once; by default as many as there are cores.
         tell: called with a seed, its current step, and its finished share.
+        finished: called with a seed and its result, as soon as it has one.
     """
     run_one = partial(_run_one, scene, folder, rebuild_base, sizes)
-    return Study(scene, tuple(run_seeds(run_one, range(seeds), jobs=jobs, tell=tell)))
+    return Study(scene, tuple(run_seeds(run_one, range(seeds), jobs=jobs, tell=tell, finished=finished)))
 
 
 def run_seeds(
@@ -155,12 +160,13 @@ def run_seeds(
     *,
     jobs: int | None = None,
     tell: SeedReporter = lambda seed, step, share: None,
+    finished: Finished[_Result] = lambda seed, result: None,
 ) -> list[_Result]:
     """The results of `function(seed, tell)` for each seed, each in its own process, on one thread.
 
     Args:
         function: a function that can be pickled.
-        jobs, tell: as for `run_study`.
+        jobs, tell, finished: as for `run_study`.
     """
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     news: Any = context.Queue()
@@ -168,7 +174,7 @@ def run_seeds(
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(news,)) as pool:
         futures = {seed: pool.submit(_run, function, seed) for seed in seeds}
         try:
-            _follow(futures, news, tell)
+            _follow(futures, news, tell, finished)
             return [future.result() for future in futures.values()]
         except BrokenProcessPool:
             raise RunError(
@@ -214,16 +220,19 @@ def _run_one(
     return run_seed(scene, seed, folder / f"seed-{seed}", rebuild_base=rebuild_base, sizes=sizes, tell=tell)
 
 
-def _follow(futures: dict[int, Future[_Result]], news: Any, tell: SeedReporter) -> None:
-    """Pass on the workers' news until all have finished or one has failed."""
-    pending = set(futures.values())
-    while pending and not any(future.done() and future.exception() for future in futures.values()):
-        _, pending = wait(pending, timeout=_POLL_SECONDS)
+def _follow(futures: dict[int, Future[_Result]], news: Any, tell: SeedReporter, finished: Finished[_Result]) -> None:
+    """Pass on the workers' news, and each result when it is there, until all have finished or one has failed."""
+    waiting = dict(futures)
+    while waiting and not any(future.done() and future.exception() for future in futures.values()):
+        wait(waiting.values(), timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+        ended = [seed for seed, future in waiting.items() if future.done()]
         while True:
             try:
-                tell(*news.get_nowait())
+                seed, step, share = news.get_nowait()
             except queue.Empty:
                 break
-    for seed, future in futures.items():
-        if future.done() and not future.exception():
-            tell(seed, "done", 1.0)
+            if seed in waiting and seed not in ended:  # a worker's last news may arrive after its result
+                tell(seed, step, share)
+        for seed in ended:
+            if not waiting.pop(seed).exception():
+                finished(seed, futures[seed].result())

@@ -128,7 +128,9 @@ def _check_kind(adapter: Adapter) -> None:
 def _check_base(adapter: Adapter, base: OpenedBase) -> None:
     """Raise unless the start adapts the base to train on: by its weights if both are known, else by its name."""
     problems, config = Problems(ExpertError), adapter.config
-    check_base_weights({"the start": adapter.base_fingerprints}, base.source)
+    check_base_weights(
+        {"the start": adapter.base_fingerprints}, base.source, {"the start": adapter.config.base_reference}
+    )
     by_weights = bool(adapter.base_fingerprints and identity_of(base.source))
     if config.base_model and not by_weights and public_name(config.base_model) != base.source.name:
         problems.add(

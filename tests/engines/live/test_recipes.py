@@ -1,4 +1,4 @@
-"""The code for PEFT and transformers in docs/engines.md, run unchanged."""
+"""The code for PEFT and transformers in docs/adapters.md, run unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 import adapterswap as asw
 
-PAGE = (Path(__file__).parents[3] / "docs" / "engines.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## PEFT and transformers\n")[2].partition("\n## ")[0]
 RECIPES = dict(
     zip(("load_adapter", "pipeline", "hotswap"), re.findall(r"```python\n(.*?)```", SECTION, re.S), strict=True)
@@ -52,7 +52,7 @@ def composed(name: str) -> PeftModel:
 
 def run_recipe(name: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    exec(compile(RECIPES[name], f"docs/engines.md: {name}", "exec"), result)
+    exec(compile(RECIPES[name], f"docs/adapters.md: {name}", "exec"), result)
     return result
 
 

@@ -22,7 +22,8 @@ from refusals import refused
 
 import adapterswap
 from adapterswap.engines.serving import Cache, NamedComposer, plugin, read_manifest
-from adapterswap.engines.serving.vllm import ManifestOnly, plan_launch, value_of
+from adapterswap.engines.serving.vllm import plan_launch, value_of
+from adapterswap.engines.serving.vllm_guard import ManifestOnly
 from adapterswap.kit.errors import ArgumentError, RunError
 
 from .conftest import load, make_expert
@@ -66,7 +67,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert command[-2:] == ["--dtype", "float32"]
     for option, value in {
         "--max-lora-rank": "32", "--max-loras": "4", "--max-cpu-loras": "16", "--host": "127.0.0.1",
-        "--middleware": "adapterswap.engines.serving.vllm.ManifestOnly",
+        "--middleware": "adapterswap.engines.serving.vllm_guard.ManifestOnly",
     }.items():  # fmt: skip
         assert value_of(option, command) == value
     assert environment == {

@@ -1,0 +1,91 @@
+"""The weights that a quantized checkpoint computes with, as an ordinary checkpoint: transformers dequantizes them."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from adapterswap.core.companions.companions import copy_companions
+from adapterswap.core.model.base import read_config
+from adapterswap.core.model.checkpoints import Checkpoint, read_checkpoint
+from adapterswap.core.model.loading import load_as_saved
+from adapterswap.core.model.quantization import Quantization, quantization_in
+from adapterswap.kit.errors import AdapterswapError, UnsupportedError
+from adapterswap.kit.files.folders import scratch_folder
+from adapterswap.kit.files.text import read_json
+
+
+def dequantized(base: Checkpoint) -> Checkpoint:
+    """The base with dequantized weights, in a temporary folder that is deleted once the checkpoint is no longer used.
+
+    These are the weights that its layers multiply by: the original ones, rounded by the quantization, in the model's
+    dtype and under the names that the base has for them. The whole model is in memory in the meantime.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder("dequantized"))
+        model = load_dense(base.source.folder, base.name)
+        model._weight_conversions = _without_quantization(model)
+        model.save_pretrained(folder)
+        del model
+        copy_companions(base.source.folder, base.config, folder)
+        checkpoint = read_checkpoint(replace(base.source, folder=folder))
+        if checkpoint.quantization is not None:
+            raise _cannot(base.name, base.quantization, "the weights stay quantized")
+        if lacking := checkpoint.lacking:
+            raise _cannot(base.name, base.quantization, f"{lacking[0]} is lost, and {len(lacking) - 1} more")
+        weakref.finalize(checkpoint, stack.pop_all().close)
+    return checkpoint
+
+
+def load_dense(folder: Path, name: str) -> Any:
+    """The model in a folder, loaded by transformers on the CPU in the class and the dtype that it was saved in, with
+    ordinary layers: a quantized one is dequantized. `name` is the model's name in messages."""
+    settings = read_json(folder / "config.json")
+    quantization = quantization_in(settings)
+    config = read_config(folder, f"The base model {name}")
+    if quantization is None:
+        return load_as_saved(folder, name, config=config)
+    if quantization.dequantized == "never":
+        raise _cannot(name, quantization, "transformers has no way to dequantize it")
+    if quantization.dequantized == "loading":
+        settings = settings.get("quantization_config") or settings["compression_config"]
+        config.quantization_config = {**settings, "dequantize": True}
+    try:
+        model = load_as_saved(folder, name, config=config, device_map="cpu")
+        return model.dequantize() if quantization.dequantized == "loaded" else model
+    except AdapterswapError as error:
+        raise _cannot(name, quantization, error.problems[0].message) from None
+    except Exception as error:  # each quantization library has its own errors
+        raise _cannot(name, quantization, str(error) or type(error).__name__) from None
+
+
+def _without_quantization(model: Any) -> list[Any]:
+    """The conversions by which the model's weights were loaded, without their quantization: saving reverses them.
+
+    Those of a quantized model would quantize the weights again, or write them under the names of quantized ones.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    used = {tuple(conversion.target_patterns) for conversion in getattr(model, "_weight_conversions", None) or ()}
+    plain = [rule for rule in get_model_conversion_mapping(model) if tuple(rule.target_patterns) in used]
+    return [rule for rule in plain if _can_be_reversed(rule)]
+
+
+def _can_be_reversed(conversion: Any) -> bool:
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _cannot(name: str, quantization: Quantization | None, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The base {name} ({quantization.title if quantization else 'not quantized'}) cannot be dequantized here: "
+        f"{reason}",
+        "Install the library that quantized it, or use the base with floating point weights",
+        parameter="base_model",
+    )

@@ -1,0 +1,355 @@
+"""Does the base have what the experts adapt, in the same widths? Is it quantized there?
+
+The headers of a base on this machine decide if they can, and its config alone where the weights are not here. Whatever
+they leave open, transformers decides, by building the model without weights, which takes a second or two: names of
+another class or version, and the experts of a mixture. The network is not used. These are gates: they add problems, and
+change nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adapterswap.core.changes.locating import Located
+from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
+from adapterswap.core.experts.keys import TASK_HEADS, TOKENS, is_bias
+from adapterswap.core.model.base import Base, base_at
+from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.core.model.layers import HEADS, is_vocabulary, language_config
+from adapterswap.core.model.sources import cached_base_config, cached_base_folder
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
+from adapterswap.kit.files.hashes import Stamps, stamps
+from adapterswap.kit.files.tensorfile import FLOATS, Tensor
+
+_REMEDY = "Pass the base that the experts adapt as `base_model`"
+
+# Types of models whose layers have these linear modules, each with the sides of its weight (out, in).
+_PLAIN_TYPES = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite", "cohere", "cohere2", "olmo2", "smollm3"}
+)
+_PLAIN = re.compile(r"model\.layers\.\d+\.(?:self_attn\.([qkvo])_proj|mlp\.(gate|up|down)_proj)")
+
+_WHOLE = (*FLOATS, "F8_E4M3", "F8_E5M2", "I8")  # dtypes of weights with one number in each element
+
+
+class Pair(NamedTuple):
+    """The shape of a weight in an expert and in the base, as text."""
+
+    name: str
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a base at hand has of what experts adapt; nothing if no base is at hand.
+
+    Attributes:
+        reference: the base.
+        missing: by expert: modules that the base lacks.
+        compared: by expert: the shapes of the others.
+        unknown: by expert: modules that could not be looked up.
+    """
+
+    reference: str = ""
+    missing: dict[str, list[Part]] = field(default_factory=dict)
+    compared: dict[str, list[Pair]] = field(default_factory=dict)
+    unknown: dict[str, list[Part]] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what could not be looked up."""
+        return tuple(
+            f"Not checked whether {self.reference} has {and_more([part.name for part in parts])} of {expert}: its "
+            "files have no such name, and transformers cannot build the model here to compare others"
+            for expert, parts in self.unknown.items()
+            if parts
+        )
+
+
+def fit(experts: Mapping[str, Adapter], reference: str | None) -> Fit:
+    """Look up what experts adapt in their base, if that is on this machine."""
+    folder = cached_base_folder(reference) if reference else None
+    config = cached_base_config(reference) if reference else None
+    if folder is None or config is None or reference is None:
+        return Fit()
+    checkpoint, result = _opened(folder), Fit(reference, {}, {}, {})
+    for name, adapter in experts.items():
+        by_files = dict(_by_headers(adapter, checkpoint, config) if checkpoint else _by_config(adapter, config))
+        others = [part for part in adapter.parts.values() if part.name not in by_files]
+        model = _model(folder, reference) if others else None
+        by_model = {part.name: _in_model(part, adapter, model) for part in others if model is not None}
+        result.unknown[name] = [part for part in others if part.name not in by_model]
+        result.missing[name] = [part for part in others if by_model.get(part.name, ()) is None]
+        result.compared[name] = [pair for pairs in (*by_files.values(), *by_model.values()) for pair in pairs or ()]
+    return result
+
+
+def check_fit(seen: Fit, problems: Problems) -> None:
+    """Report modules that the base lacks or has in another width."""
+    for name, pairs in seen.compared.items():
+        _report_missing(name, seen.missing[name], seen.reference, problems)
+        compare_shapes(
+            {pair.name: pair.ours for pair in pairs}, {pair.name: pair.theirs for pair in pairs},
+            one=name, other=f"the base {seen.reference}", remedy=_REMEDY, problems=problems, parameter="base_model",
+            kind=BaseModelError,
+        )  # fmt: skip
+
+
+class Heads(NamedTuple):
+    """Adapters, and the full weights that they are merged into or composed with."""
+
+    adapters: Mapping[str, Adapter]
+    base: Checkpoint
+
+
+class Placed(NamedTuple):
+    """Where adapters change a base: by adapter, and by the name of the stored tensor."""
+
+    located: Mapping[str, Mapping[str, Located]]
+    base: Checkpoint
+
+
+def check_quantized(experts: Mapping[str, Adapter], base: Checkpoint, problems: Problems) -> None:
+    """Report experts that change weights which a quantized base does not store in floating point.
+
+    The rest of such a base can be copied. Of a method whose layers are not known to be stored so, everything is
+    reported.
+    """
+    quantization = base.quantization
+    if quantization is None:
+        return
+    if not quantization.keeps_floats:
+        problems.add(
+            f"The base {base.name} is quantized (quantization_config: {quantization.title}), so ΔW cannot be added to "
+            "its weights",
+            quantization.remedy,
+            parameter="base_model",
+            kind=UnsupportedError,
+        )
+        return
+    for name, adapter in experts.items():
+        naming = base.modules.naming([part for part in adapter.parts if not is_bias(part)], adapter.container)
+        changed = {part: naming(part.removesuffix(".bias") if is_bias(part) else part) for part in adapter.parts}
+        odd = [part for part, stored in changed.items() if not base.modules.is_plain(stored)]
+        if odd:
+            problems.add(*_quantized_there(name, odd, base), parameter="base_model", kind=UnsupportedError)
+
+
+def check_heads(heads: Heads, problems: Problems) -> None:
+    """Report heads of an adapter's task that a base of another class does not have, such as a causal language model."""
+    base = heads.base
+    for name, adapter in heads.adapters.items():
+        task = adapter.config.task_type or ""
+        for part in adapter.saved.values():
+            if not _is_on_head(part, adapter) or part.name in base.modules or part.name.rpartition(".")[2] in HEADS:
+                continue
+            labels = next((tensor.shape[0] for tensor in part.tensors.values() if len(tensor.shape) == 2), 2)
+            problems.add(
+                f"{name} is an adapter for the task {task} and holds its head {part.name}, but the base {base.name} is "
+                f"{' or '.join(base.config.get('architectures') or ['a model'])}, without such a head",
+                f"Save the base with one, by {Base.class_for(task)}.from_pretrained(BASE, num_labels={labels})"
+                ".save_pretrained(PATH), and pass `base_model=PATH`: the head's weights are the adapter's",
+                parameter="base_model",
+                kind=UnsupportedError,
+            )
+
+
+def check_placed(placed: Placed, problems: Problems) -> None:
+    """Report the same for the stored tensors that were found, under whatever name."""
+    stored = placed.base.parameters
+    for name, places in placed.located.items() if placed.base.quantization else ():
+        odd = [p.module for key, p in places.items() if key in stored and stored[key].tensor.dtype not in FLOATS]
+        if odd:
+            problems.add(*_quantized_there(name, odd, placed.base), parameter="base_model", kind=UnsupportedError)
+
+
+def _quantized_there(expert: str, modules: Sequence[str], base: Checkpoint) -> tuple[str, str]:
+    assert base.quantization is not None
+    how = f"quantization_config: {base.quantization.title}"
+    return (
+        f"{expert} adapts {and_more(modules)}, and the base {base.name} is quantized there ({how})",
+        base.quantization.remedy,
+    )
+
+
+def _report_missing(expert: str, missing: list[Part], reference: str, problems: Problems) -> None:
+    """Report modules that a base lacks, with what is known of names like theirs."""
+    remedies: dict[str, list[str]] = {}
+    for part in missing:
+        remedies.setdefault(part.misnamed or _REMEDY, []).append(part.name)
+    for remedy, modules in remedies.items():
+        problems.add(
+            f"{expert} adapts {and_more(modules)}, but the base {reference} has no such module",
+            remedy,
+            parameter="base_model",
+            kind=BaseModelError,
+        )
+
+
+def _opened(folder: Path) -> Checkpoint | None:
+    """The base's headers; None if its weights are not here, or cannot be read."""
+    files = [path for pattern in ("config.json", "model*.safetensors*") for path in folder.glob(pattern)]
+    return _read(folder, stamps(sorted(path for path in files if path.is_file())))
+
+
+@lru_cache(maxsize=4)
+def _read(folder: Path, files: Stamps) -> Checkpoint | None:
+    """The headers in a folder with these files."""
+    with suppress(AdapterswapError):  # what needs the weights reports why
+        return open_checkpoint(folder)
+    return None
+
+
+def _model(folder: Path, reference: str) -> Base | None:
+    """The base as transformers builds it; None if it cannot."""
+    with suppress(AdapterswapError, ImportError):
+        return base_at(folder, reference)
+    return None
+
+
+def _by_headers(
+    adapter: Adapter, checkpoint: Checkpoint, config: Mapping[str, Any]
+) -> Iterator[tuple[str, list[Pair]]]:
+    """The parts that a base's files have under the same names, and the shapes to compare."""
+    stored = checkpoint.modules
+    naming = stored.naming([name for name, part in adapter.parts.items() if not is_bias(name)], adapter.container)
+    for name, part in adapter.parts.items():
+        holder = name.removesuffix(".bias") if is_bias(name) else name
+        tensors = stored.of(naming(holder))
+        if tensors:
+            pairs = _in_full(part, tensors) if isinstance(part, FullModule) else _adapted(part, tensors)
+        elif _is_on_head(part, adapter) or _is_numbered(part, checkpoint, naming(name)):
+            pairs = []
+        else:
+            pairs = _tied(part, checkpoint, config)
+        if pairs is not None:
+            yield name, pairs
+
+
+def _is_on_head(part: Part, adapter: Adapter) -> bool:
+    """Whether it is, or is in, a head for the adapter's task, which PEFT adds to the base's class."""
+    heads = {*TASK_HEADS.get(adapter.config.task_type or "", ())}
+    return part.layer is None and not heads.isdisjoint(part.name.split("."))
+
+
+def _is_numbered(part: Part, checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is a mixture's fused parameter, and the files hold its rows expert by expert."""
+    if not isinstance(part, LoraModule) or not part.parameter or part.experts == 1:
+        return False
+    holder, stored = name.rpartition(".")[0], checkpoint.modules
+    if f"{holder}.{part.experts - 1}" not in stored or f"{holder}.{part.experts}" in stored:
+        return False
+    first = [tensor.shape for end, tensor in stored.of(f"{holder}.0").items() if end.endswith("weight")]
+    shape = part.out_features, part.in_features
+    return shape in first or (first.count((shape[0] // 2, shape[1])) == 2 and shape[0] % 2 == 0)
+
+
+def _tied(part: Part, checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Pair] | None:
+    """A head's shapes, if it is not stored because the config ties it to the embedding; None for any other part."""
+    ties = [place.get("tie_word_embeddings") for place in (config, language_config(config))]
+    if part.layer is not None or part.name.rpartition(".")[2] not in HEADS or True not in ties:
+        return None
+    rows = next((p.tensor for p in checkpoint.parameters.values() if p.has_tokens and len(p.tensor.shape) == 2), None)
+    return None if rows is None or part.lora is None else _widths(part, rows.shape)
+
+
+def _adapted(part: Part, tensors: Mapping[str, Tensor]) -> list[Pair] | None:
+    """The shapes of a weight with LoRA or another kind; None if the files do not have this weight alone."""
+    lora, weight = part.lora, tensors.get("" if isinstance(part, LoraModule) and part.parameter else "weight")
+    if weight is None:
+        return [] if any(tensor.dtype not in FLOATS for tensor in tensors.values()) else None  # quantized
+    if lora is None or weight.dtype not in _WHOLE:
+        return []
+    if lora.parameter and len(weight.shape) == 3:
+        return _pair(part, _axes((lora.experts, lora.out_features, lora.in_features)), _axes(weight.shape))
+    if len(weight.shape) != 2:
+        return None
+    bias = tensors.get("bias")
+    is_conv1d = bias is not None and bias.shape == weight.shape[1:] != weight.shape[:1]
+    return _widths(part, weight.shape[::-1] if is_conv1d and not lora.embedding else weight.shape)
+
+
+def _axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of the axes of a parameter, with those of its matrices in one order, since models differ in it."""
+    return *shape[:-2], *sorted(shape[-2:])
+
+
+def _widths(part: Part, stored: tuple[int, ...]) -> list[Pair]:
+    """The shapes of a weight with factors; of an embedding or head only the width, since tokens may be added.
+
+    `stored` is (out, in), or (tokens, width).
+    """
+    lora = part.lora
+    assert lora is not None
+    ours = (lora.in_features, lora.out_features) if lora.embedding else (lora.out_features, lora.in_features)
+    if is_vocabulary(part.name, part.layer):
+        return _pair(part, ("…", ours[1]), ("…", stored[1]))
+    return _pair(part, ours, stored)
+
+
+def _in_full(part: FullModule, tensors: Mapping[str, Tensor]) -> list[Pair] | None:
+    """The shapes of tensors that replace the base's; None if the files do not have one of them."""
+    pairs: list[Pair] = []
+    for end, tensor in part.tensors.items():
+        own = tensors.get("weight" if end == TOKENS else end)
+        if own is None:
+            return [] if any(t.dtype not in FLOATS for t in tensors.values()) else None
+        if own.dtype not in _WHOLE:
+            continue
+        rows = 1 if end == TOKENS or is_vocabulary(part.name, part.layer) else 0
+        pairs.append(Pair(f"{part.name}.{end}", _text(tensor.shape[rows:]), _text(own.shape[rows:])))
+    return pairs
+
+
+def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> Iterator[tuple[str, list[Pair]]]:
+    """The linear modules of plain types of models, with the shapes that their config says."""
+    if config.get("model_type") not in _PLAIN_TYPES:
+        return
+    sizes = [config.get(key) for key in ("hidden_size", "intermediate_size", "num_attention_heads")]
+    hidden, inner, heads = (size if isinstance(size, int) else 0 for size in sizes)
+    groups = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or hidden // max(heads, 1)
+    across, grouped = (heads * width, hidden), (groups * width, hidden)
+    sides = {"q": across, "k": grouped, "v": grouped, "o": across[::-1]}
+    sides |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    for name, part in adapter.parts.items():
+        match = _PLAIN.fullmatch(name)
+        if match is not None and part.lora is not None:
+            pairs = _widths(part, sides[match[1] or match[2]])
+            if all(pair.ours == pair.theirs for pair in pairs):  # else transformers decides
+                yield name, pairs
+
+
+def _in_model(part: Part, adapter: Adapter, model: Base) -> list[Pair] | None:
+    """The shapes of a part in the model of transformers; None if the model does not have it."""
+    lora = part.lora
+    if _is_on_head(part, adapter):
+        return []
+    name = model.find(part.name, adapter.container, (lora.out_features, lora.in_features) if lora else None)
+    if name is None:
+        name = model.find(part.name, adapter.container)
+    if name is None:
+        return None
+    if lora is None:
+        return []
+    weight, shape = model.get(name), model.parameter_shape(name)
+    if weight is not None:
+        return _widths(part, (weight.out_features, weight.in_features)[:: -1 if weight.embedding else 1])
+    if shape is None or len(shape) != (3 if lora.experts > 1 else 2):
+        return []
+    return _pair(part, _axes((lora.experts, lora.out_features, lora.in_features))[-len(shape) :], _axes(shape))
+
+
+def _pair(part: Part, ours: tuple[object, ...], theirs: tuple[object, ...]) -> list[Pair]:
+    return [Pair(part.name, _text(ours), _text(theirs))]
+
+
+def _text(shape: tuple[object, ...]) -> str:
+    return "×".join(map(str, shape))
