@@ -117,7 +117,10 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
     if dtype not in _DTYPES:
         raise ArgumentError(f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
     folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
-    return _load(AutoModelForCausalLM, folder, base.reference, dtype=dtype, **options)
+    model = _load(AutoModelForCausalLM, folder, base.reference, dtype=dtype, **options)
+    if base.generation is not None:
+        model.generation_config = base.generation
+    return model
 
 
 def load_as_saved(folder: Path, name: str, *, config: Any, **options: Any) -> Any:
@@ -168,8 +171,6 @@ def _load(kind: Any, folder: Path, name: str, **options: Any) -> Any:
             "Save or download the model again: transformers would fill these weights with random numbers",
             parameter="base_model",
         )
-    if base.generation is not None:
-        model.generation_config = base.generation
     return model
 
 
