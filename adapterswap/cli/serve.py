@@ -173,13 +173,13 @@ def _of_llama(launch: LlamaLaunch, composer: PieceComposer) -> _Shown:
 
 def _other_prompts(base_model: str, experts: Mapping[str, Adapter]) -> list[str]:
     """Experts that were trained with another tokenizer or chat template than a local base's, which the engine uses."""
-    from adapterswap.core.companions.companions import decide
+    from adapterswap.core.companions.companions import decide_prompts
     from adapterswap.kit.files.text import expand, is_folder
 
     folder = expand(base_model)
     lines = []
     for name, adapter in experts.items() if is_folder(folder) else ():
-        decided = decide({name: adapter.source.folder}, folder)
+        decided = decide_prompts({name: adapter.source.folder}, folder)
         others = ["tokenizer"] * (decided.owner("tokenizer") == name)
         others += ["chat template"] * (decided.owner("chat_template") == name)
         if others:

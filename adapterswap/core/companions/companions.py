@@ -298,6 +298,24 @@ def decide(
     return CompanionPlan(folders, config, owners, united, rows)
 
 
+def decide_prompts(
+    experts: Mapping[str, Path],
+    base: Path,
+    *,
+    rows: int | None = None,
+    tokenizer: str | None = None,
+    template: str | None = None,
+) -> CompanionPlan:
+    """Decide whose tokenizer and chat templates prompts have, as full weights would; the arguments are `decide`'s.
+
+    The base's files are only read if an expert has some of its own.
+    """
+    chosen = tokenizer is not None or template is not None
+    if not chosen and not any(tokenizer_files(folder) for folder in experts.values()):
+        return CompanionPlan({}, None, {}, None, rows)
+    return decide(experts, base, rows=rows, tokenizer=tokenizer, template=template)
+
+
 _CHOICES: Mapping[Kind, str] = {"tokenizer": "tokenizer", "chat_template": "chat_template_from"}  # their parameters
 
 

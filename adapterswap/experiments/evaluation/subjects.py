@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.companions.companions import CompanionPlan, decide
+from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
 from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.experts.adapter import Adapter, read_adapter
 from adapterswap.core.experts.config import is_plain
@@ -452,7 +452,7 @@ def _companions(
     """Whose tokenizer and chat template the merged model would have."""
     folders = {name: expert.source.folder for name, expert in plan.experts.items()} if plan is not None else {}
     folders |= {"adapter": adapter.folder} if adapter is not None else {}
-    return decide(
+    return decide_prompts(
         folders, base.source.folder, rows=getattr(base.config.get_text_config(), "vocab_size", None),
         tokenizer=plan.composition.tokenizer if plan is not None else None, template=chat_template_from,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.companions.companions import decide
+from adapterswap.core.companions.companions import decide_prompts
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.model.layers import known_depth
 from adapterswap.core.model.loading import OpenedBase, choose_device, load_weights, open_base
@@ -351,7 +351,7 @@ def open_workspace(
     if not opened:
         raise next(iter(faults.values()))
     folders = {name: adapter.source.folder for name, adapter in opened.items()}
-    base = base.with_companions(decide(folders, base.source.folder))
+    base = base.with_companions(decide_prompts(folders, base.source.folder))
     composer, not_live = _load(load_weights(base, dtype=dtype).to(target).eval(), opened)
     references = {name: _short(reference) for name, reference in named.items()}
     return Workspace(

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.core.companions.companions import CompanionPlan, decide
+from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
 from adapterswap.core.companions.files import MODEL_CONFIG
+from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.experts.adapter import Adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, model_fingerprints, open_checkpoint
 from adapterswap.core.model.layers import check_depth_of, known_depth, num_layers_in_config
@@ -304,7 +305,7 @@ def prepare(
     settings = recipe.settings.as_settings(
         confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
     )
-    companions = decide(
+    companions = decide_prompts(
         {name: expert.source.folder for name, expert in experts.items()}, base.source.folder,
         rows=getattr(base.config.get_text_config(), "vocab_size", None), template=recipe.settings.chat_template_from,
     )  # fmt: skip
@@ -531,7 +532,9 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
         "task_files": task_files(prepared.settings.include_path),
-        "companions": {kind: prepared.companions.owner(kind) for kind in ("tokenizer", "chat_template")},
+        "companions": {
+            kind: prepared.companions.owner(kind) or BASE_FOLDER for kind in ("tokenizer", "chat_template")
+        },
         "settings": prepared.settings.described(),
         "cells": [cell.as_json() for cell in prepared.grid.cells],
     }  # fmt: skip

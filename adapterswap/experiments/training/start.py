@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.companions.companions import CompanionPlan, decide
+from adapterswap.core.companions.companions import CompanionPlan, decide, decide_prompts
 from adapterswap.core.companions.tokenizer import clashes, read_tokens
 from adapterswap.core.experts.adapter import Adapter, and_more, open_adapter
 from adapterswap.core.experts.names import under_canonical_names
@@ -88,7 +88,7 @@ def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: A
         if on_top:
             record = record.model_copy(update={"mode": "chain"})
         named = under_canonical_names(adapter, Base(model), "the start", str(base.source))
-        companions = decide({"start": adapter.source.folder}, base.source.folder)
+        companions = decide_prompts({"start": adapter.source.folder}, base.source.folder)
         return Start(named, record, companions, on_top)
     except AdapterswapError as error:
         raise error.recast(parameter="start") from None
