@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import runpy
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,9 +90,10 @@ class Task(NamedTuple):
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return 0.0
+    return 0.0 if math.isnan(number) else number
 
 
 def templates() -> Mapping[str, Mapping[str, Any]]:

@@ -2,15 +2,19 @@
 
     python benchmarks/training.py [--size pico|0.1b] [--steps 12] [--json]
     python benchmarks/training.py --size 8b --device cuda [--scratch DIR]
+    python benchmarks/training.py --base-model BASE --rows math_english.jsonl --batch 16
 
-Three routes train the same rows with the same rsLoRA: `adapterswap train`; TRL's SFTTrainer as its documentation shows
-it; `adapterswap train` with `simultaneous`, partition B in turns. Each is a process of its own. On the CPU they take
+These routes train the same rows with the same rsLoRA: `adapterswap train`; TRL's SFTTrainer with the same settings, and
+with its own default of gradient checkpointing; `adapterswap train` with `simultaneous`, partition B in turns. Each is a
+process of its own. On the CPU they take
 turns step by step, the others waiting, so that whatever else the machine does hits all alike; on CUDA one runs after
 the other, so that each has the memory to itself. A step is timed from the end of the last one, so that everything
 between two steps counts; the first is left out. Told are medians over steps, and medians of the ratios of steps made
 one after the other, in wall seconds and in processor seconds: on a busy machine, believe the latter.
 
-Rows are of one length, so that no padding blurs the numbers. `8b` has the shape of Llama-3.1-8B in bfloat16 with random
+Without --rows, rows are of one length, so that no padding blurs the numbers. With a base and rows of your own (prompt
+and completion), steps have the same rows in every route, and the largest difference of their losses is
+printed beside the medians. `8b` has the shape of Llama-3.1-8B in bfloat16 with random
 weights (16 GB of scratch), rank 64, 1,024 tokens to a row.
 """
 
@@ -30,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 TOLD = "step: "
-ROUTES = ("adapterswap", "TRL", "in turns")
+ROUTES = ("adapterswap", "TRL", "TRL, its defaults", "in turns")
 VOCABULARY = 4096
 # hidden, intermediate, layers, heads, heads of keys and values; rank; rows on the device, batches to a step, tokens
 SIZES = {
@@ -42,11 +46,14 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Step:
-    """Wall seconds and processor seconds of a step, and the peak of memory so far: the GPU's, or this process's."""
+    """Wall seconds and processor seconds of a step, the peak of memory so far (the GPU's, or this process's), and the
+    loss of the step before.
+    """
 
     wall: float
     cpu: float
     megabytes: float
+    loss: float | None
 
 
 def main() -> None:
@@ -54,18 +61,22 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="pico")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--base-model", type=Path, help="A base of your own, with --rows.")
+    parser.add_argument("--rows", type=Path, help="JSON lines with prompt and completion.")
+    parser.add_argument("--batch", type=int, default=16, help="Rows in a step, with --rows.")
     parser.add_argument("--scratch", type=Path, help="A folder for base, rows and outputs; default: a temporary one.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--route", choices=ROUTES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.route:
         Clock.install(options.device)
-        train_plainly(options) if options.route == "TRL" else train_here(options)
+        train_plainly(options) if options.route.startswith("TRL") else train_here(options)
         return
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         options.scratch = Path(scratch)
-        make_base_and_rows(options)
-        groups = [ROUTES] if options.device == "cpu" else [(route,) for route in ROUTES]
+        take_base_and_rows(options) if options.rows else make_base_and_rows(options)
+        routes = ROUTES[:3] if options.rows else ROUTES
+        groups = [routes] if options.device == "cpu" else [(route,) for route in routes]
         found: dict[str, list[Step]] = {}
         for routes in groups:
             found |= take_turns(routes, options)
@@ -83,6 +94,9 @@ def take_turns(routes: Sequence[str], options: argparse.Namespace) -> dict[str, 
         options.steps,
         "--scratch",
         options.scratch,
+        "--batch",
+        options.batch,
+        *(["--rows", options.rows] if options.rows else []),
     ]
     children = {}
     for route in routes:
@@ -115,7 +129,7 @@ def next_step(child: subprocess.Popen[str]) -> Step:
 
 
 def tell(found: dict[str, list[Step]], options: argparse.Namespace) -> None:
-    _, _, (rows, batches, length) = SIZES[options.size]
+    _, _, (rows, batches, length) = shape_of(options)
     medians = {
         route: {key: statistics.median(getattr(step, key) for step in steps) for key in ("wall", "cpu", "megabytes")}
         for route, steps in found.items()
@@ -125,20 +139,36 @@ def tell(found: dict[str, list[Step]], options: argparse.Namespace) -> None:
     ratios = {
         clock: {
             "throughput against TRL": ratio(found["TRL"], found["adapterswap"], clock),
-            "a step in turns against a normal one": ratio(found["in turns"], found["adapterswap"], clock),
+            "against TRL's defaults": ratio(found["TRL, its defaults"], found["adapterswap"], clock),
+            **(
+                {"a step in turns against a normal one": ratio(found["in turns"], found["adapterswap"], clock)}
+                if "in turns" in found
+                else {}
+            ),
         }
         for clock in ("wall", "cpu")
     }
+    losses = [(one.loss or 0.0, two.loss or 0.0) for one, two in zip(found["adapterswap"], found["TRL"], strict=True)]
+    apart = max(abs(one - two) / max(two, 1e-9) for one, two in losses)
     if options.json:
-        print(
-            json.dumps({"size": options.size, "device": options.device, "medians": medians, "ratios": ratios}, indent=2)
-        )
+        content = {"medians": medians, "ratios": ratios, "losses": losses, "losses_apart": apart}
+        print(json.dumps({"size": options.size, "device": options.device, **content}, indent=2))
         return
-    print("| route | tokens per second | seconds a step | processor seconds a step | peak MB |\n|---|---|---|---|---|")
+    unit = "rows" if options.rows else "tokens"
+    print(f"| route | {unit} per second | seconds a step | processor seconds a step | peak MB |\n|---|---|---|---|---|")
     for route, n in medians.items():
         print(f"| {route} | {n['tokens_per_second']:.0f} | {n['wall']:.3f} | {n['cpu']:.3f} | {n['megabytes']:.0f} |")
     for clock, numbers in ratios.items():
         print(f"{clock}: " + ", ".join(f"{name} {value:.3f}" for name, value in numbers.items()))
+    if options.rows:
+        print(f"losses of adapterswap and TRL: {apart:.1e} apart at most, relatively")
+
+
+def shape_of(options: argparse.Namespace) -> tuple[Any, int, tuple[int, int, int]]:
+    """The base's shape, the rank, and rows on the device, batches to a step, and tokens to a row (1 if rows differ)."""
+    if options.rows:
+        return None, 16, (options.batch, 1, 1)
+    return SIZES[options.size]
 
 
 def ratio(over: Sequence[Step], under: Sequence[Step], clock: str) -> float:
@@ -152,6 +182,7 @@ class Clock:
     def __init__(self, device: str) -> None:
         self._device = device
         self._begin = (0.0, 0.0)
+        self.loss: float | None = None
 
     @classmethod
     def install(cls, device: str) -> None:
@@ -164,6 +195,9 @@ class Clock:
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
                 clock.tick()
 
+            def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+                clock.loss = (logs or {}).get("loss", clock.loss)
+
         transformers.trainer.DEFAULT_CALLBACKS.append(Told)  # every trainer has these
 
     def tick(self) -> None:
@@ -173,10 +207,21 @@ class Clock:
         if self._device == "cuda":
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() / 1e6
-        step = Step(time.perf_counter() - self._begin[0], time.process_time() - self._begin[1], peak)
+        step = Step(time.perf_counter() - self._begin[0], time.process_time() - self._begin[1], peak, self.loss)
         print(TOLD + json.dumps(asdict(step)), flush=True)
         sys.stdin.readline()
         self._begin = time.perf_counter(), time.process_time()
+
+
+def take_base_and_rows(options: argparse.Namespace) -> None:
+    """Put the user's base and rows into the scratch folder; the rows also in the order that adapterswap shuffles to."""
+    import numpy as np
+
+    (options.scratch / "base").symlink_to(options.base_model.resolve())
+    lines = options.rows.read_text(encoding="utf-8").splitlines()
+    (options.scratch / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    order = np.random.default_rng(0).permutation(len(lines))
+    (options.scratch / "shuffled.jsonl").write_text("\n".join(lines[place] for place in order), encoding="utf-8")
 
 
 def make_base_and_rows(options: argparse.Namespace) -> None:
@@ -216,7 +261,7 @@ def make_base_and_rows(options: argparse.Namespace) -> None:
 def train_here(options: argparse.Namespace) -> None:
     from adapterswap.experiments.training import TrainRecipe, train
 
-    _, rank, (rows, batches, length) = SIZES[options.size]
+    _, rank, (rows, batches, length) = shape_of(options)
     turns = options.route == "in turns"
     source = {"path": str(options.scratch / "rows.jsonl"), "prompt": "{prompt}", "completion": "{completion}"}
     recipe = TrainRecipe.model_validate(
@@ -229,10 +274,13 @@ def train_here(options: argparse.Namespace) -> None:
                 "max_steps": options.steps,
                 "batch_size": rows,
                 "gradient_accumulation": batches,
-                "max_length": length,
+                "max_length": max(length, 1024),
                 "gradient_checkpointing": options.size == "8b",
                 "device": options.device,
                 "save_every_samples": None,
+                "logging_steps": 1,
+                "schedule": "constant",
+                "warmup": 0,
             },
         }
     )
@@ -246,7 +294,7 @@ def train_plainly(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    _, rank, (rows, batches, length) = SIZES[options.size]
+    _, rank, (rows, batches, length) = shape_of(options)
     cuda = options.device == "cuda"
     base = options.scratch / "base"
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -258,8 +306,12 @@ def train_plainly(options: argparse.Namespace) -> None:
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=batches,
             learning_rate=1e-4,
-            max_length=length,
-            gradient_checkpointing=options.size == "8b",
+            max_length=max(length, 1024),
+            gradient_checkpointing=options.size == "8b" or options.route != "TRL",
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            seed=0,
+            data_seed=0,
             bf16=cuda,
             use_cpu=not cuda,
             save_strategy="no",
@@ -267,9 +319,9 @@ def train_plainly(options: argparse.Namespace) -> None:
         ),
         train_dataset=load_dataset(
             "json",
-            data_files=str(options.scratch / "rows.jsonl"),
+            data_files=str(options.scratch / ("shuffled.jsonl" if options.rows else "rows.jsonl")),
             split="train",
-            cache_dir=str(options.scratch / "cache"),
+            cache_dir=str(options.scratch / options.route),
         ),
         processing_class=AutoTokenizer.from_pretrained(base),
         peft_config=LoraConfig(

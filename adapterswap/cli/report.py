@@ -138,6 +138,8 @@ def _print(report: Report) -> None:
             )
     elif ranks is not None and ranks.statistic is not None:
         note(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
+    if report.why_no_wilcoxon:
+        note(report.why_no_wilcoxon)
     for target in report.targets:
         if target.of_corpus:
             note(f"No intervals for {target.task}: it has one score for the whole corpus")
@@ -172,8 +174,13 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
         for row in target.rows
     ]
     columns = [list(column) for column in zip(*lines, strict=True)]
+    for place in (2, 4):
+        if not any(row.spread and row.spread.units > 1 for row in target.rows):
+            columns[place] = []  # one unit has no minimum and maximum beside its mean
     left_out = []
     for place in _LEAST:
+        if not columns[place]:
+            continue
         if sum(2 + max(map(cell_len, column)) for column in columns if column) <= width:
             break
         left_out.append(columns[place][0])
@@ -184,10 +191,14 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
 
 def _cells(row: MethodRow) -> list[str]:
     spread, difference = row.spread, row.difference
+    several = spread if spread and spread.units > 1 else None
     return [
         row.label,
         str(len(row.chosen)) if len(row.chosen) == row.expected else f"{len(row.chosen)} of {row.expected}",
-        *((_text(value) for value in (spread.min, spread.mean, spread.max)) if spread else ("–", "–", "–")),
+        *map(
+            _text,
+            (several.min if several else None, spread.mean if spread else None, several.max if several else None),
+        ),
         "–" if difference is None else _signed(difference.mean),
         _interval(difference),
         *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),

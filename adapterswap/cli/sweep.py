@@ -273,14 +273,18 @@ def _print(rows: list[Row], run: Run) -> None:
     cells: list[list[Any]] = []
     for row in rows:
         best = None if row.best is None else row.best or "(defaults)"
-        values = [_number(value) for value in (row.minimum, row.mean, row.maximum)]
+        extremes = (row.minimum, row.maximum) if row.n > 1 else (None, None)
+        values = [_number(value) for value in (extremes[0], row.mean, extremes[1])]
         halves = [_number(None if best is None else row.chosen_at), _number(row.reported_at)]
         error = "" if row.relative_error is None else error_text(row.relative_error)
         cells.append([row.family, row.n, *values, best or "", *halves, *[error] * reduced])
     print_rows(*heads, *["ΔW error"] * reduced, rows=cells)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     echo("", f"Means over {', '.join(targets)}.")
-    echo("Configurations are chosen on one part of the documents and reported on the other.")
+    if any(row.best is not None for row in rows):
+        echo("Configurations are chosen on one part of the documents and reported on the other.")
+    elif any(row.configurations > 1 for row in rows):
+        echo("No configuration is chosen, because no documents are set aside to choose on.")
     if reduced:
         echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
 

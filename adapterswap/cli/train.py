@@ -123,7 +123,7 @@ def _print_estimate(expected: TrainEstimate) -> None:
     parts = ", ".join(f"{part} {size}" for part, size in memory.items() if part != "total")
     print_line("memory", f"about {memory['total']}: {parts}")
     print_line("device", f"{expected.device}, {expected.dtype}" + _processes_text(expected.processes))
-    for line in rows.notes():
+    for line in (*rows.notes(), *expected.notes()):
         note(line)
     note_dry_run("trained")
 
@@ -136,7 +136,7 @@ def _print_report(report: TrainReport) -> None:
     print_line("steps", f"{report.steps:,}{resumed}{_processes_text(report.processes)}")
     print_line("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
     print_line("tokens", f"{report.tokens:,}{rate}")
-    print_line("loss", f"{report.train_losses[0][1]:.4f} at the start, {report.train_losses[-1][1]:.4f} at the end")
+    print_line("loss", report.losses_text(4))
     if report.selection:
         for line in report.selection.lines():
             print_line("checkpoint", line)

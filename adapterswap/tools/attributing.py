@@ -9,9 +9,8 @@ with zero. Tensors are read in blocks of rows, so memory does not grow with the 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,8 @@ _MISTAKES = (
     "B·A was added without its scale",
 )
 _SURE, _CLOSE = 5.0, 0.01  # how far an estimate may be off, in standard errors and as a share
+_DEPENDENT = 1e-6  # share of a direction's variance below which changes do not tell the coefficients apart
+_EXACTLY = 1e-3  # a coefficient that is known this closely needs no note
 _PERMUTED = 32  # tensors among which those in another's place are looked for
 _SHOWN = 4  # names in a sentence
 
@@ -63,6 +64,8 @@ class Finding:
         name, layer: the stored tensor, or the module.
         stated: each expert's coefficient by the rules.
         found: the coefficients that fit, up to rounding; None if none do.
+        within: how far each of the fitting coefficients may be off without being noticed.
+        zero: experts whose change of it is zero, so that their coefficients are not known.
         unseen: whether the stated change is too small to be seen in the stored precision.
         mistake: what was probably done instead of what was stated; empty if that is not known.
     """
@@ -71,6 +74,8 @@ class Finding:
     layer: int | None
     stated: Mapping[str, float]
     found: Mapping[str, float] | None
+    within: Mapping[str, float] = field(default_factory=dict)
+    zero: tuple[str, ...] = ()
     unseen: bool = False
     mistake: str = ""
 
@@ -89,6 +94,7 @@ class Attribution:
         findings: every tensor or module that could be compared.
         differing: names of tensors that are missing, added, or not what was stated.
         notes: what could not be decided.
+        within: how far a coefficient may be off in all tensors alike without being noticed; None without coefficients.
     """
 
     stated: str
@@ -96,6 +102,7 @@ class Attribution:
     findings: tuple[Finding, ...]
     differing: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    within: float | None = None
 
     @property
     def equal(self) -> bool:
@@ -115,6 +122,7 @@ class Attribution:
             "answers": list(self.answers),
             "differing": list(self.differing),
             "found": {name: finding.found and dict(finding.found) for name, finding in odd.items()},
+            "within": self.within,
             "notes": list(self.notes),
         }
 
@@ -154,10 +162,14 @@ def _wide(numbers: Numbers, dtype: str) -> Numbers:
 
 @dataclass
 class _Sums:
-    """Sums over a tensor: of squares and products, weighted by what rounding can change; and the worst misfit."""
+    """Sums over a tensor: of squares and products, weighted by what rounding can change; and the worst misfit.
+
+    `sharpest` has each change's largest number, in units of what rounding can change it by.
+    """
 
     gram: Numbers
     products: Numbers
+    sharpest: Numbers
     worst: float = 0.0
     moved: bool = False
     visible: bool = False
@@ -166,7 +178,7 @@ class _Sums:
 def _compare(subject: _Subject, coefficients: Mapping[str, float], *, most: int | None = None) -> _Sums:
     """Compare a tensor, or its first rows, with its base plus the experts' changes with these coefficients."""
     names = list(subject.changes)
-    sums = _Sums(np.zeros((len(names), len(names))), np.zeros(len(names)))
+    sums = _Sums(np.zeros((len(names), len(names))), np.zeros(len(names)), np.zeros(len(names)))
     rows, columns = subject.shape
     rows = rows if most is None else min(rows, most)
     for start, stop in row_ranges(rows, max(1, _BLOCK // max(columns, 1))):
@@ -185,47 +197,76 @@ def _compare(subject: _Subject, coefficients: Mapping[str, float], *, most: int 
         sums.worst = max(sums.worst, float((np.abs(difference - expected) / bound).max(initial=0.0)))
         weighted = [(delta / bound).ravel() for delta in (*deltas, difference)] if deltas else []
         for i, one in enumerate(weighted[:-1]):
+            sums.sharpest[i] = max(sums.sharpest[i], float(np.abs(one).max(initial=0.0)))
             sums.products[i] += float(one @ weighted[-1])
             for j in range(i + 1):
                 sums.gram[i, j] = sums.gram[j, i] = sums.gram[i, j] + float(one @ weighted[j])
     return sums
 
 
-def _estimate(sums: _Sums) -> tuple[Numbers, Numbers] | None:
-    """The coefficients that fit best, and how far off they may be; None if the changes are not independent."""
-    if not len(sums.products) or not np.linalg.eigvalsh(sums.gram)[0] > 1e-12 * np.trace(sums.gram):
+def _estimate(sums: _Sums, stated: Numbers) -> tuple[Numbers, Numbers] | None:
+    """The coefficients that fit best, and how far off they may be; None if the numbers say nothing about them.
+
+    What they leave open is as stated: the coefficient of a change of zero, and how two equal changes share their sum.
+    """
+    lengths = np.sqrt(np.diag(sums.gram))
+    if not lengths.any():
         return None
-    estimate: Numbers = np.linalg.solve(sums.gram, sums.products)
-    errors = np.sqrt(np.diag(np.linalg.inv(sums.gram)))
+    unit = np.where(lengths > 0, lengths, 1.0)
+    values, vectors = np.linalg.eigh(sums.gram / np.outer(unit, unit))
+    known = values > _DEPENDENT
+    inverse = (vectors[:, known] / values[known]) @ vectors[:, known].T
+    estimate: Numbers = stated + inverse @ ((sums.products - sums.gram @ stated) / unit) / unit
+    errors = np.sqrt(np.diag(inverse)) / unit
     return estimate, np.maximum(_SURE * errors, _CLOSE * np.maximum(1.0, np.abs(estimate)))
+
+
+def _vector(subject: _Subject, coefficients: Mapping[str, float]) -> Numbers:
+    return np.array([coefficients.get(name, 0.0) for name in subject.changes])
 
 
 def _fits(subject: _Subject, coefficients: Mapping[str, float], sums: _Sums) -> bool:
     """Whether each number fits, and all of them together: a bound for one leaves room for a wrong coefficient."""
     if sums.worst > _SLACK:
         return False
-    if (estimated := _estimate(sums)) is None:
+    stated = _vector(subject, coefficients)
+    if (estimated := _estimate(sums, stated)) is None:
         return True
-    stated = np.array([coefficients.get(name, 0.0) for name in subject.changes])
     return bool((np.abs(stated - estimated[0]) <= estimated[1]).all())
+
+
+def _within(subject: _Subject, coefficients: Mapping[str, float], sums: _Sums) -> dict[str, float]:
+    """How far each coefficient that fits may be off: until a single number, or the estimate, would not fit."""
+    if (estimated := _estimate(sums, _vector(subject, coefficients))) is None:
+        return {}
+    by_number = (1 + _SLACK) / np.where(sums.sharpest > 0, sums.sharpest, np.inf)
+    return {
+        name: float(min(room, single))
+        for name, room, single, seen in zip(subject.changes, estimated[1], by_number, sums.sharpest, strict=True)
+        if seen > 0
+    }
 
 
 def _explain(subject: _Subject) -> tuple[Finding, bool]:
     """What a tensor is made of, and whether it equals the base's in every number."""
-
-    def finding(found: Mapping[str, float] | None, *, unseen: bool = False, mistake: str = "") -> Finding:
-        return Finding(subject.name, subject.layer, subject.stated, found, unseen, mistake)
-
     stated = subject.stated
     sums = _compare(subject, stated)
+    zero = tuple(name for name, seen in zip(subject.changes, sums.sharpest, strict=True) if not seen)
+
+    def finding(found: Mapping[str, float] | None, compared: _Sums, *, unseen: bool = False) -> Finding:
+        within = {} if found is None else _within(subject, found, compared)
+        mistake = "" if found in (None, stated) else _mistake(subject, found or {})
+        return Finding(subject.name, subject.layer, stated, found, within, zero, unseen, mistake)
+
     if _fits(subject, stated, sums):
-        return finding(stated, unseen=any(stated.values()) and not sums.visible), not sums.moved
+        return finding(stated, sums, unseen=any(stated.values()) and not sums.visible), not sums.moved
     if not sums.moved:
-        return finding(dict.fromkeys(stated, 0.0)), True
+        return replace(finding(dict.fromkeys(stated, 0.0), sums), mistake=""), True
     for coefficients in _candidates(subject, sums):
-        if _fits(subject, coefficients, _compare(subject, coefficients)):
-            return finding(coefficients, mistake=_mistake(subject, coefficients)), False
-    return finding(None), False
+        compared = _compare(subject, coefficients)
+        if _fits(subject, coefficients, compared):
+            return finding(coefficients, compared), False
+    return finding(None, sums), False
 
 
 def _mistake(subject: _Subject, coefficients: Mapping[str, float]) -> str:
@@ -239,7 +280,7 @@ def _mistake(subject: _Subject, coefficients: Mapping[str, float]) -> str:
 
 def _candidates(subject: _Subject, sums: _Sums) -> Iterator[dict[str, float]]:
     """Coefficients that may fit, the plainest first: usual mistakes near the estimate, and the estimate itself."""
-    if (estimated := _estimate(sums)) is None:
+    if (estimated := _estimate(sums, _vector(subject, subject.stated))) is None:
         return
     names, plain = list(subject.changes), dict[str, float]()
     for name, value, room in zip(names, *estimated, strict=True):
@@ -525,10 +566,7 @@ def _answers(
             f"{untouched[0]}, differ from the base's"
         )
     else:
-        scaled = Counter(tuple(finding.found.items()) for finding in odd if finding.found is not None)
-        for coefficients, count in scaled.most_common():
-            group = [f for f in odd if f.found is not None and tuple(f.found.items()) == coefficients]
-            answers.append(_scaled(group, count, changed, stated))
+        answers += [_scaled(group, changed, stated) for group in _grouped(odd)]
         if lost:
             held = [name for name in sorted(swapped) if name in {finding.name for finding in lost}]
             rest = [finding.name for finding in lost if finding.name not in swapped]
@@ -546,10 +584,50 @@ def _answers(
     notes = []
     if unseen := [finding.name for finding in findings if finding.unseen]:
         notes.append(f"In {_counted(unseen, 'tensor')} the change is smaller than the rounding: {and_more(unseen, 1)}")
-    return Attribution(stated, tuple(answers) if names else (stated,), findings, names, tuple(notes))
+    for name in dict.fromkeys(name for finding in changed for name in finding.zero):
+        among = [finding.name for finding in changed if name in finding.zero]
+        notes.append(f"{name} changes nothing in {_counted(among, 'tensor')}, so its coefficient there is not known")
+    within, sentence = _resolution(changed)
+    return Attribution(
+        stated, tuple(answers) if names else (stated,), findings, names, (*notes, *sentence), within
+    )  # fmt: skip
 
 
-def _scaled(group: Sequence[Finding], count: int, changed: Sequence[Finding], stated: str) -> str:
+def _resolution(changed: Iterable[Finding]) -> tuple[float | None, tuple[str, ...]]:
+    """How far coefficients may be off in all tensors alike, and a note if that is more than a rounding."""
+    rooms = [max(finding.within.values()) for finding in changed if finding.within]
+    if not rooms:
+        return None, ()
+    if (alike := min(rooms)) < _EXACTLY:
+        return alike, ()
+    single = f", in single tensors up to {max(rooms):.2g}" if max(rooms) > 1.5 * alike else ""
+    return alike, (f"In this precision, a coefficient may be off by {alike:.2g} without being noticed{single}",)
+
+
+def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Findings whose coefficients agree within their errors, the largest group first; the surest leads its group."""
+    groups: list[list[Finding]] = []
+    fitting = [finding for finding in findings if finding.found is not None]
+    for finding in sorted(fitting, key=lambda one: max(one.within.values(), default=math.inf)):
+        group = next((group for group in groups if _agree(group[0], finding)), None)
+        if group is None:
+            groups.append([finding])
+        else:
+            group.append(finding)
+    return sorted(groups, key=len, reverse=True)
+
+
+def _agree(one: Finding, other: Finding) -> bool:
+    """Whether the coefficients of two tensors may be the same."""
+    ours, theirs = one.found or {}, other.found or {}
+    if ours == theirs:
+        return True
+    return ours.keys() == theirs.keys() and all(
+        abs(ours[name] - theirs[name]) <= one.within.get(name, 0.0) + other.within.get(name, 0.0) for name in ours
+    )
+
+
+def _scaled(group: Sequence[Finding], changed: Sequence[Finding], stated: str) -> str:
     """The sentence for tensors whose coefficients are others than the stated ones."""
     first = group[0]
     found = dict(first.found or {})
@@ -562,7 +640,7 @@ def _scaled(group: Sequence[Finding], count: int, changed: Sequence[Finding], st
         return f"{_sum(found)}, and not {stated}{mistake}"
     where = _where(group, changed)
     if missing and not others:
-        verb = "lacks" if where.startswith("layer ") or count == 1 else "lack"
+        verb = "lacks" if where.startswith("layer ") or len(group) == 1 else "lack"
         return f"{where} {verb} {' and '.join(missing)}"
     return f"{where}: {_sum(found)}{mistake}"
 

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 import adapterswap
 from adapterswap import LiveComposer, Plan
 from adapterswap.core.planning import gates as of_planning
+from adapterswap.core.writing import gates as of_writing
 from adapterswap.kit.errors import CompositionError
 from core.matrix.adapters import KINDS, Pair
 from core.matrix.architectures import ARCHITECTURES, build
 from core.matrix.reference import logits
 
-TABLES = [of_planning]
+TABLES = [of_planning, of_writing]
 
 # Architecture, kind of adapters → what can be made of them: plain LoRA, LoRA on embeddings, modules in full, a kind
 # that only full weights blend, other names of the same modules.

@@ -174,6 +174,12 @@ class CompanionPlan:
         return [str(ownership) for ownership in owners.values() if ownership.differing]
 
     @property
+    def prompt_record(self) -> dict[str, str]:
+        """Whose tokenizer and chat templates are taken, for records; without those that nobody has."""
+        kinds: tuple[Kind, Kind] = ("tokenizer", "chat_template")
+        return {kind: self.owners[kind].owner for kind in kinds if kind in self.owners}
+
+    @property
     def prompt_lines(self) -> list[str]:
         """The lines on what prompts depend on."""
         return [str(one) for kind in ("tokenizer", "chat_template") if (one := self.owners.get(kind)) and one.differing]

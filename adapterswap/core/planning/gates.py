@@ -33,7 +33,7 @@ from adapterswap.core.planning.checks import (
 )
 from adapterswap.core.planning.fit import Fit, Heads, Placed, check_fit, check_heads, check_placed, check_quantized
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rows import check_sizes
+from adapterswap.core.planning.rows import Vocabularies, check_sizes, check_vocabularies
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.stages import (
     Ends,
@@ -225,6 +225,7 @@ GATES: Mapping[type, tuple[Gate, ...]] = {
     Ruled: (_layers_of_rules,),
     Skeleton: (_one_architecture, _one_list_of_layers),
     Filled: (_covered,),
+    Vocabularies: (check_vocabularies,),
     Rowed: (_rows,),
     Heads: (check_heads,),
     Merging: (_not_quantized_there, _depth_of_the_plan),

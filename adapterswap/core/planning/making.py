@@ -181,7 +181,8 @@ def _plan_of_modules(opened: Opened, num_layers: NumLayers | None, problems: Pro
     ends = {
         name: {module: changes[name][module] for module in adapter.vocabulary} for name, adapter in adapters.items()
     }
-    vocabularies = settle_vocabulary(filled.slots, ends, adapters, composition, problems)
+    vocabularies = settle_vocabulary(filled.slots, ends, adapters, composition)
+    check(vocabularies, problems)
     plan = Plan(
         composition, rules, adapters, depth.num_layers,
         {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.in_full)},
@@ -222,7 +223,8 @@ def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
         expert: {key: change for key, change in by_key.items() if stored[key].has_tokens}
         for expert, by_key in changes.items()
     }
-    vocabularies = settle_vocabulary(filled.slots, ends, experts, composition, problems, base)
+    vocabularies = settle_vocabulary(filled.slots, ends, experts, composition, base)
+    check(vocabularies, problems)
     check(Rowed(vocabularies.slots, skeleton, rules), problems)
     problems.raise_if_any()
     settled = {slot.name: _with_spans(slot, slot.spans) for slot in vocabularies.slots}

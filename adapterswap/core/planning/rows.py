@@ -15,12 +15,12 @@ expert owns the weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from adapterswap.core.changes.kinds import Change, Term, Whole
 from adapterswap.core.changes.locating import TiedHead
@@ -33,48 +33,28 @@ from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot, Span, own_weight, shared_out
-from adapterswap.kit.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    BaseModelError,
+    CompositionError,
+    ExpertError,
+    Problems,
+    UnsupportedError,
+)
 
 
-def settle_tokens(
-    slot: Slot, size: int | None, tokens: Mapping[str, Tokens], problems: Problems
-) -> tuple[Slot, int | None]:
+def with_trained_rows(slot: Slot, size: int | None) -> tuple[Slot, int | None]:
     """The slot with the rows of the trained tokens, and the number of rows of the result if it has more than the base.
 
     Args:
         slot: the slot with its terms, at least one of them with trained tokens.
         size: the base's number of rows; None if it is unknown.
-        tokens: expert → its tokens, for experts with a tokenizer.
-        problems: collects blends with an expert that changes the whole weight, negative weights, and new tokens of
-            several experts that may differ.
     """
-    trained = [term for term in slot.whole if term.change.rows]
-    other = next((term for term in slot.terms if term not in trained), None)
-    first = trained[0].expert
-    if other is not None:
-        problems.add(
-            f"{first} trained single tokens of {slot.name} (trainable_token_indices), but {other.expert} changes the "
-            "whole weight, so the two cannot be blended",
-            f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {first}}}",
-            kind=UnsupportedError,
-        )
-        return slot, None
+    if len(slot.whole) < len(slot.terms) or not all(term.change.rows for term in slot.whole):
+        return slot, None  # `check_trained_tokens` refuses it
     if slot.rule is not None and slot.rule.combines_sides:
         return slot, None  # `targets.in_full_by_a_method` refuses it
-    terms: dict[str, Term[Whole]] = {}
-    for term in trained:  # an expert may enter on two sides
-        earlier = terms.get(term.expert)
-        terms[term.expert] = (
-            term if earlier is None else replace(term, coefficient=earlier.coefficient + term.coefficient)
-        )
-    if any(term.coefficient <= 0 for term in terms.values()):
-        odd = next(name for name, term in terms.items() if term.coefficient <= 0)
-        problems.add(
-            f"{odd} trained tokens of {slot.name}, whose rows replace the base's, so its weight must be above 0",
-            f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {first}}}",
-            kind=CompositionError,
-        )
-        return replace(slot, terms=(replace(trained[0], coefficient=1.0),)), None
+    terms = _trained(slot)
     owners: dict[int, list[Term[Whole]]] = {}
     for term in terms.values():
         for row in term.change.rows:
@@ -93,19 +73,58 @@ def settle_tokens(
             spans[-1] = replace(last, stop=row + 1)
         else:
             spans.append(Span(row, row + 1, entering, is_new=is_new))
-    unknown = next(
-        (span for span in spans if span.is_new and len(span.terms) > 1 and not _has_tokenizers(span, tokens)), None
-    )
-    if unknown is not None:
+    total = max(owners) + 1
+    settled = replace(slot, terms=shared_out(list(terms.values())), spans=tuple(spans))
+    return settled, total if size is not None and total > size else None
+
+
+def _trained(slot: Slot) -> dict[str, Term[Whole]]:
+    """The terms with trained tokens by expert, which may enter on two sides."""
+    terms: dict[str, Term[Whole]] = {}
+    for term in (term for term in slot.whole if term.change.rows):
+        earlier = terms.get(term.expert)
+        coefficient = term.coefficient + (earlier.coefficient if earlier else 0.0)
+        terms[term.expert] = replace(earlier or term, coefficient=coefficient)
+    return terms
+
+
+def _check_trained_tokens(slot: Slot, settled: Slot, tokens: Mapping[str, Tokens], problems: Problems) -> None:
+    """Report blends of trained tokens with an expert that changes the whole weight, weights that are not above 0, and
+    new tokens of several experts that may differ.
+
+    Args:
+        slot, settled: the slot without and with the rows of its tokens.
+        tokens: expert → its tokens, for experts with a tokenizer.
+        problems: collects the mistakes.
+    """
+    trained = [term for term in slot.whole if term.change.rows]
+    other = next((term for term in slot.terms if term not in trained), None)
+    remedy = f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {trained[0].expert}}}"
+    if other is not None:
+        problems.add(
+            f"{trained[0].expert} trained single tokens of {slot.name} (trainable_token_indices), but {other.expert} "
+            "changes the whole weight, so the two cannot be blended",
+            remedy.replace("one expert", "one of them", 1),
+            kind=UnsupportedError,
+        )
+        return
+    if slot.rule is not None and slot.rule.combines_sides:
+        return
+    if odd := next((name for name, term in _trained(slot).items() if term.coefficient <= 0), None):
+        problems.add(
+            f"{odd} trained tokens of {slot.name}, whose rows replace the base's, so its weight must be above 0",
+            remedy,
+            kind=CompositionError,
+        )
+        return
+    shared = (span for span in settled.spans if span.is_new and len(span.terms) > 1)
+    if unknown := next((span for span in shared if not _has_tokenizers(span, tokens)), None):
         several = [term.expert for term in unknown.terms]
         problems.add(
             f"{' and '.join(several)} trained the new token {unknown.start} of {slot.name}, but "
             f"{next(name for name in several if name not in tokens)} has no tokenizer.json that says which token it is",
             "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
         )
-    total = max(owners) + 1
-    settled = replace(slot, terms=shared_out(list(terms.values())), spans=tuple(spans))
-    return settled, total if size is not None and total > size else None
 
 
 def _has_tokenizers(span: Span, tokens: Mapping[str, Tokens]) -> bool:
@@ -162,11 +181,27 @@ def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> 
 _SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
 
 
-class Vocabularies(NamedTuple):
-    """The slots with their rows settled, and notes for the user."""
+@dataclass(frozen=True)
+class Vocabularies:
+    """The slots with their rows settled, and what that follows from.
+
+    Attributes:
+        slots: the slots.
+        notes: what the user should know.
+        before: the slots as the rules fill them.
+        composition: the request.
+        table: the tokens of the base and the experts; None if no rows had to be settled.
+        rows: by slot, the rows of embeddings and heads that are changed as a whole.
+        sizes: by slot, the number of rows of those that are changed.
+    """
 
     slots: list[Slot]
     notes: tuple[str, ...] = ()
+    before: Sequence[Slot] = ()
+    composition: Composition | None = None
+    table: _TokenTable | None = None
+    rows: Mapping[str, _Rows] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,16 +213,26 @@ class _TokenTable:
         size: the base's number of rows; None if it is not known.
         base: the base's tokens or, if unknown, those that every expert has.
         tokens: expert → its tokens; experts without a tokenizer are left out.
+        is_named: whether it is known which base this is.
+        unreadable: why tokenizers, or the base's config, cannot be read.
     """
 
     config: Mapping[str, Any] | None
     size: int | None
     base: Tokens
     tokens: Mapping[str, Tokens]
+    is_named: bool = True
+    unreadable: tuple[AdapterswapError, ...] = ()
 
     def extra(self, module: str) -> int:
         """The rows that the base has for this module beyond its vocabulary."""
         return 0 if self.config is None else extra_rows(self.config, module)
+
+    def size_of(self, slot: Slot) -> int | None:
+        """The base's number of rows of an embedding or head; None if it is not known."""
+        if slot.base is not None:
+            return slot.base.tensor.shape[0]
+        return None if self.size is None else self.size + self.extra(slot.module)
 
     def new(self, expert: str, rows: int) -> dict[int, str | None]:
         """The expert's tokens that the base lacks, by id, for ids below `rows`; None if a token's text is unknown."""
@@ -202,7 +247,6 @@ def settle_vocabulary(
     ends: Mapping[str, Mapping[str, Change]],
     experts: Mapping[str, Adapter | Checkpoint],
     composition: Composition,
-    problems: Problems,
     base: Checkpoint | None = None,
 ) -> Vocabularies:
     """Settle the rows of embeddings and heads if an expert has tokens that the base or another expert lacks.
@@ -212,43 +256,62 @@ def settle_vocabulary(
         ends: expert → its changes of embeddings and heads, by the slot's name.
         experts: the experts.
         composition: the request.
-        problems: collects clashes of tokens, and new tokens that would get no row, or only part of one.
         base: the base, if it has been opened.
     """
     if not (slots and any(ends.values())) or _are_alike(slots, ends, experts, base):
         return Vocabularies(list(slots))
-    table = _token_table(ends, experts, composition, slots, base, problems)
-    if problems:
-        return Vocabularies(list(slots))
-    settled, sizes = [], {}
-    new: dict[int, tuple[str, str | None]] = {}
-    for slot in slots:
-        slot_changes = {name: changes[slot.name] for name, changes in ends.items() if slot.name in changes}
-        extra = table.extra(slot.module)
-        own_table = table if table.size is None else replace(table, size=table.size + extra)
-        if slot.base is not None:
-            own_table = replace(table, size=slot.base.tensor.shape[0])
-        if slot.of_tokens:
-            slot, size = settle_tokens(slot, own_table.size, table.tokens, problems)
-        else:
-            slot_changes = {name: change for name, change in slot_changes.items() if not change.rows}
-            size = None
-        is_known = own_table.size is not None or any(change.height is not None for change in slot_changes.values())
-        if slot_changes and is_known and not slot.of_tokens:
-            with problems.collect():
-                slot, size = _settled(_Rows.of(slot, slot_changes, own_table), composition)
+    table = _token_table(ends, experts, composition, slots, base)
+    settled: list[Slot] = []
+    sizes: dict[str, int] = {}
+    rows_of: dict[str, _Rows] = {}
+    for before in slots:
+        rows = _Rows.of(
+            before, {n: by_name[before.name] for n, by_name in ends.items() if before.name in by_name}, table
+        )
+        slot, size = before, None
+        if before.of_tokens:
+            slot, size = with_trained_rows(before, table.size_of(before))
+        elif rows is not None:
+            rows_of[before.name] = rows
+            slot, size = _settled(rows)
         if size is not None:
-            sizes[slot.name] = size - extra
-        for span in slot.spans:
-            for i in range(span.start, span.stop) if span.is_new else ():
-                owner = span.terms[0].expert
-                if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
-                    new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
+            sizes[slot.name] = size - table.extra(slot.module)
         settled.append(slot)
-    if not any(slot.is_stored for slot in slots):  # else `making` checks them, after the rows of LoRA's copies
-        check_sizes(sizes, problems)
-    check_ties(settled, table.config, problems)
-    return Vocabularies(settled, _notes(table, new, sizes, is_model=any(slot.is_stored for slot in slots)))
+    notes = _notes(table, _new_tokens(settled, table), sizes, is_model=any(slot.is_stored for slot in slots))
+    return Vocabularies(settled, notes, slots, composition, table, rows_of, sizes)
+
+
+def _new_tokens(slots: Iterable[Slot], table: _TokenTable) -> dict[int, tuple[str, str | None]]:
+    """The new tokens by id: their owner, and their text if it is known."""
+    new: dict[int, tuple[str, str | None]] = {}
+    for span in (span for slot in slots for span in slot.spans if span.is_new):
+        owner = span.terms[0].expert
+        for i in range(span.start, span.stop):
+            if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
+                new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
+    return new
+
+
+def check_vocabularies(made: Vocabularies, problems: Problems) -> None:
+    """Report clashes of tokens, and new tokens that would get no row, or only part of one."""
+    table, composition = made.table, made.composition
+    if table is None or composition is None:
+        return
+    for error in table.unreadable:
+        with problems.collect():
+            raise error
+    _check_clashes(table, problems)
+    if problems:
+        return
+    for before, slot in zip(made.before, made.slots, strict=True):
+        if before.of_tokens:
+            _check_trained_tokens(before, slot, table.tokens, problems)
+        elif before.name in made.rows:
+            with problems.collect():
+                _check_rows(made.rows[before.name], slot, composition)
+    if not any(slot.is_stored for slot in made.slots):  # else `gates` checks them, after the rows of LoRA's copies
+        check_sizes(made.sizes, problems)
+    check_ties(made.slots, table.config, problems)
 
 
 def _are_alike(
@@ -288,9 +351,9 @@ def _token_table(
     composition: Composition,
     slots: Sequence[Slot],
     opened: Checkpoint | None,
-    problems: Problems,
 ) -> _TokenTable:
-    """The tokens of the base and the experts. Experts that have different tokens under one id are reported."""
+    """The tokens of the base and the experts."""
+    unreadable = Problems()
     config: Mapping[str, Any] | None = None
     folder: Path | None = None
     reference = reference_of(experts, composition.base_model)
@@ -299,19 +362,19 @@ def _token_table(
     elif reference is not None:
         config, folder = cached_base_config(reference), cached_base_folder(reference)
     if config is None and composition.base_model is not None and any(s.in_full and s.needs_base for s in slots):
-        with problems.collect():
+        with unreadable.collect():
             source, config = base_config(composition.base_model)
             folder = source.folder
     size = None if config is None else language_config(config).get("vocab_size")
     size = size if type(size) is int else None
     tokens: dict[str, Tokens] = {}
     for name, expert in experts.items():
-        with problems.collect():
+        with unreadable.collect():
             own_tokens = read_tokens(expert.source.folder)
             if own_tokens is not None:
                 tokens[name] = own_tokens
     base = None
-    with problems.collect():
+    with unreadable.collect():
         base = None if folder is None else read_tokens(folder)
     if base is None:  # assume the tokens that all experts share
         everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
@@ -319,19 +382,23 @@ def _token_table(
         row_counts = [min(change.rows) if change.rows else change.height for change in changes]
         most = size or min((count for count in row_counts if count is not None), default=math.inf)
         base = {i: token for i, token in everywhere if i < most}
-    is_unknown = reference is None and opened is None
-    names = list(tokens)
-    for number, name in enumerate(names):
-        for other in names[:number]:
-            ours, theirs = ({i: t for i, t in tokens[who].items() if base.get(i) != t} for who in (other, name))
-            if odd := clashes(ours, theirs):
+    is_named = reference is not None or opened is not None
+    errors = (unreadable.as_error(),) if unreadable else ()
+    return _TokenTable(config, size, base, tokens, is_named, errors)
+
+
+def _check_clashes(table: _TokenTable, problems: Problems) -> None:
+    """Report experts that have different tokens under one id."""
+    own = {name: {i: t for i, t in tokens.items() if table.base.get(i) != t} for name, tokens in table.tokens.items()}
+    more = "" if table.is_named else ". If one of them has the base's tokens, pass the base as `base_model`"
+    for number, name in enumerate(own):
+        for other in [*own][:number]:
+            if odd := clashes(own[other], own[name]):
                 problems.add(
                     f"{other} and {name} have different tokens under one id, or one token under two: {and_more(odd)}",
-                    "Train both with one tokenizer: add all new tokens, in one order, to each before training"
-                    + (". If one of them has the base's tokens, pass the base as `base_model`" * is_unknown),
+                    "Train both with one tokenizer: add all new tokens, in one order, to each before training" + more,
                     kind=ExpertError,
                 )
-    return _TokenTable(config, size, base, tokens)
 
 
 @dataclass(frozen=True)
@@ -345,12 +412,17 @@ class _Rows:
     new: Mapping[str, Mapping[int, str | None]]
 
     @classmethod
-    def of(cls, slot: Slot, changes: Mapping[str, Change], table: _TokenTable) -> _Rows:
+    def of(cls, slot: Slot, changes: Mapping[str, Change], table: _TokenTable) -> _Rows | None:
+        """The rows of a slot with these changes; None if nothing changes it as a whole, or nothing says how many."""
+        changes = {name: change for name, change in changes.items() if not change.rows}
         heights = {name: change.height for name, change in changes.items()}
+        table = replace(table, size=table.size_of(slot))
+        if table.size is None and set(heights.values()) <= {None}:
+            return None
         # A method without factors changes the base's own rows. Every expert has at least these.
         own = table.size or min(height for height in heights.values() if height is not None)
         sizes = {name: own if height is None else height for name, height in heights.items()}
-        return cls(slot, changes, table, sizes, {name: table.new(name, sizes[name]) for name in changes})
+        return cls(slot, changes, table, sizes, {n: table.new(n, sizes[n]) for n in changes}) if changes else None
 
     @cached_property
     def new_ids(self) -> set[int]:
@@ -362,6 +434,11 @@ class _Rows:
         named = {term.expert for term in self.slot.terms}
         known = {i for name in named for i in self.new[name]}
         return named | {name for name, tokens in self.new.items() if not tokens.keys() <= known}
+
+    @property
+    def are_separate(self) -> bool:
+        """Whether every change that enters can be computed row by row."""
+        return all(self.changes[name].by_rows for name in self.entering)
 
     @property
     def have_one_rule(self) -> bool:
@@ -405,12 +482,6 @@ class _Rows:
         owners = [name for name, tokens in self.new.items() if start in tokens]
         if owners:
             entering = [term for term in slot.terms if term.expert in owners]
-            if not entering and len(owners) > 1:
-                raise CompositionError(
-                    f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
-                    f"`{slot.rule}` gives it to neither",
-                    f"Give it to one of them in its own rule: {{modules: [{slot.module}], expert: {owners[0]}}}",
-                )
         else:
             entering = [term for term in slot.terms if self.sizes[term.expert] >= stop]
             has_base = not slot.ordinary.rest or size is None or stop <= size
@@ -426,20 +497,30 @@ class _Rows:
         return Span(start, stop, terms, (own_weight(rest, slot.base),) if rest else (), is_new=True)
 
 
-def _settled(rows: _Rows, composition: Composition) -> tuple[Slot, int | None]:
+def _settled(rows: _Rows) -> tuple[Slot, int | None]:
     """The slot with its rows, and their number; None if it stays the base's."""
+    slot = rows.slot
+    if not slot.terms:
+        return slot, None
+    if not rows.are_separate and rows.have_one_rule:
+        return slot, max(rows.sizes[term.expert] for term in slot.terms)
+    total = max(rows.sizes[name] for name in rows.entering)
+    return replace(slot, spans=rows.spans(total)), total
+
+
+def _check_rows(rows: _Rows, settled: Slot, composition: Composition) -> None:
+    """Raise if the rows of a slot cannot be computed one by one, or if it is not known whose they are."""
     slot = rows.slot
     _check_named(rows)
     if not slot.terms:
-        return slot, None
-    if not all(rows.changes[name].by_rows for name in rows.entering):
+        return
+    if not rows.are_separate:
         if rows.have_one_rule:
-            return slot, max(rows.sizes[term.expert] for term in slot.terms)
+            return
         _check_sum(rows, composition)
     _check_texts(rows)
-    total = max(rows.sizes[name] for name in rows.entering)
-    spans = rows.spans(total)
-    if spans and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
+    _check_owned(rows)
+    if settled.spans and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
         weighting = "magnitude weights" if slot.method == "linear" else slot.method
         raise UnsupportedError(
             f"{slot.name} has rows for tokens that the base or an expert lacks, so it cannot be combined by "
@@ -447,7 +528,19 @@ def _settled(rows: _Rows, composition: Composition) -> tuple[Slot, int | None]:
             f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.module}], expert: NAME}}",
             parameter="weights" if slot.method == "linear" else "method",
         )
-    return replace(slot, spans=spans), total
+
+
+def _check_owned(rows: _Rows) -> None:
+    """Raise if several experts hold a row for a new token, and the rule gives it to none of them."""
+    named = {term.expert for term in rows.slot.terms}
+    for token in sorted(rows.new_ids):
+        owners = [name for name, tokens in rows.new.items() if token in tokens]
+        if len(owners) > 1 and not named.intersection(owners):
+            raise CompositionError(
+                f"{' and '.join(owners)} each hold a row for the new token {token} in {rows.slot.name}, but the rule "
+                f"`{rows.slot.rule}` gives it to neither",
+                f"Give it to one of them in its own rule: {{modules: [{rows.slot.module}], expert: {owners[0]}}}",
+            )
 
 
 def _check_named(rows: _Rows) -> None:

@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.core.changes.copies import check_one_base, check_tied_rows
-from adapterswap.core.experts.config import check_written
-from adapterswap.core.experts.keys import LORA
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.cards import adapter_card
+from adapterswap.core.writing.gates import LaidOut, Requested, check
 from adapterswap.core.writing.layout import lay_out
-from adapterswap.core.writing.loadable import check_form, check_renaming, loadable_form, with_written_names
+from adapterswap.core.writing.loadable import loadable_form, with_written_names
 from adapterswap.core.writing.outputs import Form, Layout, Names, Reduced
 from adapterswap.core.writing.records import CompositionRecord, adapter_source, base_source, composition_record
 from adapterswap.core.writing.reduction import measurements, reduce
@@ -117,16 +115,12 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     Raises:
         AdapterswapError: see `write_adapter`.
     """
-    check_form(plan, form)
-    check_one_base(plan.adapters)
-    check_tied_rows(plan.adapters)
+    check(Requested(plan, form))
     form = loadable_form(plan, form)
     resolved = resolve(with_written_names(plan, form.names))
     reduced = reduce(resolved, form, progress)
     layout = lay_out(resolved, form, reduced)
-    if layout.config["peft_type"] == LORA:
-        check_written(layout.config)
-    check_renaming(plan, layout)
+    check(LaidOut(plan, layout))
     return Prepared(resolved, form, layout, reduced)
 
 

@@ -258,12 +258,13 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     copy with the same rank and alpha, the layout `exact` has no patterns, and is kept; but not if the scale is α/√r:
     PEFT doubles both for the fused gates, which is right for α/r only.
     """
-    modules = plan.modules
-    fused = [name for name in modules if is_fused(name)]
-    if not any(modules[name].terms for name in fused):
-        return form
-    _check_fusing(plan, next(name for name in fused if modules[name].terms))
-    return form if _is_uniform(plan, form) else replace(form, layout="portable")
+    is_kept = first_fused(plan) is None or _is_uniform(plan, form)
+    return form if is_kept else replace(form, layout="portable")
+
+
+def first_fused(plan: Plan) -> str | None:
+    """The first module of a plan that PEFT fuses with others; None if there is none."""
+    return next((name for name, slot in plan.modules.items() if is_fused(name) and slot.terms), None)
 
 
 def _is_uniform(plan: Plan, form: Form) -> bool:
@@ -293,11 +294,13 @@ def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) ->
     )
 
 
-def _check_fusing(plan: Plan, module: str) -> None:
+def check_fusing(plan: Plan) -> None:
     """Check that PEFT fuses LoRA on the experts of this base: for some types of models it drops them instead.
 
-    The check loads factors of rank 1 for the layer of `module` into an empty model with PEFT.
+    The check loads factors of rank 1 for one layer into an empty model with PEFT.
     """
+    if (module := first_fused(plan)) is None:
+        return
     reference = named_base(plan.base_reference)
     modules = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
     if _is_known_to_fuse(base_config(reference)[1], [part for name, part in modules.items() if is_fused(name)]):

@@ -10,13 +10,11 @@ appears whole or not at all, and the same inputs give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.core.changes.copies import Carried, check_base, check_tied_rows
-from adapterswap.core.companions.tokenizer import read_tokens
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.core.model.sources import PROVENANCE
@@ -28,6 +26,7 @@ from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
 from adapterswap.core.writing.blocks import Entered, Rows
 from adapterswap.core.writing.cards import merged_card
+from adapterswap.core.writing.gates import FullWeights, check
 from adapterswap.core.writing.records import (
     SourceRecord,
     adapter_source,
@@ -37,7 +36,7 @@ from adapterswap.core.writing.records import (
 )
 from adapterswap.core.writing.resolving import resolve
 from adapterswap.core.writing.streaming import ModelForm, OutputShard, choose_devices, index_of, lay_out_model, stream
-from adapterswap.kit.errors import ArgumentError, ExpertError, UnsupportedError, check_type
+from adapterswap.kit.errors import ArgumentError, UnsupportedError, check_type
 from adapterswap.kit.files.folders import CARD, atomic_folder, check_target
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import expand, write_json
@@ -48,27 +47,6 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 def write_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
     """Write config.json and everything else that stands beside the weights into `folder`."""
     plan.companions.write_model(folder, _config(plan.skeleton.config, plan, form))
-
-
-def check_tokens(plan: Plan) -> None:
-    """Check that the result's tokenizer has the tokens whose rows it has from their owners."""
-    united = plan.companions.united
-    if united is None or not any(slot.spans for slot in plan):
-        return
-    folders = {name: companions.folder for name, companions in plan.companions.folders.items()}
-    tokens = dict(read_tokens(folders[united.owner]) or {})
-    tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
-    for slot in plan:
-        for span in (span for span in slot.spans if span.is_new):
-            expert = span.terms[0].expert
-            theirs = read_tokens(folders[expert]) or {}
-            odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
-            if odd is not None:
-                raise ExpertError(
-                    f"Row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
-                    f"{united.owner}, which the result would have, cannot have that token",
-                    "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
-                )
 
 
 def resized_vocabulary(plan: Plan) -> dict[int, int]:
@@ -217,48 +195,13 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
             plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
         resolved = resolve(plan)
         full = resolved.plan
-    check_tied_rows(full.adapters)
-    if full.base is not None:
-        _check_kept(full, full.base, form)
-        remedy = "Pass the base that it was trained on as `base_model`"
-        check_base(_copies(full), full.base, effect="which PEFT would put in its place", remedy=remedy)
-    check_tokens(full)
+    check(FullWeights(full, form))
     if quantized is not None:
         note = f"the base {quantized.name} is quantized: ΔW is added to the weights that it computes with"
         full = replace(full, notes=(*full.notes, note))
     return Merged(
         full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized
     )
-
-
-def _check_kept(plan: Plan, base: Checkpoint, form: ModelForm) -> None:
-    """Refuse what the quantization that the result keeps does not allow."""
-    if base.quantization is None:
-        return
-    remedy = "Pass `dequantize=True`, or the original base in floating point"
-    if form.dtype is not None:
-        raise UnsupportedError(
-            f"The base {base.name} is quantized ({base.quantization.title}), and `dtype` would change its scales",
-            f"Leave out `dtype`. Or: {remedy}",
-            parameter="dtype",
-        )
-    if plan.untied:
-        raise UnsupportedError(
-            f"The experts change an embedding or its tied head, so that the result has to store both, but the base "
-            f"{base.name} is quantized ({base.quantization.title}), and its config may apply that to the head",
-            remedy,
-            parameter="base_model",
-        )
-
-
-def _copies(plan: Plan) -> Iterator[Carried]:
-    """The experts' copies of base weights whose LoRA takes part."""
-    for slot in plan:
-        terms = (term for part in (slot, *slot.spans) for term in part.terms)
-        adapted = [term for term in terms if term.change.lora is not None]
-        for expert, copy in {term.expert: term.change.copy for term in adapted}.items():
-            if copy is not None and slot.base is not None:
-                yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)
 
 
 def write_model(

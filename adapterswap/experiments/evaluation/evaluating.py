@@ -389,7 +389,7 @@ def _collect(
         for row in rows:
             keys = {request_key(*arguments[:2]) for arguments in row["arguments"] if len(arguments) > 1}
             is_first = row["doc_id"] not in merged
-            sample = merged.setdefault(row["doc_id"], _sample(task, row, cut=not keys.isdisjoint(model.cut)))
+            sample = merged.setdefault(row["doc_id"], _sample(task, row))
             _add_filter(sample, row)
             truncated[task] = truncated.get(task, 0) + (is_first and not keys.isdisjoint(model.truncated))
         samples[task] = merged
@@ -407,8 +407,11 @@ def _collect(
     return EvaluationResult(tasks=tasks, samples=ordered, settings=settings, groups=groups)
 
 
-def _sample(task: str, row: Mapping[str, Any], *, cut: bool) -> Sample:
-    responses = [responses[0] for responses in row["resps"]]
+def _sample(task: str, row: Mapping[str, Any]) -> Sample:
+    from adapterswap.experiments.evaluation.harness import CutOutput
+
+    outputs = [output for responses in row["resps"] for output in responses]
+    responses = [str(first) if isinstance(first, str) else first for first, *_ in row["resps"]]
     return Sample(
         task=task,
         doc_id=int(row["doc_id"]),
@@ -418,7 +421,7 @@ def _sample(task: str, row: Mapping[str, Any], *, cut: bool) -> Sample:
         output=responses[0] if len(responses) == 1 else responses,
         answers={},
         scores={},
-        cut=cut,
+        cut=any(isinstance(output, CutOutput) for output in outputs),
     )
 
 

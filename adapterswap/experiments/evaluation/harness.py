@@ -74,6 +74,10 @@ def seed_of(seed: int, batch: int) -> int:
     return int(numpy.random.SeedSequence((seed, batch)).generate_state(1, numpy.uint64)[0])
 
 
+class CutOutput(str):
+    """An output that ended at the limit of tokens."""
+
+
 _FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter, and its last match
 
 
@@ -202,10 +206,10 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
     """A loaded model for the harness: without bars, and with a record of cut outputs and truncated prompts.
 
     If the harness divided documents among processes, shots and padding would change. So each process builds all
-    requests, answers its share of the batches, and receives the answers of the others.
+    requests, answers its share of the batches, and receives the answers of the others. Outputs that ended at the limit
+    of tokens are of the class `CutOutput`.
 
     Attributes:
-        cut: keys of the requests whose output ended at the limit of tokens.
         truncated: keys of the requests whose prompt loses its beginning.
     """
 
@@ -236,8 +240,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         self._on_begin, self._on_progress = on_begin, on_progress
         self._processes = processes
         self._check = lru_cache(maxsize=1)(check)  # once for all kinds of requests
-        self._cut_in_batch: list[bool] = []
-        self.cut: set[str] = set()
+        self._cut_in_batch: list[bool] = []  # in the harness's order
+        self._cut_of: dict[str, list[bool]] = {}  # by the request's key; equal requests keep their order
         self.truncated: set[str] = set()
         self.set_cache_hook(self)
 
@@ -248,8 +252,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
     def add_partial(self, method: str, request: Any, response: Any) -> None:
         """Called by the harness after each finished request, in the order of the batch (its hook for caches)."""
-        if method == "generate_until" and self._cut_in_batch.pop(0):
-            self.cut.add(request_key(*request))
+        if method == "generate_until":
+            self._cut_of.setdefault(request_key(*request), []).append(self._cut_in_batch.pop(0))
         if self._on_progress is not None:
             self._on_progress()
 
@@ -323,21 +327,23 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
     def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
         """The answers to all requests, in their order, from all processes."""
 
-        def answer_batch(number: int) -> tuple[list[Any], set[str]]:
+        def answer_batch(number: int) -> list[Any]:
             torch.manual_seed(seed_of(self._seed, number))  # sampling does not depend on earlier batches
-            self.cut = set()
-            return answer([requests[place] for place in batches[number]], disable_tqdm=True), self.cut
+            self._cut_of = {}
+            batch = [requests[place] for place in batches[number]]
+            outputs = answer(batch, disable_tqdm=True)
+            if not self._cut_of:
+                return outputs
+            cut = [self._cut_of[request_key(*request.args)].pop(0) for request in batch]
+            return [CutOutput(output) if ended else output for output, ended in zip(outputs, cut, strict=True)]
 
         if self._on_begin is not None:
             self._on_begin()
         answers: dict[int, Any] = {}
-        cut: set[str] = set()
-        for batch, (batch_answers, cut_in_it) in zip(
+        for batch, batch_answers in zip(
             batches, self._processes.shared(range(len(batches)), answer_batch), strict=True
         ):
             answers |= zip(batch, batch_answers, strict=True)
-            cut |= cut_in_it
-        self.cut = cut
         return [answers[place] for place in range(len(requests))]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:

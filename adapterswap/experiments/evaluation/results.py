@@ -92,7 +92,7 @@ class TaskResult:
         num_fewshot: shots before each document; None for a group whose tasks have different numbers.
         version: the task's own version.
         scores: one per metric and filter; none for tasks whose responses need a judge.
-        cut: outputs that ended at the limit of tokens; None for tasks that compare likelihoods.
+        cut: documents with an output that ended at the limit of tokens; None for tasks that compare likelihoods.
         truncated: prompts that lost their beginning because they did not fit.
         max_gen_toks: the limit of tokens, the task's own if it has one; None for tasks that generate nothing.
     """
@@ -131,7 +131,7 @@ class Sample:
         output: the model's text; if likelihoods are compared, each choice's log-likelihood and whether it is greedy.
         answers: filter → the answer that it read from the output.
         scores: filter → its metrics.
-        cut: the output ended at the limit of tokens.
+        cut: the output, or one of several to the document, ended at the limit of tokens.
     """
 
     task: str

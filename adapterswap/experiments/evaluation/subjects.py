@@ -460,8 +460,7 @@ def _companions(
 
 def described_companions(companions: CompanionPlan) -> dict[str, Any]:
     """Whose tokenizer and chat template prompts have, as plain data; nothing if they are the base's."""
-    owners = {kind: companions.owner(kind) for kind in ("tokenizer", "chat_template")}
-    others = {kind: owner for kind, owner in owners.items() if owner not in (None, BASE_FOLDER)}
+    others = {kind: owner for kind, owner in companions.prompt_record.items() if owner != BASE_FOLDER}
     return {"companions": others} if others else {}
 
 

@@ -62,7 +62,7 @@ def tables(study: Study) -> Iterator[Table]:
         differences.add_row(
             method,
             f"{summary.mean:+.3f}",
-            "" if summary.interval is None else f"± {summary.interval:.3f}",
+            "" if summary.interval is None else _interval(summary.mean, summary.interval),
             f"{paired.won} : {paired.lost} of {number}",
             " ".join(f"{value:+.3f}" for value in summary.values),
         )
@@ -77,6 +77,11 @@ def tables(study: Study) -> Iterator[Table]:
         for method, by_label in groups.items():
             words.add_row(method, *(f"{summary.mean:.3f}" for summary in by_label.values()))
         yield words
+
+
+def _interval(mean: float, half: float) -> str:
+    """The ends of the interval of a difference of shares, which is never beyond -1 and 1."""
+    return f"[{max(mean - half, -1.0):+.3f}, {min(mean + half, 1.0):+.3f}]"
 
 
 def _with_spread(summary: Summary) -> str:

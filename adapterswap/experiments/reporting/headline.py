@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class Spread:
         min, mean, max: over the units.
         stderr: the standard error of the documents' means over units, with the units held fixed; None for corpus-level
             scores.
+        deviation: the standard deviation over the units (n - 1); None for one unit.
     """
 
     units: int
@@ -40,6 +41,7 @@ class Spread:
     mean: float
     max: float
     stderr: float | None
+    deviation: float | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class ScoreDifference:
         units: the number of units that both have.
         mean: the mean difference.
         low, high: its 95 % interval; None for corpus-level scores, for fewer than three documents, and if a side has
-            two experts (or there are two seeds).
+            two experts (or there are two seeds). It stays between -1 and 1 if all documents' scores are from 0 to 1.
         by_unit: the difference in each unit that both have.
         over: the factors that the interval resamples: `documents`, and `task experts`, `language experts`, `experts of
             other roles`, `seeds` or `adapters` (of one row) if there are several. Empty if there is no interval.
@@ -270,7 +272,8 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
     considered = reported(task) if part == "report" else tuple(documents[0])
     common = [doc for doc in considered if all(doc in docs for docs in documents)]
     means = [sum(docs[doc] for docs in documents) / len(documents) for doc in common]
-    return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means))
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means), deviation)
 
 
 def _interval(run: Run, choice: Choice, task: TaskInfo, draws: int, seed: int) -> tuple[float, float] | None:
@@ -306,9 +309,17 @@ def _difference(
         return ScoreDifference(reference.label, len(differences), mean, None, None, (), differences)
     trained = as_trained(units, run)
     interval = bootstrap(values, trained, draws=draws, seed=seed)
+    if interval.low is not None and interval.high is not None and _are_shares(choice, task, reference):
+        interval = replace(interval, low=max(interval.low, -1.0), high=min(interval.high, 1.0))
     over = () if interval.low is None else _varying(trained)
     by_unit = tuple(zip(units, values.mean(1).tolist(), strict=True))
     return ScoreDifference(reference.label, len(units), interval.mean, interval.low, interval.high, over, by_unit)
+
+
+def _are_shares(choice: Choice, task: TaskInfo, reference: Choice) -> bool:
+    """Whether every document's score is from 0 to 1, so that no mean difference can be beyond -1 or 1."""
+    cells = (*choice.cells.values(), *reference.cells.values())
+    return all(0 <= value <= 1 for cell in cells for value in cell.results[task.name].docs.values())
 
 
 def _varying(units: Sequence[Unit]) -> tuple[str, ...]:

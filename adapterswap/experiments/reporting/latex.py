@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeGuard
 
 from adapterswap.core.planning.describe import error_text
 from adapterswap.experiments.reporting.headline import MethodRow, Spread, Target, resampled
@@ -128,6 +129,11 @@ class Column:
     is_share: bool = False
 
 
+def _has_several(spread: Spread | None) -> TypeGuard[Spread]:
+    """Whether a score has several units: one has no minimum and maximum beside its mean."""
+    return spread is not None and spread.units > 1
+
+
 def _effect(report: Report, row: MethodRow) -> str | None:
     comparison = _comparison(report, row)
     return None if comparison is None else _number(comparison.effect)
@@ -151,10 +157,10 @@ def _error(value: float) -> str:
 
 COLUMNS: Mapping[str, Column] = {
     "n": Column("$n$", "units", lambda _, row: str(len(row.chosen)), False),
-    "min": Column("min", "units", lambda _, row: row.spread.min if row.spread else None),
+    "min": Column("min", "units", lambda _, row: row.spread.min if _has_several(row.spread) else None),
     "mean": Column("mean", "units", lambda _, row: row.spread.mean if row.spread else None),
     "stderr": Column("s.e.", "units", lambda _, row: row.spread.stderr if row.spread else None, False),
-    "max": Column("max", "units", lambda _, row: row.spread.max if row.spread else None),
+    "max": Column("max", "units", lambda _, row: row.spread.max if _has_several(row.spread) else None),
     "ci": Column(r"95\,\%", "units", lambda _, row: row.interval, False),
     "difference": Column(r"$\Delta$", "reference", lambda _, row: row.difference.mean if row.difference else None),
     "interval": Column(
@@ -167,7 +173,7 @@ COLUMNS: Mapping[str, Column] = {
     "understanding": Column("other tasks", "languages", lambda _, row: row.understanding, is_share=True),
     "fidelity": Column("in language", "languages", lambda _, row: row.fidelity, is_share=True),
     "papers-mean": Column("mean", "papers", lambda _, row: row.papers.mean if row.papers else None),
-    "papers-max": Column("max", "papers", lambda _, row: row.papers.max if row.papers else None),
+    "papers-max": Column("max", "papers", lambda _, row: row.papers.max if _has_several(row.papers) else None),
     "error": Column(
         r"$\Delta W$ error",
         "",
@@ -187,6 +193,8 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     if len(targets) == 1:
         default = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
         default += [*["english", "languages"] * bool(targets[0].languages), "papers-mean", "papers-max"]
+    if not any(_has_several(row.spread) for each in targets for row in each.rows):
+        default = [name for name in default if name not in ("n", "min", "max", "papers-max")]
     columns = style.columns or default
     shown = [list(each.rows) if style.rows is None else _ordered(each.rows, style.rows) for each in targets]
     rows = [row for of_target in shown for row in of_target]
@@ -352,7 +360,11 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
     if {"ci", "interval"} & {*columns}:
         parts += _by_target(targets, _intervals)
     if "p" in columns:
-        parts.append("$p$: Wilcoxon's signed-rank test over the settings of all targets, corrected by Holm's method.")
+        parts.append(
+            f"{_tex(report.why_no_wilcoxon)}."
+            if report.why_no_wilcoxon
+            else "$p$: Wilcoxon's signed-rank test over the settings of all targets, corrected by Holm's method."
+        )
     if "effect" in columns:
         parts.append("$r$: rank-biserial correlation of matched pairs.")
     if {"papers-mean", "papers-max"} & {*columns}:

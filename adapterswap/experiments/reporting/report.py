@@ -42,6 +42,7 @@ from adapterswap.experiments.reporting.relations import (
     indicators,
     ranking,
 )
+from adapterswap.experiments.reporting.statistics import LEVEL, MIN_UNITS
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, read_samples
 from adapterswap.experiments.sweeps.grid import composition_of
 from adapterswap.experiments.sweeps.recording import REFERENCES, Preregistration, default_reference, read_frozen
@@ -351,6 +352,18 @@ class Report:
     def __repr__(self) -> str:
         tasks = ", ".join(target.task for target in self.targets)
         return f"<Report of {self.name!r}: {self.finished} of {self.cells} cells; {tasks}; against {self.reference!r}>"
+
+    @property
+    def why_no_wilcoxon(self) -> str:
+        """Why there is no p of Wilcoxon's test; empty if there is one, or if too few settings allow no test at all."""
+        ranks = self.ranking.ranks if self.ranking is not None else None
+        if ranks is None or ranks.settings < MIN_UNITS or ranks.least <= LEVEL:
+            return ""
+        comparisons = f" after Holm's correction for {ranks.tested} comparisons" if ranks.tested > 1 else ""
+        return (
+            f"With {ranks.settings} settings, the p of Wilcoxon's test is at least {ranks.least:.2g}{comparisons}, "
+            "whatever the scores are, so it is left out"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The content of summary.json: all numbers, but not the examples, whose text is not trusted."""

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MIN_LEVELS = 3  # of each factor: with two experts, 95 % intervals contained the mean in 85 % of simulated runs
+LEVEL = 0.05  # of significance
 MIN_UNITS = 5  # for a p-value: with four, no order of them has a two-sided p below 0.08
 
 _EXACT = 7  # the most points for which Spearman's p is computed over all orders, at most 5,040
@@ -190,7 +191,7 @@ class RankComparison:
             settings.
         wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm's method over the
             comparisons with the reference, or over all comparisons if there is no reference; None for comparisons
-            without the reference, and if there are too few settings.
+            without the reference, and if no scores could make it small: see `Ranks.least`.
         effect: the rank-biserial correlation of the matched pairs: the share of the ranks of absolute differences where
             `one` is ahead minus the share where `other` is; from -1 to 1, and 0 if nothing differs.
     """
@@ -217,6 +218,9 @@ class Ranks:
             ranks are equal; None if χ² is None.
         comparisons: one for every pair of methods.
         reference: the method with which Wilcoxon's test compares the others; None if it compares every pair.
+        tested: how many comparisons Holm's method corrects for.
+        least: the smallest p that Wilcoxon's test and Holm's method can give with so many settings and comparisons:
+            min(1, tested · 2 / 2^settings). Above `LEVEL`, no comparison has a p.
     """
 
     settings: int
@@ -227,6 +231,8 @@ class Ranks:
     agreement: float | None
     comparisons: tuple[RankComparison, ...]
     reference: str | None = None
+    tested: int = 0
+    least: float = 1.0
 
     def against(self, method: str, other: str) -> RankComparison | None:
         """The comparison of `method` with `other`, whichever of them was first."""
@@ -264,11 +270,12 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
         step = (number * (number + 1) / (6 * settings)) ** 0.5 if enough else None
     pairs = list(combinations(range(number), 2))
     methods = list(methods)
-    tested = [
-        (i, j) for i, j in pairs if enough and (reference not in methods or reference in (methods[i], methods[j]))
-    ]
-    corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
-    wilcoxon = dict(zip(tested, corrected, strict=True))
+    tested = [(i, j) for i, j in pairs if reference not in methods or reference in (methods[i], methods[j])]
+    least = min(1.0, len(tested) * 2.0 ** (1 - settings))
+    wilcoxon: dict[tuple[int, int], float] = {}
+    if least <= LEVEL:
+        corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
+        wilcoxon = dict(zip(tested, corrected, strict=True))
     comparisons = [
         RankComparison(
             methods[i],
@@ -289,6 +296,8 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
         None if statistic is None else statistic / (settings * (number - 1)),
         tuple(comparisons),
         reference if reference in methods else None,
+        len(tested),
+        least,
     )
 
 

@@ -647,3 +647,11 @@ def sequences(data: Data, options: TrainingOptions) -> tuple[Any, tuple[int, ...
         for begin, end in pairwise(starts)
     ]
     return datasets.concatenate_datasets(parts), tuple(map(len, parts))
+
+
+def row_lengths(rows: Any) -> NDArray[np.int64]:
+    """Tokens of each row of a dataset from `sequences`."""
+    import pyarrow.compute
+
+    lengths = pyarrow.compute.list_value_length(rows.with_format("arrow")["input_ids"][:])
+    return np.asarray(lengths, np.int64)

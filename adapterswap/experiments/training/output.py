@@ -142,7 +142,7 @@ def describe(
             # Composing compares them: other bases may have this name, and one with the start in it is another base.
             "fingerprints": identity_of(base.source) | (start.record.sha256 if start and start.on_top else {}),
         },
-        **({"start": start.record.content(), "companions": start.companions.record} if start else {}),
+        **({"start": start.record.content(), "companions": start.companions.prompt_record} if start else {}),
         "target_modules": targets.ends,
         "layers": targets.layers,
         "trainable_parameters": report.trainable_parameters,
@@ -211,9 +211,7 @@ def _card(
         + ".",
     ]
     if report.train_losses:
-        lines.append(
-            f"Training loss: {report.train_losses[0][1]:.3f} at the start, {report.train_losses[-1][1]:.3f} at the end."
-        )
+        lines.append(f"Training loss: {report.losses_text(3)}.")
     if report.selection:
         lines += [
             "",

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from adapterswap.experiments.training.recipe import TrainingOptions, TrainRecipe
 from adapterswap.experiments.training.selection import CheckpointSelection
 from adapterswap.kit.errors import FieldError
@@ -69,35 +72,92 @@ def _steps(value: float, steps: int) -> int:
     return math.ceil(value * steps) if value < 1 else int(value)
 
 
+_MUCH_PADDING, _MUCH_FASTER = 0.15, 1.5  # from where a dry run says so
+_FEWEST = 4  # rows in a part of a batch, so that products stay large enough
+_PASS = 32  # tokens whose computation takes as long as starting another forward and backward pass on a CPU, about
+_STEPS = 256  # drawn to count padding
+
+
+def padded_tokens(
+    options: TrainingOptions, lengths: NDArray[np.int64], *, processes: int = 1, parts: int = 1
+) -> tuple[float, float]:
+    """Tokens of a step with and without padding, means over steps drawn at random, see `batches.RowsInSteps`.
+
+    Args:
+        lengths: tokens of each row.
+        parts: into how many parts each batch is divided.
+    """
+    if options.packing or options.padding_free or not len(lengths):
+        return float(lengths.sum()), float(lengths.sum())
+    rows, size = rows_a_step(options, processes), options.batch_size // parts
+    order = np.random.default_rng(options.data_seed).permutation(len(lengths))
+    if options.group_by_length:
+        order = np.argsort(lengths, kind="stable")
+    starts = range(0, max(1, len(order) - rows + 1), rows)[:_STEPS]
+    padded = real = 0
+    for start in starts:
+        step = np.sort(lengths[order[start : start + rows]])
+        batches = [step[at : at + size] for at in range(0, len(step), size)]
+        padded += sum(int(batch[-1]) * len(batch) for batch in batches)
+        real += int(step.sum())
+    return padded / len(starts), real / len(starts)
+
+
+def parts_of_batch(options: TrainingOptions, lengths: NDArray[np.int64], device: str, *, processes: int = 1) -> int:
+    """Into how many parts a batch is divided, so that there is less padding; 1 on CUDA, where small batches are slow.
+
+    On a CPU, a batch takes as long as its tokens, padding included. The parts are accumulated into the same step.
+    """
+    if device != "cpu" or options.packing or options.padding_free or options.group_by_length:
+        return 1
+    batches = options.gradient_accumulation * processes
+    possible = [n for n in range(1, options.batch_size // _FEWEST + 1) if options.batch_size % n == 0] or [1]
+    return min(
+        possible,
+        key=lambda n: padded_tokens(options, lengths, processes=processes, parts=n)[0] + _PASS * n * batches,
+    )
+
+
 # Values that a layer keeps for the backward pass, for each token, as counted on a Llama with LoRA on every projection:
 # 8·hidden + 4·intermediate in float32; in bfloat16 the adapters' float32 copies of their inputs come on top.
 _HIDDEN = {"float32": 8, "bfloat16": 14}
 _INTERMEDIATE = 4
 _TILE = 4096, 32768  # tokens and entries of the vocabulary whose logits TRL computes at once
+# On a CPU, what the process holds: Python and the libraries; what the backward pass needs beside the kept values, and
+# the allocator keeps; copies of the logits where there is no Triton.
+_PROCESS, _SPARE, _COPIES = 0.65e9, 1.9, 8
 
 
 def memory(
-    config: Any, recipe: TrainRecipe, trainable: int, base_parameters: int, *, dtype: str, longest: int
-) -> dict[str, int]:
+    config: Any, recipe: TrainRecipe, trainable: int, base_parameters: int, *, dtype: str, longest: int,
+    device: str = "cuda", parts: int = 1, labelled: float = 1.0,
+) -> dict[str, int]:  # fmt: skip
     """Bytes by part, and their `total`: of one process that holds everything, as without FSDP.
+
+    On CUDA it is the device's memory, on a CPU the peak of the process.
 
     Args:
         longest: tokens of the longest row as trained on; with packing, sequences are max_length long.
+        parts: see `parts_of_batch`.
+        labelled: the share of the tokens that the loss is computed on.
     """
     options = recipe.training
     size = DTYPE_BYTES[FLOAT_NAMES[dtype]]
     hidden = int(config.hidden_size)
     intermediate = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
-    tokens = options.batch_size * (options.max_length if options.packing else longest)
+    tokens = options.batch_size // parts * (options.max_length if options.packing else longest)
     layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
     layers = int(config.num_hidden_layers)
     # With checkpointing, each layer keeps only its input, and one layer at a time is recomputed.
     activations = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
-    parts = {
-        **_weights(recipe, trainable, base_parameters, size),
-        "activations": activations + size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1]),
-    }
-    return {**parts, "total": sum(parts.values())}
+    logits = size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1])
+    by_part = _weights(recipe, trainable, base_parameters, size)
+    if device == "cpu":
+        by_part["activations"] = round(_SPARE * activations + _COPIES * labelled * logits)
+        by_part["process"] = round(_PROCESS)
+    else:
+        by_part["activations"] = activations + logits
+    return {**by_part, "total": sum(by_part.values())}
 
 
 def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: int) -> dict[str, int]:
@@ -238,6 +298,13 @@ class TrainReport:
     selection: CheckpointSelection | None = None
     ladder: tuple[int, ...] = ()
 
+    def losses_text(self, digits: int) -> str:
+        """The training loss at the first and at the last entry of the log, or the only one."""
+        (_, first), (steps, last) = self.train_losses[0], self.train_losses[-1]
+        if len(self.train_losses) > 1:
+            return f"{first:.{digits}f} at the start, {last:.{digits}f} at the end"
+        return f"{first:.{digits}f}" + (f", the mean of {steps:,} steps" if steps > 1 else "")
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}
 
@@ -255,7 +322,9 @@ class TrainEstimate:
         tokens: roughly how many tokens are read; rows are drawn whole, so part of an epoch is only close to its share.
         rows: the counts of rows used and dropped.
         memory: bytes per process by part, as a rough guide: base, training (the adapter's weights, gradients and
-            AdamW's two moments), activations, and their total.
+            AdamW's two moments), activations, on a CPU the process itself, and their total.
+        padding: the share of padding in what is computed.
+        bfloat16_speedup: on a CPU in float32, how many times as fast this processor multiplies in bfloat16.
         device, dtype: the recipe's values, with `auto` resolved.
         processes: how many processes there are.
         selection: checkpoints that would be evaluated, and documents and requests of each; None without a selection.
@@ -276,6 +345,23 @@ class TrainEstimate:
     processes: int
     selection: dict[str, int] | None = None
     start: str | None = None
+    padding: float = 0.0
+    bfloat16_speedup: float | None = None
+
+    def notes(self) -> list[str]:
+        """What would make the run faster."""
+        lines = []
+        if self.padding > _MUCH_PADDING:
+            lines.append(
+                f"{self.padding:.0%} of the tokens computed are padding: training.group_by_length=true takes rows of "
+                "similar length together"
+            )
+        if self.bfloat16_speedup is not None and self.bfloat16_speedup > _MUCH_FASTER:
+            lines.append(
+                f"This processor multiplies {self.bfloat16_speedup:.1f} times as fast in bfloat16: consider "
+                "training.dtype=bfloat16"
+            )
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

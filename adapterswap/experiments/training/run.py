@@ -17,7 +17,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.experiments.training.base import check_libraries, device_and_dtype, load_trainable, with_padding
+from adapterswap.experiments.training.base import (
+    bfloat16_speedup,
+    check_libraries,
+    device_and_dtype,
+    load_trainable,
+    with_padding,
+)
 from adapterswap.experiments.training.recipe import TrainRecipe, read_train_recipe
 from adapterswap.experiments.training.report import TrainEstimate, TrainReport
 from adapterswap.experiments.training.selection import Enough
@@ -359,7 +365,14 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         AdapterswapError: see `train`, for all that can be checked without training.
     """
     check_libraries(recipe)
-    from adapterswap.experiments.training.report import memory, rows_a_step, steps_between
+    from adapterswap.experiments.training.data import row_lengths
+    from adapterswap.experiments.training.report import (
+        memory,
+        padded_tokens,
+        parts_of_batch,
+        rows_a_step,
+        steps_between,
+    )
     from adapterswap.kit.processes import count_processes
 
     with isolated(), scratch_folder("training") as scratch:
@@ -381,6 +394,9 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
                 "requests": examination.requests,
             }
         base_parameters = sum(parameter.numel() for parameter in prepared.model.parameters())
+        lengths = row_lengths(prepared.rows)
+        parts = parts_of_batch(options, lengths, device, processes=processes)
+        padded, real = padded_tokens(options, lengths, processes=processes, parts=parts)
         return TrainEstimate(
             base_model=str(base.source),
             start=start.describe(targets) if start else None,
@@ -393,10 +409,13 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
             rows=data.rows,
             memory=memory(
                 base.config.get_text_config(), recipe, targets.parameters, base_parameters, dtype=dtype,
-                longest=min(data.rows.longest, options.max_length),
+                longest=min(data.rows.longest, options.max_length), device=device, parts=parts,
+                labelled=data.rows.trained_tokens / max(1, data.rows.tokens),
             ),
             device=device,
             dtype=dtype,
             processes=processes,
             selection=selection,
+            padding=1 - real / padded,
+            bfloat16_speedup=bfloat16_speedup() if (device, dtype) == ("cpu", "float32") else None,
         )  # fmt: skip

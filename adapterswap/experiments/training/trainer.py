@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -31,9 +31,11 @@ from trl import SFTConfig, SFTTrainer
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.planning.composition import SIDES, Side
 from adapterswap.core.writing.layout import most_common
+from adapterswap.experiments.training.batches import RowsInSteps, by_length, only_labelled
 from adapterswap.experiments.training.checkpoints import LADDER, complete, link_weights
+from adapterswap.experiments.training.data import row_lengths
 from adapterswap.experiments.training.recipe import AdapterOptions, TrainRecipe
-from adapterswap.experiments.training.report import choose_schedule, rows_a_step, steps_between
+from adapterswap.experiments.training.report import choose_schedule, parts_of_batch, rows_a_step, steps_between
 from adapterswap.experiments.training.start import Start, take_over
 from adapterswap.experiments.training.targets import TrainingTargets
 from adapterswap.kit.errors import RunError, UnsupportedError
@@ -52,6 +54,7 @@ class RowsInTurns(Sampler[int]):
     The rows of a side are shuffled again for each pass over them.
 
     Args:
+        lengths: tokens of each row; the rows of a step are sorted by them.
         parts: how many rows each side has; in the dataset the task's come first.
         steps: how many steps the run has.
         rows_a_step: how many rows a step has, on all processes together.
@@ -59,13 +62,16 @@ class RowsInTurns(Sampler[int]):
         seed: for shuffling.
     """
 
-    def __init__(self, parts: Sequence[int], *, steps: int, rows_a_step: int, steps_per_switch: int, seed: int) -> None:
+    def __init__(
+        self, lengths: NDArray[np.int64], parts: Sequence[int], *, steps: int, rows_a_step: int, steps_per_switch: int,
+        seed: int,
+    ) -> None:  # fmt: skip
         self._rows = np.empty((steps, rows_a_step), np.int64)
         turns = np.arange(steps) // steps_per_switch % 2
         for side, (first, count) in enumerate(zip((0, parts[0]), parts, strict=True)):
             own_steps = turns == side
             drawn = _passes(count, int(own_steps.sum()) * rows_a_step, np.random.default_rng([seed, side]))
-            self._rows[own_steps] = first + drawn.reshape(-1, rows_a_step)
+            self._rows[own_steps] = by_length(first + drawn.reshape(-1, rows_a_step), lengths)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._rows.ravel().tolist())
@@ -169,11 +175,27 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         seconds_evaluating: how long the validation loss has been measured so far.
     """
 
-    order: RowsInTurns | RowsByLength | None = None
+    order: RowsInTurns | RowsByLength | RowsInSteps | None = None
     seconds_evaluating = 0.0
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return self.order or super()._get_train_sampler(*args, **kwargs)
+
+    @contextmanager
+    def _labelled(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Inputs for which logits are computed only where there is a label; TRL sees to that itself on CUDA."""
+        if self.args.device.type != "cpu" or self.args.torch_compile:
+            yield inputs
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if isinstance(model, PeftModel) else model
+        with only_labelled(model.base_model, inputs) as others:
+            yield others
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """See the Trainer."""
+        with self._labelled(inputs) as labelled:
+            return super().compute_loss(model, labelled, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
@@ -204,18 +226,17 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
         """See the Trainer. Sums losses and tokens by row, so that gathering can drop rows that fill a batch up."""
         inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            outputs = model(**inputs, use_cache=False, fused_lm_head=True)
-        losses, counted = (
-            -outputs.log_probs.double(),
-            outputs.label_mask.double(),
-        )  # both zero where no loss is computed
-        if losses.shape[0] == 1 and "position_ids" in inputs:  # rows without padding, one after the other
-            row = ((inputs["position_ids"].reshape(-1) == 0).cumsum(0) - 1)[: losses.shape[1]]
+        with torch.no_grad(), self.compute_loss_context_manager(), self._labelled(inputs) as prepared:
+            outputs = model(**prepared, use_cache=False, fused_lm_head=True)
+        labelled = inputs["labels"][:, 1:] != -100
+        if len(labelled) == 1 and "position_ids" in inputs:  # rows without padding, one after the other
+            row = ((inputs["position_ids"] == 0).cumsum(1) - 1)[:, : labelled.shape[1]]
         else:
-            row = torch.arange(losses.shape[0], device=losses.device).repeat_interleave(losses.shape[1])
-        by_row = losses.new_zeros(int(row[-1]) + 1, 2)
-        by_row.index_add_(0, row, torch.stack([losses.reshape(-1), counted.reshape(-1)], dim=1))
+            row = torch.arange(len(labelled), device=labelled.device)[:, None].expand(labelled.shape)
+        losses = -outputs.log_probs.double()
+        losses = losses[0] if losses.shape != labelled.shape else losses[labelled]
+        by_row = losses.new_zeros(int(row[-1, -1]) + 1, 2)
+        by_row.index_add_(0, row[labelled], torch.stack([losses, torch.ones_like(losses)], dim=1))
         total = self.accelerator.gather_for_metrics(by_row).sum(dim=0).cpu()
         self._held_out += total
         return (total[0] / total[1].clamp(min=1)).to(losses.device), None, None
@@ -339,13 +360,16 @@ def build_trainer(
         parts: how many rows of `train` each side has.
         steps: how many steps the run has, for schedules that decay at the end.
     """
+    options, lengths = recipe.training, row_lengths(train)
+    averaged = getattr(base.config.get_text_config(), "output_router_logits", False)  # a loss of whole batches
+    divided = 1 if averaged else parts_of_batch(options, lengths, device, processes=processes.count)
     adapted = recipe.adapter.method == "lora"
     if not adapted:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(targets.trains(name))
     trainer = ExpertTrainer(
         model=model,
-        args=_arguments(recipe, steps, device, dtype, checkpoints, processes),
+        args=_arguments(recipe, steps, device, dtype, checkpoints, processes, parts=divided),
         train_dataset=train,
         eval_dataset=validation,
         processing_class=base.tokenizer,
@@ -363,11 +387,11 @@ def build_trainer(
                 parameter.data = parameter.data.float()
     if start is not None and not start.on_top:
         take_over(trainer.model, start, targets.modules)
-    options = recipe.training
     if options.group_by_length:
         rows = options.batch_size * options.gradient_accumulation
-        lengths = [len(ids) for ids in train["input_ids"]]
-        trainer.order = RowsByLength(lengths, rows=rows, seed=options.data_seed)
+        trainer.order = RowsByLength(lengths.tolist(), rows=rows, seed=options.data_seed)
+    elif not (options.packing or options.padding_free):
+        trainer.order = RowsInSteps(lengths, rows=rows_a_step(options, processes.count), seed=options.data_seed)
     if turns := recipe.simultaneous:
         if trainer.is_fsdp_enabled:
             raise UnsupportedError(
@@ -376,6 +400,7 @@ def build_trainer(
                 parameter="simultaneous",
             )
         trainer.order = RowsInTurns(
+            lengths,
             parts,
             steps=steps,
             rows_a_step=rows_a_step(recipe.training, processes.count),
@@ -387,7 +412,7 @@ def build_trainer(
 
 
 def _arguments(
-    recipe: TrainRecipe, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes
+    recipe: TrainRecipe, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, *, parts: int
 ) -> SFTConfig:
     options = recipe.training
     name, warmup, schedule_options = choose_schedule(options, steps)
@@ -397,9 +422,9 @@ def _arguments(
         output_dir=str(checkpoints),
         # what is computed
         max_steps=steps,
-        per_device_train_batch_size=options.batch_size,
+        per_device_train_batch_size=options.batch_size // parts,
         per_device_eval_batch_size=options.batch_size,
-        gradient_accumulation_steps=options.gradient_accumulation,
+        gradient_accumulation_steps=options.gradient_accumulation * parts,
         learning_rate=options.learning_rate,
         lr_scheduler_type=name,
         lr_scheduler_kwargs=schedule_options,

@@ -210,6 +210,69 @@ def test_an_adapter_without_a_record(tmp_path: Path, base: Any, expert: Expert) 
     )
 
 
+def test_coefficients_that_agree_within_their_error_are_one_sentence(tmp_path: Path, base: Any, expert: Expert) -> None:
+    """PEFT's `cat` of rank-stabilized adapters multiplies both by the root of the sum of their ranks."""
+    math, swahili = expert(seed=1), expert(seed=2, r=4)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base("llama")), math, adapter_name="x")
+    model.load_adapter(swahili, "y")
+    model.add_weighted_adapter(["x", "y"], [1.0, 1.0], "z", combination_type="cat")
+    model.save_pretrained(tmp_path / "cat", selected_adapters=["z"])
+    rules = ["x + y with normalize=false"]
+    found = attribution(tmp_path / "cat" / "z", base("llama"), rules, x=math, y=swahili)
+    factor = f"{12**0.5:.4g}"
+    assert found.answers == (f"base + {factor} × x + {factor} × y, and not base + x + y",)
+    model.set_adapter("z")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert attribution(tmp_path / "merged", base("llama"), rules, x=math, y=swahili).answers == found.answers
+    assert found.within is not None
+    assert found.within < 1e-3
+
+
+def scaled(math: Path, base: Path, out: Path, factor: float, dtype: torch.dtype) -> Path:
+    """Full weights with `factor` times the expert, computed in float64."""
+    own, merged = load_file(base / "model.safetensors"), merged_weights(base, math)
+    weights = {n: (own[n].double() + factor * (merged[n].double() - own[n].double())).to(dtype) for n in own}
+    return changed(base, out, lambda written: written.update(weights))
+
+
+def test_a_slightly_smaller_coefficient_is_one_sentence(tmp_path: Path, base: Any, math: Path) -> None:
+    merged = scaled(math, base("llama"), tmp_path / "merged", 0.995, torch.float32)
+    assert attribution(merged, base("llama"), x=math).answers == ("base + 0.995 × x, and not base + x",)
+
+
+def test_how_closely_bfloat16_tells_a_coefficient_is_said(tmp_path: Path, base: Any, math: Path) -> None:
+    exact = attribution(scaled(math, base("llama"), tmp_path / "1", 1.0, torch.bfloat16), base("llama"), x=math)
+    assert (exact.equal, exact.answers) == (True, ("base + x",))
+    assert exact.within is not None
+    assert 0.005 < exact.within < 0.03
+    assert f"{exact.within:.2g}" in exact.notes[-1]
+    for share, equal in ((0.5, True), (2.5, False)):
+        factor = 1 - share * exact.within
+        other = scaled(math, base("llama"), tmp_path / str(share), factor, torch.bfloat16)
+        found = attribution(other, base("llama"), x=math)
+        assert found.equal == equal, (factor, found.answers)
+        if not equal:
+            assert found.answers[0].endswith(", and not base + x")
+            assert len(found.answers) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expert_of_zero_hides_no_coefficient(tmp_path: Path, base: Any, math: Path, dtype: torch.dtype) -> None:
+    """Beside an untrained expert, and beside itself, the coefficient is measured as it is alone."""
+    zero = shutil.copytree(math, tmp_path / "zero")
+    tensors = load_file(zero / "adapter_model.safetensors")
+    save_file({n: torch.zeros_like(t) if "lora_B" in n else t for n, t in tensors.items()},
+              zero / "adapter_model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    merged = scaled(math, base("llama"), tmp_path / "merged", 0.8, dtype)
+    rule = "{} + {} with normalize=false"
+    found = attribution(merged, base("llama"), [rule.format("x", "y*0.5")], x=math, y=zero)
+    assert found.answers == ("base + 0.8 × x + 0.5 × y, and not base + x + 0.5 × y",)
+    assert any(note.startswith("y changes nothing in 42 tensors") for note in found.notes)
+    assert attribution(merged, base("llama"), [rule.format("x*0.8", "y*0.5")], x=math, y=zero).equal
+    assert attribution(merged, base("llama"), [rule.format("x*0.5", "y*0.3")], x=math, y=math).equal
+    assert not attribution(merged, base("llama"), [rule.format("x*0.5", "y*0.2")], x=math, y=math).equal
+
+
 def test_the_command(tmp_path: Path, base: Any, math: Path, run: Callable[..., Result]) -> None:
     merged = peft_merge(base("llama"), math, tmp_path / "merged")
     done = run("verify", merged, "--base-model", base("llama"), "--expert", f"x={math}")

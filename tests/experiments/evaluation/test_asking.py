@@ -125,6 +125,45 @@ def same(one: EvaluationResult, other: EvaluationResult) -> None:
                 assert value == near(reference, depth=6)
 
 
+@pytest.mark.parametrize("tasks", [(WRITE, CHOOSE), (CHOOSE, WRITE)])
+def test_cut_outputs_are_counted_beside_likelihoods(
+    tasks: tuple[str, ...], engine: Torch, byte_base: Path, settings: Settings
+) -> None:
+    """In both engines, for each request; the reference is the number of tokens that plain torch wrote."""
+    questions = Questions(open_base(str(byte_base)), tasks, settings)
+    job = Job("0", partial(nothing, [], "0"), questions, questions.requests())
+    ((result, _),) = evaluated(engine, [job])
+    written = [one for one in job.requests if isinstance(one, Generation)]
+    lengths = [len(answer(engine.as_named("0"), engine.tokenizer, one)) for one in written]
+    cut = [length == one.limit for length, one in zip(lengths, written, strict=True)]
+    assert any(cut)
+    in_memory = evaluate(engine.as_named("0"), engine.tokenizer, tasks, settings)
+    for one in (result, in_memory):
+        assert [sample.cut for sample in one.samples if sample.task == WRITE] == cut
+        assert (one.tasks[WRITE].cut, one.tasks[CHOOSE].cut) == (sum(cut), None)
+        assert all(type(sample.output) in (str, list) for sample in one.samples)
+
+
+def test_sampled_outputs_of_equal_prompts_are_cut_one_by_one(
+    engine: Torch, byte_base: Path, settings: Settings
+) -> None:
+    """Two tasks with the same prompts, whose answers are drawn: each is counted by its own answer."""
+    tasks, limit = (WRITE, f"{WRITE}@1"), 6
+    drawn = replace(settings, max_gen_toks=limit, gen_kwargs={"do_sample": True, "temperature": 0.5})
+    questions = Questions(open_base(str(byte_base)), tasks, drawn)
+    lengths = [limit, 2, 2, limit, 2, limit]  # tokens of each answer
+    word, end = engine.tokenizer("a")["input_ids"][0], questions.requests()[0].ends[0]
+    answers = {
+        request: (word,) * limit if length == limit else (word, end)
+        for request, length in zip(questions.requests(), lengths, strict=True)
+    }
+    result = questions.scores(answers, {})
+    assert sorted(sample.cut for sample in result.samples) == [False] * 3 + [True] * 3
+    assert sum(task.cut or 0 for task in result.tasks.values()) == 3
+    for sample in result.samples:
+        assert sample.cut == (len(sample.output) == limit)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", [WRITE, CHOOSE])
 @pytest.mark.parametrize("in_flight", [1, 3])

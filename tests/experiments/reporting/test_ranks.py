@@ -73,7 +73,11 @@ def test_by_hand() -> None:
     assert result.mean_ranks == {"a": 1, "b": 2, "c": 3}
     assert result.statistic == pytest.approx(10)
     assert result.p == pytest.approx(math.exp(-5))
-    assert {each.wilcoxon for each in result.comparisons} == {0.1875}  # 2/2⁵ each, times three
+    # No scores could give less than 2/2⁵ each, times three.
+    assert (result.tested, result.least) == (3, 0.1875)
+    assert {each.wilcoxon for each in result.comparisons} == {None}
+    (first, *_) = (each for each in rank([[2 * k, k] for k in range(1, 7)], "ab").comparisons)  # type: ignore[union-attr]
+    assert first.wilcoxon == 2 / 2**6
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -100,7 +104,7 @@ def test_two_methods_need_no_friedman() -> None:
     assert (result.statistic, result.p, result.critical_difference) == (None, None, None)
     (only,) = result.comparisons
     assert only.nemenyi is None
-    assert 0 < only.wilcoxon < 1
+    assert (only.wilcoxon, result.least) == (None, 2 / 2**5)
 
 
 def test_what_cannot_be_ranked() -> None:
@@ -114,7 +118,7 @@ def test_all_equal() -> None:
     assert result is not None
     assert (result.statistic, result.p) == (0, 1)
     assert set(result.mean_ranks.values()) == {2}
-    assert all((each.nemenyi, each.wilcoxon, each.difference) == (1, 1, 0) for each in result.comparisons)
+    assert all((each.nemenyi, each.wilcoxon, each.difference) == (1, None, 0) for each in result.comparisons)
 
 
 @settings(deadline=None, max_examples=25)  # the studentized range takes its time

@@ -291,7 +291,7 @@ def test_the_estimate_agrees_with_the_run(tmp_path: Path, make_recipe: MakeRecip
     memory = expected.memory
     assert memory["base"] == 4 * expected.base_parameters
     assert memory["training"] == 16 * expected.trainable_parameters
-    assert memory["total"] == memory["base"] + memory["training"] + memory["activations"]
+    assert memory["total"] == memory["base"] + memory["training"] + memory["activations"] + memory["process"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

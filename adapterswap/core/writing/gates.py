@@ -1,0 +1,146 @@
+"""Gates of writing: what is checked of a result before it is written, beside the path.
+
+They look at plans and layouts, may read tensors or ask PEFT, and raise; they change nothing, so the same bytes are
+written without them. See also `planning.gates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.core.changes.copies import Carried, check_base, check_one_base, check_tied_rows
+from adapterswap.core.companions.tokenizer import read_tokens
+from adapterswap.core.experts.config import check_written
+from adapterswap.core.experts.keys import LORA
+from adapterswap.core.planning.plan import Plan
+from adapterswap.core.writing.loadable import check_form, check_fusing, check_renaming
+from adapterswap.core.writing.outputs import Form, Layout
+from adapterswap.core.writing.streaming import ModelForm
+from adapterswap.kit.errors import ExpertError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Requested:
+    """A plan, and the form in which it is to be written as an adapter."""
+
+    plan: Plan
+    form: Form
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A plan, and the tensors and the config of its adapter."""
+
+    plan: Plan
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class FullWeights:
+    """A plan of full weights with all numbers, and the form in which they are to be written."""
+
+    plan: Plan
+    form: ModelForm
+
+
+def check(made: object) -> None:
+    """Let every gate for this stage look at what was made. The first problem ends it: gates may read tensors."""
+    for gate in GATES.get(type(made), ()):
+        gate(made)
+
+
+def _form(requested: Requested) -> None:
+    check_form(requested.plan, requested.form)
+
+
+def _one_base(requested: Requested) -> None:
+    check_one_base(requested.plan.adapters)
+
+
+def _tied_rows(requested: Requested) -> None:
+    check_tied_rows(requested.plan.adapters)
+
+
+def _fusing(requested: Requested) -> None:
+    check_fusing(requested.plan)
+
+
+def _settings(laid_out: LaidOut) -> None:
+    if laid_out.layout.config["peft_type"] == LORA:
+        check_written(laid_out.layout.config)
+
+
+def _renaming(laid_out: LaidOut) -> None:
+    check_renaming(laid_out.plan, laid_out.layout)
+
+
+def _tied_rows_of_weights(full: FullWeights) -> None:
+    check_tied_rows(full.plan.adapters)
+
+
+def _copies_of_the_base(full: FullWeights) -> None:
+    if full.plan.base is not None:
+        remedy = "Pass the base that it was trained on as `base_model`"
+        check_base(_copies(full.plan), full.plan.base, effect="which PEFT would put in its place", remedy=remedy)
+
+
+def _quantization(full: FullWeights) -> None:
+    """Refuse what the quantization that the result keeps does not allow."""
+    plan, base = full.plan, full.plan.base
+    if base is None or base.quantization is None:
+        return
+    remedy = "Pass `dequantize=True`, or the original base in floating point"
+    if full.form.dtype is not None:
+        raise UnsupportedError(
+            f"The base {base.name} is quantized ({base.quantization.title}), and `dtype` would change its scales",
+            f"Leave out `dtype`. Or: {remedy}",
+            parameter="dtype",
+        )
+    if plan.untied:
+        raise UnsupportedError(
+            f"The experts change an embedding or its tied head, so that the result has to store both, but the base "
+            f"{base.name} is quantized ({base.quantization.title}), and its config may apply that to the head",
+            remedy,
+            parameter="base_model",
+        )
+
+
+def _copies(plan: Plan) -> Iterator[Carried]:
+    """The experts' copies of base weights whose LoRA takes part."""
+    for slot in plan:
+        terms = (term for part in (slot, *slot.spans) for term in part.terms)
+        adapted = [term for term in terms if term.change.lora is not None]
+        for expert, copy in {term.expert: term.change.copy for term in adapted}.items():
+            if copy is not None and slot.base is not None:
+                yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)
+
+
+def _tokens(full: FullWeights) -> None:
+    """Check that the result's tokenizer has the tokens whose rows it has from their owners."""
+    plan = full.plan
+    united = plan.companions.united
+    if united is None or not any(slot.spans for slot in plan):
+        return
+    folders = {name: companions.folder for name, companions in plan.companions.folders.items()}
+    tokens = dict(read_tokens(folders[united.owner]) or {})
+    tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
+    for slot in plan:
+        for span in (span for span in slot.spans if span.is_new):
+            expert = span.terms[0].expert
+            theirs = read_tokens(folders[expert]) or {}
+            odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
+            if odd is not None:
+                raise ExpertError(
+                    f"Row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
+                    f"{united.owner}, which the result would have, cannot have that token",
+                    "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
+                )
+
+
+GATES: Mapping[type, tuple[Callable[[Any], None], ...]] = {
+    Requested: (_form, _one_base, _tied_rows, _fusing),
+    LaidOut: (_settings, _renaming),
+    FullWeights: (_tied_rows_of_weights, _quantization, _copies_of_the_base, _tokens),
+}
