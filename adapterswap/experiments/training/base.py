@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.model.loading import OpenedBase, load_weights, open_base
+from adapterswap.core.model.loading import OpenedBase, load_weights
 from adapterswap.experiments.training.recipe import Quantization, TrainingOptions, TrainRecipe
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import BaseModelError, DependencyError, Problems, RunError, UnsupportedError
@@ -77,11 +77,6 @@ def check_libraries(recipe: TrainRecipe) -> None:
                 parameter="training.report_to",
             )
     problems.raise_if_any()
-
-
-def open_trainable(reference: str) -> OpenedBase:
-    """Open the base's config and tokenizer; see `with_padding`."""
-    return with_padding(open_base(reference))
 
 
 def with_padding(base: OpenedBase) -> OpenedBase:
