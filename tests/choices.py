@@ -42,7 +42,6 @@ def write_task(folder: Path) -> Path:
         "dataset_name": None,
         "dataset_kwargs": {
             "data_files": {split: str(folder / f"{split}.jsonl") for split in data},
-            "cache_dir": str(folder / "cache"),
         },
     }
     (folder / "tasks" / "xcopa.yaml").write_text(json.dumps(content), encoding="utf-8")

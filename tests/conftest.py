@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import shutil
 import signal
 import sys
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any Hugging Face library is imported
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="adapterswap-tests-")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the references are computed on the CPU; `make gpu-check` compares the GPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -29,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from tiers import left_out
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 hypothesis.settings.register_profile("untimed", deadline=None)  # a slow test on a busy machine is not a failure
 hypothesis.settings.load_profile("untimed")
 transformers.utils.logging.disable_progress_bar()

@@ -259,6 +259,19 @@ def test_the_checkouts_script_and_the_module_are_the_command_line() -> None:
         assert process.stdout.startswith("adapterswap, version ")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(math: Path, swahili: Path, tmp_path: Path, closed: str) -> None:
+    """Without them, the next file that is opened would get what is printed."""
+    command = f"{sys.executable} -m adapterswap"
+    subprocess.run(f"{command} inspect {math} {closed}", shell=True, check=True)
+    written = [tmp_path / name for name in ("open", "closed")]
+    for folder, how in zip(written, ("", closed), strict=True):
+        script = f"{command} compose -t {math} -l {swahili} -o {folder} --bottom 1 --top 1 {how}"
+        subprocess.run(script, shell=True, check=True, capture_output=not how)
+    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in written)
+    assert one == other
+
+
 def test_a_process_that_a_library_forks_ends_on_sigterm(run: Callable[..., Result]) -> None:
     """With a handler of ours it could miss the signal, and the library's pool would wait for its end forever."""
     run("methods")

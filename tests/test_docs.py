@@ -137,3 +137,27 @@ def test_links_have_targets(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_page_on_security_lists_what_may_be_passed() -> None:
+    """Each row names exactly what the code permits."""
+    pytest.importorskip("starlette")
+    from adapterswap.engines.serving.llama_requests import PASSED
+    from adapterswap.experiments import permitted
+
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.count("|") == 5]
+    listed = {(file, key): {*re.findall(r"`(\w+)`", names)} for file, key, _, names in rows}
+    for (file, key), names in {
+        ("recipe of a sweep", "`settings.gen_kwargs`"): permitted.GENERATION,
+        ("recipe of a sweep", "`settings.engine_args`"): permitted.ENGINE,
+        ("recipe of training", "`datasets.*.path`, `data_files`, `data_dir`"): permitted.READERS,
+        ("task file", "its keys, and those of groups' members"): permitted.TASK,
+        ("task file", "`dataset_kwargs`"): permitted.READING,
+        ("task file", "`metadata`"): permitted.METADATA,
+        ("task file", "`fewshot_config`"): permitted.SHOTS,
+        ("task file", "`metric_list`"): permitted.METRIC,
+        ("task file", "`filter_list`"): permitted.FILTERS | permitted.FILTER,
+        ("request", "parameters"): frozenset().union(*PASSED.values()),
+    }.items():
+        assert listed[file, key] == names, (file, key)

@@ -103,6 +103,15 @@ def test_continuous_integration_runs_make_targets() -> None:
     assert project()["requires-python"] == f">={tested[0]}"
 
 
+def test_actions_are_pinned_by_commit() -> None:
+    """A tag may be moved to another commit; the comment says which version the commit is."""
+    paths = [*WORKFLOW.parent.glob("*.yml"), ROOT / "docs/scripts.md"]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    used = [line for text in texts for line in re.findall(r"uses: (.*)", text)]
+    assert len(used) > 10
+    assert [line for line in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+
+
 def test_a_release_is_published_by_a_person_without_a_stored_token() -> None:
     """Only the job that waits for an approval may ask PyPI for a token; it uploads what `make dist` made."""
     workflow = read(WORKFLOW.with_name("release.yml"))

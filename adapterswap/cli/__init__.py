@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -38,6 +38,7 @@ from adapterswap.kit.errors import (
     RunError,
     UnsupportedError,
     printable,
+    visible,
 )
 from adapterswap.kit.processes import TerminationHandler, is_first
 
@@ -169,8 +170,25 @@ def _most_like(name: str, flags: list[str]) -> list[str]:
     return [flag for flag, ratio in ratios.items() if ratio >= max(best - 0.05, 0.6)]
 
 
+def _open_standard_streams() -> None:
+    """Open those that are closed, as after `>&-`: else the next file that is opened would get what is printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+
+
 class _Commands(click.Group):
     """A click group that imports a command when you use it."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """See click."""
+        _open_standard_streams()
+        return super().main(*args, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -226,7 +244,7 @@ class _Commands(click.Group):
             if ctx.meta.get(VERBOSE):
                 import traceback
 
-                click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+                click.echo(visible("".join(traceback.format_exception(error))), err=True, nl=False)
         except ModuleNotFoundError as error:
             if (missing := explained(error)) is None:
                 raise

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.kit.errors import printable
+from adapterswap.kit.errors import visible
 from adapterswap.kit.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
@@ -100,14 +100,12 @@ def rare_collections() -> Iterator[None]:
 
 
 _QUIET = "adapterswap.quiet"
-# What moves the cursor, changes colours or the direction of writing, starts a line or a file; not a tab or a joiner.
-_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 
 def print_json(content: Any) -> None:
     """Print one JSON document to stdout; if its encoding is not UTF-8, everything but ASCII is escaped."""
     is_utf8 = "utf" in (sys.stdout.encoding or "").lower()
-    click.echo(json.dumps(content, indent=2, ensure_ascii=not is_utf8, allow_nan=False))
+    click.echo(visible(json.dumps(content, indent=2, ensure_ascii=not is_utf8, allow_nan=False)))
 
 
 def be_quiet() -> None:
@@ -144,7 +142,7 @@ def only_warnings() -> Iterator[None]:
 def echo(*lines: str, err: bool = False) -> None:
     """Print lines to stdout. They may quote paths and files, so control characters are written as their codes."""
     for line in lines:
-        click.echo(_CONTROL.sub(lambda character: printable(character[0]), line), err=err)
+        click.echo(visible(line).replace("\n", "\\n"), err=err)
 
 
 def note(text: str) -> None:
@@ -176,15 +174,18 @@ def human_bytes(count: float) -> str:
 
 
 def table(*heads: str, rows: Iterable[Iterable[Any]], left: int = 1, title: str | None = None) -> Table:
-    """A table for `print_table`: its first `left` columns hold words, the others numbers."""
+    """A table for `print_table`: its first `left` columns hold words, the others numbers.
+
+    Cells and the title may quote files, as in `echo`.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, header_style="bold", title=title, title_justify="left")
+    made = Table(box=None, header_style="bold", title=title and Text(visible(title)), title_justify="left")
     for place, head in enumerate(heads):
-        made.add_column(head, justify="left" if place < left else "right", overflow="fold")
+        made.add_column(Text(visible(head)), justify="left" if place < left else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(str(cell)) for cell in row))
+        made.add_row(*(Text(visible(str(cell))) for cell in row))
     return made
 
 

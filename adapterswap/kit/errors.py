@@ -12,6 +12,7 @@ A message refers to a parameter as you type it in Python, in backticks: "Pass `o
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,19 @@ _REASON = 200  # characters of a library's error
 def printable(text: str) -> str:
     """`text` on one line: unprintable characters, such as newlines and escapes, are written as their codes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+# What moves the cursor, changes colours or the direction of writing, or ends a line or a file; not a tab, a newline or
+# a joiner, which Telugu and Bengali need.
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+
+def visible(text: str) -> str:
+    """`text` with control characters written as `\\u202e`, so that nothing looks like what it is not.
+
+    In a JSON document these are the escapes of the same characters, so that its content stays the same.
+    """
+    return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def reason_of(error: BaseException) -> str:

@@ -131,7 +131,7 @@ class Progress:
         self._shown, self._started = shown, False
 
     def __enter__(self) -> Self:
-        if not self._shown:
+        if not self._shown or self._stream is None:  # a process may have no standard error
             return self
         # rich treats these as a terminal too. Importing it takes as long as a small composition, so logs do without it.
         if (self._stream.isatty() or _TERMINALS & os.environ.keys()) and (console := _console()).is_terminal:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from adapterswap.core.companions.files import (
-    CODE_FILES,
     COMPANION_FILES,
     GENERATION_CONFIG,
     LEGAL_FILES,
     MODEL_CONFIG,
     POOLING_FILES,
     PROCESSOR_FILES,
+    code_in,
     copy_files,
     differing_files,
     files_matching,
@@ -161,7 +161,8 @@ class CompanionPlan:
 
     @property
     def lines(self) -> list[str]:
-        """A line for each kind in which experts or the base differ; a tokenizer and its templates share one."""
+        """A line for each kind in which experts or the base differ, and for code that the config refers to; a tokenizer
+        and its templates share one."""
         owners = dict(self.owners)
         tokenizer, template = owners.get("tokenizer"), owners.get("chat_template")
         if tokenizer and template and template.differing and tokenizer.owner == template.owner:
@@ -171,7 +172,16 @@ class CompanionPlan:
             }
             owners["tokenizer"] = replace(tokenizer, differing=both)
             del owners["chat_template"]
-        return [str(ownership) for ownership in owners.values() if ownership.differing]
+        lines = [str(ownership) for ownership in owners.values() if ownership.differing]
+        return lines + ([self._code] if self._code else [])
+
+    @property
+    def _code(self) -> str:
+        """A line about the code that the config refers to, which is not copied; empty if there is none."""
+        owner = self.folders.get(self.config or "")
+        if owner is None or "auto_map" not in owner.config or not (names := code_in(owner.folder)):
+            return ""
+        return f"code: not copied ({', '.join(names)}); copy it yourself if you trust it"
 
     @property
     def prompt_record(self) -> dict[str, str]:
@@ -227,8 +237,7 @@ class CompanionPlan:
         """
         assert self.config is not None
         owner = self.folders[self.config]
-        code = CODE_FILES if "auto_map" in owner.config else ()
-        copy_files(files_matching(owner.folder, (*LEGAL_FILES, *code)), owner.folder, target)
+        copy_files(files_matching(owner.folder, LEGAL_FILES), owner.folder, target)
         self.write(target)
         changed = config_with_ids(config, *self._ids(self.config))
         if changed == owner.config:
@@ -369,8 +378,6 @@ def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
     )
 
 
-def copy_companions(folder: Path, config: Mapping[str, Any], target: Path) -> None:
-    """Copy everything that stands beside the weights in a folder, except its config; its code only if the config
-    refers to it."""
-    code = CODE_FILES if "auto_map" in config else ()
-    copy_files(files_matching(folder, (*COMPANION_FILES, *code)), folder, target)
+def copy_companions(folder: Path, target: Path) -> None:
+    """Copy everything that stands beside the weights in a folder, except its config and its code."""
+    copy_files(files_matching(folder, COMPANION_FILES), folder, target)

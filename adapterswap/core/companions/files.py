@@ -1,11 +1,11 @@
 """The files beside the weights, by what they are for: names, and how they are found and copied.
 
-Patterns are relative to the folder. A kind is copied as a whole: half of a tokenizer is none.
+Patterns are relative to the folder. A kind is copied as a whole: half of a tokenizer is none. Only regular files that
+stand inside the folder are copied, and no code: see `kit.files.inside`.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from adapterswap.kit.errors import AdapterswapError
 from adapterswap.kit.files.hashes import fingerprint
+from adapterswap.kit.files.inside import copy_inside, files_inside
 from adapterswap.kit.files.text import read_json
 
 MODEL_CONFIG = "config.json"
@@ -22,17 +23,15 @@ _LABELS = frozenset({"transformers_version", "processor_class", "__version__"}) 
 _REMEDY = "Save the model again, or remove the file"
 
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt", "*.tiktoken",
-    "tokenization_*.py",
+    "tokenizer.json", "tokenizer_config.json", "tekken.json", "special_tokens_map.json", "added_tokens.json",
+    "*.model", "tokenizer.model.v*", "*.tiktoken", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt",
 )  # fmt: skip
-TEMPLATE_FILES = ("*.jinja", "chat_template*", "additional_chat_templates/*.jinja")
+TEMPLATE_FILES = ("*.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 PROCESSOR_FILES = ("*processor_config.json",)
 POOLING_FILES = (  # sentence-transformers
     "modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]_*/*",
 )  # fmt: skip
 LEGAL_FILES = ("LICENSE*", "NOTICE*")
-
-CODE_FILES = ("*.py",)  # only copied, never run
 
 COMPANION_FILES = (
     GENERATION_CONFIG, *TOKENIZER_FILES, *TEMPLATE_FILES, *PROCESSOR_FILES, *POOLING_FILES, *LEGAL_FILES,
@@ -41,8 +40,13 @@ COMPANION_FILES = (
 
 
 def files_matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files in a folder that match, sorted by name."""
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    """The files in a folder that match, sorted by name; never code. Raises as `files_inside`."""
+    return files_inside(folder, patterns)
+
+
+def code_in(folder: Path) -> list[str]:
+    """The names of the Python files in a folder, which are never copied."""
+    return sorted(path.name for path in folder.glob("*.py"))
 
 
 def copy_files(paths: Iterable[Path], folder: Path, target: Path) -> None:
@@ -50,7 +54,7 @@ def copy_files(paths: Iterable[Path], folder: Path, target: Path) -> None:
     for path in paths:
         place = target / path.relative_to(folder)
         place.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, place)
+        copy_inside(folder, path.relative_to(folder).as_posix(), place)
 
 
 def differing_files(one: Path, our_files: Sequence[Path], other: Path, their_files: Sequence[Path]) -> tuple[str, ...]:

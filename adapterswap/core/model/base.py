@@ -77,10 +77,19 @@ def read_config(folder: Path, name: str) -> Any:
         return _config(folder)
 
 
+_ATTENTION = (None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        chosen = getattr(part, "_attn_implementation", None)
+        for name in chosen.values() if isinstance(chosen, dict) else [chosen]:
+            if name not in _ATTENTION:  # of a repository on the Hub, transformers would run compiled code
+                raise ValueError(f"its config asks for the attention {name!r}, which is not one of transformers' own")
+    return config
 
 
 def empty_language_model(config: Any, name: str) -> Any:

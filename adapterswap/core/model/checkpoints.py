@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from adapterswap.core.companions.files import CODE_FILES, COMPANION_FILES, MODEL_CONFIG
+from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.model.architectures import architectures_in
 from adapterswap.core.model.base import Base, FusedParameter, base_at
 from adapterswap.core.model.layers import (
@@ -127,7 +127,6 @@ OTHER_NAMES = (
 
 WEIGHT_FILES = [
     MODEL_CONFIG, ADAPTER_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANION_FILES,
-    *CODE_FILES,
 ]  # fmt: skip
 _RECORDS = [PROVENANCE, TRAINING_RECORD]
 

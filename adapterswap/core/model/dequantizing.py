@@ -30,7 +30,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
         model._weight_conversions = _without_quantization(model)
         model.save_pretrained(folder)
         del model
-        copy_companions(base.source.folder, base.config, folder)
+        copy_companions(base.source.folder, folder)
         checkpoint = read_checkpoint(replace(base.source, folder=folder))
         if checkpoint.quantization is not None:
             raise _cannot(base.name, base.quantization, "the weights stay quantized")

@@ -116,7 +116,9 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
 
     if dtype not in _DTYPES:
         raise ArgumentError(f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
-    folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
+    folder = base.source.folder
+    if base.source.revision is not None:  # on the Hub, of which only the small files are here
+        folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
     model = _load(AutoModelForCausalLM, folder, base.reference, dtype=dtype, **options)
     if base.generation is not None:
         model.generation_config = base.generation

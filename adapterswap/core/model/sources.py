@@ -4,7 +4,8 @@ A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several e
 local path always wins, and anything that looks like a local path is never looked up on the Hub. Downloads honour the
 Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the needed files. The base that an expert's config names is
 untrusted: only its `config.json` is read, and its safetensors if full weights are requested without `base_model`; code
-is never run. Symlinks are followed in local folders, but in the Hub's cache only if they stay inside the cache.
+is never run. Symlinks are followed in local folders, but in the Hub's cache only if they stay inside the cache. A link
+to a folder is followed once: if it is pointed elsewhere meanwhile, everything still comes from one folder.
 
 A base on the Hub has an id and a commit. A local base has the fingerprints of its weights, which `train` records; what
 is made of the expert carries them on. Of what files hold, only the keys of these records are known here.
@@ -152,7 +153,8 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
             parameter=parameter,
         )
     if is_folder(path):
-        return Source(path, printable(path.resolve().name))
+        real = path.resolve()
+        return Source(path if real == Path(os.path.abspath(path)) else real, printable(real.name))
     how = f" as `{parameter}`" if what == _BASE else ""
     remedy = f"Pass the {what}'s folder{how}, or a Hub id such as org/name@revision"
     if exists(path):

@@ -1,6 +1,7 @@
 """Serve with llama.cpp: plan, start and stop the two servers, llama.cpp's and the proxy in front of it.
 
-llama.cpp listens on a separate local port, and clients reach only the proxy. If llama.cpp ends, the proxy ends too.
+llama.cpp listens on a separate local port, and clients reach only the proxy. If llama.cpp ends, it is started again, a
+few times; then the proxy ends too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ _PROXYS.add_argument("--host", default="127.0.0.1")
 _PROXYS.add_argument("--port", default=8080, type=int)
 _PROXYS.add_argument("--api-key-file")
 _END_S = 5  # for answers to end after SIGTERM
+_MOST_RESTARTS, _WITHIN_S = 3, 600.0  # of llama.cpp in this time: a request that ends it may be sent again and again
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
 
 
 def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
-    """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends."""
+    """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends too often."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         # Take the port before the base is loaded, and accept clients only afterwards.
@@ -163,7 +166,7 @@ def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
 
 
 def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listener: socket.socket) -> None:
-    """Answer clients until a signal or the end of llama.cpp, and then those that are waiting for a few seconds."""
+    """Answer clients until a signal or the last end of llama.cpp, and then those that wait, for a few seconds."""
     import uvicorn
 
     from adapterswap.engines.serving.llama_proxy import Connection, Proxy, most_at_once
@@ -178,12 +181,11 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
         return {"adapterswap_compositions_cached": composer.remembered, "adapterswap_cache_bytes": size}
 
     measured = Measured(proxy, gauges, engine=lambda: engine.process, keys=launch.keys)
-    ended = False
+    keeper = _Keeper(engine)
 
     async def watch() -> None:
-        nonlocal ended
-        if engine.process.poll() is not None and not server.should_exit:
-            ended = server.should_exit = True
+        if not server.should_exit:
+            server.should_exit = not keeper.alive()
 
     server = uvicorn.Server(
         uvicorn.Config(
@@ -193,11 +195,40 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
         )
     )  # fmt: skip
     server.run(sockets=[listener])
-    if ended:
+    if keeper.gave_up:
         raise RunError(
-            f"llama.cpp ended with status {engine.process.returncode}",
+            f"llama.cpp ended with status {engine.process.returncode}, for the {len(keeper.ends)}. time",
             "See its messages above for the reason, and start again",
         )
+
+
+class _Keeper:
+    """Starts llama.cpp again if it has ended, until it has ended too often.
+
+    Attributes:
+        ends: when it ended, in seconds of a clock; only the latest.
+        gave_up: whether it ended once too often.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.ends: list[float] = []
+        self.gave_up = False
+
+    def alive(self) -> bool:
+        """Whether llama.cpp runs, or has just been started again."""
+        if self._engine.process.poll() is None:
+            return True
+        now = time.monotonic()
+        self.ends = [*(end for end in self.ends if now - end < _WITHIN_S), now]
+        self.gave_up = self._engine.stopped or len(self.ends) > _MOST_RESTARTS
+        if not self.gave_up:
+            status = self._engine.process.returncode
+            print(
+                f"adapterswap: llama.cpp ended with status {status}, and is started again", file=sys.stderr, flush=True
+            )
+            self._engine.launch()
+        return not self.gave_up
 
 
 @contextmanager

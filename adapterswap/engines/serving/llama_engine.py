@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,17 +32,48 @@ _START_S = 1800.0  # a large base from a slow disk
 _END_S = 10.0
 
 
-@dataclass(frozen=True)
 class Engine:
-    """A running server, which listens on 127.0.0.1 only.
+    """A server, which listens on 127.0.0.1 only, and can be started again if it ends.
 
     Attributes:
         options: of an httpx client that reaches it, with the key that only this process knows.
         process: the server.
+        stopped: whether it was ended on purpose.
     """
 
-    options: dict[str, Any]
-    process: subprocess.Popen[bytes]
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        self._command, self._key = command, secrets.token_urlsafe()
+        headers = {
+            "authorization": f"Bearer {self._key}", "content-type": "application/json", "accept-encoding": "identity"
+        }  # fmt: skip
+        # With `trust_env`, HTTP_PROXY would apply.
+        self.options: dict[str, Any] = {
+            "base_url": f"http://127.0.0.1:{port}", "headers": headers, "trust_env": False
+        }  # fmt: skip
+        self.stopped = False
+        self.launch()
+
+    def launch(self) -> None:
+        """Start the process; `wait` returns when it answers."""
+        self.process = subprocess.Popen(
+            self._command, env={**os.environ, KEY: self._key}, stdin=subprocess.DEVNULL, stdout=sys.stderr,
+            preexec_fn=_end_with_parent(),
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        """Return when the server has decoded two tokens; raise a RunError if it ends or does not answer."""
+        _wait(self.process, self.options)
+
+    def stop(self) -> None:
+        """End the process."""
+        self.stopped = True
+        self.process.terminate()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
 
 
 def find_program(llama_server: str | None) -> tuple[str, ...]:
@@ -94,25 +124,12 @@ def free_port() -> int:
 @contextmanager
 def running(command: Sequence[str], port: int) -> Iterator[Engine]:
     """Start a server, wait until it has decoded two tokens, and stop it at the end of the block."""
-    key = secrets.token_urlsafe()
-    environment, no_input = {**os.environ, KEY: key}, subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, env=environment, stdin=no_input, stdout=sys.stderr, preexec_fn=_end_with_parent()
-    )
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
-    # With `trust_env`, HTTP_PROXY would apply.
-    options = {"base_url": f"http://127.0.0.1:{port}", "headers": headers, "trust_env": False}
+    engine = Engine(command, port)
     try:
-        _wait(process, options)
-        yield Engine(options, process)
+        engine.wait()
+        yield engine
     finally:
-        process.terminate()
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-        finally:
-            process.kill()
-            process.wait()
+        engine.stop()
 
 
 def _end_with_parent() -> Callable[[], object] | None:

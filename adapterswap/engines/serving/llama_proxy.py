@@ -1,7 +1,8 @@
 """An OpenAI-compatible server in front of llama.cpp's, which turns the name of a model into the scales of a request.
 
-Forwards only `/v1/completions` and `/v1/chat/completions`, streamed or not: llama.cpp's other paths change scales for
-everybody (`/lora-adapters`) or expose files. Starlette and uvicorn speak HTTP with clients, httpx with llama.cpp.
+Forwards only `/v1/completions` and `/v1/chat/completions`, streamed or not, and of a request what is in
+`llama_requests`: llama.cpp's other paths change scales for everybody (`/lora-adapters`) or expose files. Starlette and
+uvicorn speak HTTP with clients, httpx with llama.cpp.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import json
 import resource
 from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
+from urllib.parse import urlsplit
 
 import httpx
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -25,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from adapterswap.engines.serving.llama_engine import Engine
+from adapterswap.engines.serving.llama_requests import passed_on
 from adapterswap.engines.serving.metrics import MODEL
 from adapterswap.engines.serving.names import UnknownNameError
 from adapterswap.engines.serving.pieces import PieceComposer
@@ -87,14 +91,14 @@ class Proxy:
         return JSONResponse({"object": "list", "data": [{"id": name, **common} for name in names]})
 
     async def _health(self, request: Request) -> Response:
-        alive = self._engine.process.poll() is None
-        return JSONResponse({"status": "ok" if alive else "llama.cpp has ended"}, 200 if alive else 503)
+        alive = self._engine.process.poll() is None and (await self._client.get("/health")).is_success
+        return JSONResponse({"status": "ok" if alive else "llama.cpp does not answer"}, 200 if alive else 503)
 
     async def _answer(self, request: Request) -> Response:
         self._check_key(request)
         if self._busy > most_at_once():
             raise HTTPException(503, "Too many requests at once. Try again later.", {"retry-after": "1"})
-        model, body = await run_in_threadpool(self._translated, await self._body(request))
+        model, body = await run_in_threadpool(self._translated, request.scope["path"], await self._body(request))
         request.scope[MODEL] = model
         asking = asyncio.create_task(self._ask(request.scope["path"], body, model))
         leaving = asyncio.create_task(_left(request))
@@ -120,7 +124,7 @@ class Proxy:
 
     async def _body(self, request: Request) -> bytes:
         """The body of a request, unless it is too long, in doubt, from a web page elsewhere, or does not arrive."""
-        if request.headers.get("sec-fetch-site") == "cross-site":
+        if request.headers.get("sec-fetch-site") == "cross-site" or not _is_own(request.headers):
             raise HTTPException(403, "Pages of other sites are not answered.")
         length = request.headers.get("content-length")
         if length is not None and "transfer-encoding" in request.headers:
@@ -139,7 +143,7 @@ class Proxy:
             raise HTTPException(408, "The request did not arrive in time.", _CLOSE) from None
         return bytes(body)
 
-    def _translated(self, raw: bytes) -> tuple[str, bytes]:
+    def _translated(self, path: str, raw: bytes) -> tuple[str, bytes]:
         """The model that a client names, and the request as llama.cpp gets it: with the scales that this means."""
         content = parse_json(raw, "the request", "Correct it", kind=FieldError)
         model = content.get("model")
@@ -156,9 +160,15 @@ class Proxy:
         # llama.cpp reuses the keys and values of earlier prompts for requests with other scales: of 195 answers to 32
         # clients, 23 were wrong (October 2026). So nothing is cached.
         try:
-            return model, json.dumps(content | {"lora": lora, "cache_prompt": False}, allow_nan=False).encode()
+            passed = passed_on(path, content) | {"lora": lora, "cache_prompt": False}
+            return model, json.dumps(passed, allow_nan=False).encode()
         except ValueError:
             raise FieldError("The request contains NaN or infinity", "Leave them out") from None
+
+
+def _is_own(headers: Headers) -> bool:
+    """Whether a request is from a page of this server, or from no page: browsers name a page's origin."""
+    return "origin" not in headers or urlsplit(headers["origin"]).netloc == headers.get("host")
 
 
 async def _left(request: Request) -> None:
@@ -175,7 +185,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, AdapterswapError):
         return refusal(404 if isinstance(error, UnknownNameError) else 400, str(error), error.parameter)
     if isinstance(error, httpx.HTTPError):
-        return refusal(503, "llama.cpp does not answer.")
+        return refusal(503, "llama.cpp does not answer. Try again later.", headers={"retry-after": "5"})
     return refusal(500, "An unexpected error occurred.")
 
 

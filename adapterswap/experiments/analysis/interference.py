@@ -25,7 +25,7 @@ from adapterswap.core.model.layers import MAX_LAYERS, check_one_list, has_both_s
 from adapterswap.experiments.analysis.reading import matrices
 from adapterswap.experiments.analysis.surveying import ModuleChange, ModuleInterference, survey
 from adapterswap.kit.errors import DataError, ExpertError, UnsupportedError
-from adapterswap.kit.files.text import expand
+from adapterswap.kit.files.text import csv_text, expand
 
 Block = tuple[int, str]
 """A layer and a kind of module, `attention` or `mlp`; the kind is empty for the whole layer."""
@@ -160,7 +160,7 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
                     raise ValueError(
                         f"layer {layer} is not between 0 and {MAX_LAYERS - 1}, or {fraction} is not between 0 and 1"
                     )
-                cells.setdefault(row["expert"], {})[layer, row["module"]] = fraction
+                cells.setdefault(_name_in(row["expert"]), {})[layer, _name_in(row["module"])] = fraction
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}", "Pass the path of a CSV file", parameter="path"
@@ -172,6 +172,11 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
     return [FractionTable(expert, None, shares) for expert, shares in cells.items()]
 
 
+def _name_in(cell: str) -> str:
+    """The name that `csv_text` wrote into a cell."""
+    return cell[1:] if cell.startswith("'") and csv_text(cell[1:]) == cell else cell
+
+
 def write_fractions(tables: Sequence[FractionTable], path: Path) -> None:
     """Write the CSV that `read_fractions` reads, one row per expert, layer and module."""
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -179,7 +184,8 @@ def write_fractions(tables: Sequence[FractionTable], path: Path) -> None:
         writer.writerow(COLUMNS)
         for table in tables:
             writer.writerows(
-                (table.expert, layer, module, repr(value)) for (layer, module), value in table.cells.items()
+                (csv_text(table.expert), layer, csv_text(module), repr(value))
+                for (layer, module), value in table.cells.items()
             )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.kit.errors import DataError, Problems
+from adapterswap.kit.errors import DataError, Problems, visible
 from adapterswap.kit.files.folders import OutputKind, atomic_folder
 from adapterswap.kit.files.text import write_json
 
@@ -214,7 +214,8 @@ def write_result(
         write_json(folder / "results.json", content)
         with (folder / "samples.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
             for sample in result.samples:
-                file.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+                line = json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False, default=str)
+                file.write(visible(line) + "\n")
 
 
 def _finite(content: Any) -> Any:

@@ -3,10 +3,11 @@
 Tasks that run code which the model writes are marked `unsafe_code: true`. Loading one already downloads and runs a
 metric from the Hub, so only their task files are read.
 
-A task file can name functions (`!function utils.docs`), which the harness imports when it loads the task. It can name a
-metric that the harness lacks, which the evaluate library then runs as a script. Its templates can reach all of Python
-unless they are rendered in Jinja's sandbox. The harness's own task files are installed code, and trusted. A recipe
-cannot trust code, because its author may also have written the code.
+A task file can name functions (`!function utils.docs`), which the harness imports when it loads the task. Its keys are
+passed on to several libraries, so only those in `permitted` may be set: a metric that the harness lacks would be run as
+a script, and so would `generation_kwargs: {custom_generate: …}`. Its templates can reach all of Python unless they are
+rendered in Jinja's sandbox. The harness's own task files are installed code, and trusted. A recipe cannot trust code,
+because its author may also have written the code.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import yaml
 
 from adapterswap.core.model.sources import hub_reason
+from adapterswap.experiments.permitted import foreign_in_task, uncounted
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -90,6 +92,7 @@ def code_allowed(allowed: bool) -> Iterator[None]:
 
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PYTHON = "tag:yaml.org,2002:python/"  # PyYAML's own tags for Python objects
+_FOREIGN = "what a task file may not set, because a library could run code or open an address"
 _REMEDY = "Review the code, and pass `trust_task_code=True` if you trust it"
 
 
@@ -170,35 +173,16 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
         ) from None
     content = content if isinstance(content, dict) else {}
     if not _is_ours(path):
-        for problem in (*code_places, *(f"{path} {problem}" for problem in _scripts(content))):
+        for problem in (
+            *code_places,
+            *(f"{path} sets {_FOREIGN}: {name}" for name in foreign_in_task(content, _Function)),
+        ):
             problems.add(problem, _REMEDY, parameter="trust_task_code", kind=ArgumentError)
     includes = content.pop("include", None) or []
     merged: dict[str, Any] = {}
     for include in includes if isinstance(includes, list) else [includes]:
         merged |= _read(path.parent / str(include), problems, seen)
     return merged | content
-
-
-def _scripts(content: Any) -> Iterator[str]:
-    """Other places in a task file that make the harness's libraries run code of the file's author."""
-    from lm_eval.api import metrics  # noqa: F401  registers the harness's metrics
-    from lm_eval.api.registry import metric_registry
-
-    if isinstance(content, list):
-        for item in content:
-            yield from _scripts(item)
-    if not isinstance(content, dict):
-        return
-    if content.get("dataset_path") == "pandas":
-        yield "reads pickled data, which may run Python code: dataset_path: pandas"
-    listed = content.get("metric_list")
-    for metric in listed if isinstance(listed, list) else ():
-        name = metric.get("metric") if isinstance(metric, dict) else None
-        known = isinstance(name, _Function) or (isinstance(name, str) and name in metric_registry)
-        if name is not None and (not known or metric.get("hf_evaluate") is True):
-            yield f"runs a metric as Python code: metric: {name}"
-    for value in content.values():
-        yield from _scripts(value)
 
 
 @contextmanager
@@ -342,6 +326,7 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
             code_allowed(unsafe_code),
             rendering(sandboxed=include_path is not None and not trust_task_code),
             from_source() if include_path is not None else nullcontext(),
+            uncounted(),
         ):
             loaded = manager.load(matched)
     except AdapterswapError:

@@ -21,6 +21,7 @@ from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
 from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.experts.adapter import Adapter, read_adapter
 from adapterswap.core.experts.config import is_plain
+from adapterswap.core.experts.keys import KINDS, LORA, TRAINABLE_TOKENS
 from adapterswap.core.model.layers import check_depth_of, num_layers_in_config
 from adapterswap.core.model.loading import (
     OpenedBase,
@@ -51,11 +52,19 @@ from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationRes
 from adapterswap.experiments.evaluation.settings import SEED, Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, check_type, reason_of
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    UnsupportedError,
+    check_type,
+    reason_of,
+)
 from adapterswap.kit.files.folders import check_target, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import read_header
-from adapterswap.kit.files.text import read_json
+from adapterswap.kit.files.text import read_json, shown
 from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
@@ -72,6 +81,8 @@ _REGEXES = {  # as PEFT 0.21 builds them
     "rank_pattern": r"(.*\.)?(%s)$",
     "alpha_pattern": r"(.*\.)?(%s)$",
 }
+_LOADED = {LORA, TRAINABLE_TOKENS, *KINDS, "ADALORA", "VBLORA", "PREFIX_TUNING", "P_TUNING"}  # of PEFT, whose configs
+# name nothing that is opened or run. PROMPT_TUNING names a tokenizer with its code; XLORA and SHADOW name other models.
 _TRY = """
 import json, re, sys
 regexes, names = json.load(sys.stdin)
@@ -91,6 +102,15 @@ def find_adapter(reference: str) -> Source:
             raise ExpertError(
                 f"{reference} has no {name}", "Pass an adapter that PEFT saved as safetensors", parameter="adapter"
             )
+    config = read_json(source.folder / CONFIG)
+    kind, megatron = config.get("peft_type"), config.get("megatron_config")
+    if kind not in _LOADED or megatron is not None:
+        what = f"is of the kind {shown(kind)}" if kind not in _LOADED else "sets megatron_config"
+        raise UnsupportedError(
+            f"{reference} {what}, for which PEFT would follow other settings in its config: paths, modules, addresses",
+            f"Evaluate an adapter of these kinds: {', '.join(sorted(_LOADED))}",
+            parameter="adapter",
+        )
     return source
 
 

@@ -48,7 +48,6 @@ from adapterswap.kit.files.folders import scratch_folder
 
 _RESERVED = {"model", "tokenizer", "dtype", "seed", "skip_tokenizer_init", "generation_config"}
 _RESERVED |= {"enable_lora", "lora_target_modules"}  # vLLM leaves out the modules that are not listed, without a word
-_CODE = {"trust_remote_code", "worker_cls", "worker_extension_cls", "logits_processors"}  # a recipe may not run code
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # that mean the same in both engines
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # errors in a step arrive here
@@ -306,7 +305,6 @@ class VLLMEngine:
         for name in self._arguments:
             reason = (
                 "is decided by other options" if name in _RESERVED
-                else "would run code that this command does not check" if name in _CODE
                 else None if name in known
                 else "is not a setting of this vLLM"
             )  # fmt: skip

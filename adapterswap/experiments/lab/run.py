@@ -16,6 +16,7 @@ from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, SeedResult,
 from adapterswap.experiments.lab.study import Finished, SeedReporter, Study, Summary, run_study
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.drawing import INK, looks, new_figure, save, style, tidy
+from adapterswap.kit.errors import visible
 from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.kit.files.text import expand
 
@@ -262,7 +263,7 @@ def run_lab(
             finished=finished,
         )  # fmt: skip
         content, rows = results(study), list(answers(study))
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        text = visible(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
         (folder / _RECORD).write_text(text + "\n", encoding="utf-8")
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         name = expand(plan.out_path).resolve().name

@@ -19,6 +19,7 @@ from adapterswap.experiments.reporting.headline import MethodRow, Spread, Target
 from adapterswap.experiments.reporting.report import Report
 from adapterswap.experiments.reporting.statistics import RankComparison
 from adapterswap.kit.errors import ArgumentError, did_you_mean, printable
+from adapterswap.kit.files.text import csv_text
 
 _CSV_HEAD = (
     "target", "method", "choice", "task", "units", "expected_units", "min", "mean", "stderr", "max", "reference",
@@ -45,19 +46,14 @@ def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> l
     own = task == target.task
     difference, papers = (row.difference, row.papers) if own else (None, None)
     return [
-        harmless(target.task), harmless(row.family), row.kind, harmless(task),
+        csv_text(target.task), csv_text(row.family), row.kind, csv_text(task),
         spread.units if spread else 0, row.expected,
         *((spread.min, spread.mean, spread.stderr, spread.max) if spread else [None] * 4),
-        *((harmless(difference.to), difference.mean, difference.low, difference.high) if difference else [None] * 4),
+        *((csv_text(difference.to), difference.mean, difference.low, difference.high) if difference else [None] * 4),
         *((papers.min, papers.mean, papers.max) if papers else [None] * 3),
         "no" if row.relative_error is None else "yes", row.relative_error,
         row.fidelity if own else None,
     ]  # fmt: skip
-
-
-def harmless(name: str) -> str:
-    """The name, quoted if a spreadsheet would read it as a formula."""
-    return f"'{name}" if name[:1] in "=+-@\t\r" else name
 
 
 # Escapes for what LaTeX reads as commands; [ and * would be arguments of the \\ that ends the line before.

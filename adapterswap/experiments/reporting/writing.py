@@ -35,7 +35,7 @@ from adapterswap.experiments.reporting.statistics import MIN_UNITS
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.drawing import COLUMN, as_bytes, save
 from adapterswap.kit.drawing import column_width as width_in_inches
-from adapterswap.kit.errors import ArgumentError, check_type
+from adapterswap.kit.errors import ArgumentError, check_type, visible
 from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import dump_yaml
@@ -110,6 +110,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
+        finalize=_shown,
     )
     environment.filters.update(
         error=error_text,
@@ -120,6 +121,11 @@ def _environment() -> Environment:
         minus=lambda text: text.replace("-", "−"),
     )
     return environment
+
+
+def _shown(value: Any) -> Any:
+    """A value as the page shows it: text of models and names with its control characters made visible."""
+    return visible(value) if type(value) is str else value
 
 
 def _ranked(report: Report) -> list[tuple[Any, ...]]:
@@ -286,7 +292,7 @@ def write_figures(
 
 
 def _json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return visible(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def _write(path: Path, text: str) -> None:

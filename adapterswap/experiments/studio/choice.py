@@ -202,7 +202,10 @@ def _read_painted(text: str) -> dict[tuple[int, Kind], str]:
 
 
 def check_values(values: object) -> None:
-    """Raise `ArgumentError` if JSON values that a page sent hold what UTF-8 or JSON cannot express."""
+    """Raise `ArgumentError` if JSON values that a page sent hold what UTF-8 or JSON cannot express, or name a file.
+
+    Gradio would open a file that a value names, and fetch it if it is an address.
+    """
     try:
         json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except (RecursionError, ValueError):
@@ -210,6 +213,18 @@ def check_values(values: object) -> None:
             "The page sent half a character, a number that is not finite, or lists that are too deep",
             "Correct the last input",
         ) from None
+    if _names_file(values):
+        raise ArgumentError("The page sent a file, which none of its controls has", "Reload the page")
+
+
+def _names_file(value: object) -> bool:
+    """Whether a value, or one inside it, has the form of a file of Gradio's."""
+    if isinstance(value, Mapping):
+        return bool(value.keys() & _OF_FILES) or any(map(_names_file, value.values()))
+    return isinstance(value, list | tuple) and any(map(_names_file, value))
+
+
+_OF_FILES = {"path", "url", "meta"}
 
 
 def _text(value: Any) -> str:

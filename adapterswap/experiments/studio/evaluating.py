@@ -24,12 +24,11 @@ from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.answers import is_correct, parse_number
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 from adapterswap.experiments.lab.seed import exact_match
-from adapterswap.experiments.reporting.latex import harmless
 from adapterswap.experiments.studio.choice import check_values
 from adapterswap.experiments.studio.html import text
 from adapterswap.experiments.studio.workspace import Workspace
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, DataError, RunError, reason_of
-from adapterswap.kit.files.text import as_row, json_lines
+from adapterswap.kit.files.text import as_row, csv_text, json_lines
 
 OWN_FILE = "your own file"
 _LAB = "lab problems in "
@@ -257,7 +256,7 @@ def as_csv(rows: Sequence[Evaluated]) -> str:
     writer.writerow(["composition", "task", "right", "of", "share", "low", "high", "address"])
     for row in rows:
         numbers = [row.right, row.of, row.share, row.low, row.high]
-        writer.writerow([harmless(row.composition), row.task, *numbers, row.address])
+        writer.writerow([csv_text(row.composition), csv_text(row.task), *numbers, csv_text(row.address)])
     return stream.getvalue()
 
 

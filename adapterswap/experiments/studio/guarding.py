@@ -27,6 +27,9 @@ _HEADERS = {
     "content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"
 }  # fmt: skip
 _MOST_BYTES = 4_000_000  # of a request: a file for Evaluate, as JSON
+_FETCHED = {"/", "/config", "/theme.css", "/favicon.ico"}
+_FETCHED |= {f"/gradio_api/{name}" for name in ("info", "info/", "app_id", "queue/data", "startup-events")}
+_BELOW = ("/assets/", "/static/", "/svelte/", "/gradio_api/heartbeat/", "/gradio_api/file=")
 _POSTED = {"/studio/answer", *(f"/gradio_api/{name}" for name in ("run/predict", "queue/join", "cancel", "reset"))}
 
 
@@ -43,6 +46,13 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_used(method: str, path: str) -> bool:
+    """Whether the page sends such a request. Gradio has more routes: some fetch addresses that a visitor names."""
+    if method in ("GET", "HEAD"):
+        return path in _FETCHED or path.startswith(_BELOW)
+    return method == "POST" and path in _POSTED
 
 
 class _Guarded:
@@ -62,6 +72,6 @@ class _Guarded:
         app, headers = self.app, Headers(scope=scope)
         if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
             app = PlainTextResponse("Open the studio by its own address", 403)
-        elif scope["method"] not in ("GET", "HEAD") and scope["path"] not in _POSTED:
+        elif not _is_used(scope["method"], scope["path"]):
             app = PlainTextResponse("The studio's page does not send this", 404)
         await app(scope, receive, sent)

@@ -22,6 +22,7 @@ from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Place, chains_of, placed, shared_name
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions, Settings
+from adapterswap.experiments.permitted import check_settings
 from adapterswap.experiments.sweeps.families import (
     EXTRA,
     LANGUAGE,
@@ -65,6 +66,14 @@ class SweepSettings(EvaluationOptions):
         default={}, description="With vllm: its own settings, such as gpu_memory_utilization."
     )
     in_flight: int = Field(default=4, ge=1, description="With vllm: compositions that are evaluated at once.")
+
+    @field_validator("gen_kwargs", "engine_args")
+    @classmethod
+    def _harmless(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Refuse what a recipe may not pass on to the libraries; see `permitted`."""
+        key = str(info.field_name)
+        check_settings(key, cls.from_files(value, ("settings", key), info))
+        return value
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
         """See `EvaluationOptions`. Of two engines, the one that generates."""

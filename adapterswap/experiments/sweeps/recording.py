@@ -49,6 +49,7 @@ from adapterswap.kit.errors import (
     Problems,
     RunError,
     did_you_mean,
+    visible,
 )
 from adapterswap.kit.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
 from adapterswap.kit.files.hashes import sha256_of
@@ -152,7 +153,7 @@ class Recording:
         if exists(self._folder / SWEEP):
             _compare(read_json(self._folder / SWEEP), described, self._folder)
             return
-        text = json.dumps(described, indent=1, ensure_ascii=False, allow_nan=False)
+        text = visible(json.dumps(described, indent=1, ensure_ascii=False, allow_nan=False))
         self._place(self._folder / SWEEP, text + "\n")
 
     def add(self, result: CellResult, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -228,7 +229,7 @@ class Recording:
 
 
 def _line(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    return visible(json.dumps(content, ensure_ascii=False, allow_nan=False, default=str)) + "\n"
 
 
 def _strangers(folder: Path) -> list[str]:
@@ -357,7 +358,7 @@ def freeze(
         "selection": "for each pair by itself, the best configuration on the documents to choose on; of equals the "
         "default, then the first; reported on the other documents",
     }  # fmt: skip
-    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    text = visible(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
     raw = text.encode("utf-8", "backslashreplace")
     registered = {**content, "sha256": hashlib.sha256(raw).hexdigest()}
     folder = expand(out_path)

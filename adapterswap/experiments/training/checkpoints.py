@@ -41,7 +41,9 @@ def explained(what: str, where: Path) -> Iterator[None]:
         raise _unwritten(what, where, error.strerror or str(error)) from None
     except (SafetensorError, RuntimeError) as error:
         # A full disk, as safetensors and torch's zip writer report it.
-        if not any(sign in str(error) for sign in ("I/O error", "PytorchStreamWriter", "unexpected pos")):
+        if not any(
+            sign in str(error) for sign in ("I/O error", "PytorchStreamWriter", "unexpected pos", "iostream error")
+        ):
             raise
         raise _unwritten(what, where, str(error).partition("\n")[0]) from None
 

@@ -24,6 +24,7 @@ from adapterswap.core.model.loading import OpenedBase, generation_config
 from adapterswap.core.model.sources import hub_reason, hub_remedy
 from adapterswap.core.planning.composition import SIDES
 from adapterswap.experiments.chat import ChatTemplate
+from adapterswap.experiments.permitted import uncounted
 from adapterswap.experiments.training.hygiene import MATH, Screen
 from adapterswap.experiments.training.recipe import DatasetSource, Template, TrainingOptions, TrainRecipe
 from adapterswap.experiments.training.report import RowCounts
@@ -286,7 +287,8 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
     import datasets
 
     try:
-        return load()
+        with uncounted():
+            return load()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise NotFoundError(
             f"The dataset {source.path} is not a local file and could not be downloaded from the Hub: "

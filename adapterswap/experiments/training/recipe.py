@@ -15,14 +15,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from adapterswap.core.model.layers import format_layers, parse_layers
 from adapterswap.core.planning.composition import SIDES, Composition, Partition, Side
 from adapterswap.experiments.chat import as_date
+from adapterswap.experiments.permitted import foreign_source
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import exists, expand, is_folder
 from adapterswap.kit.files.yaml import MEMBER, FiniteModel, StrictModel, list_values, read_recipe
 
 
@@ -326,6 +336,17 @@ class DatasetSource(StrictModel):
             raise ValueError(f"the dataset {self.path} needs `prompt` with `completion`, or `text`, or `messages`")
         if self.streaming and self.samples is None:
             raise ValueError(f"the dataset {self.path} is streamed, so it needs `samples`, the number of rows to read")
+        return self
+
+    @model_validator(mode="after")
+    def _known_origin(self, info: ValidationInfo) -> DatasetSource:
+        """Refuse what is neither a file nor a dataset on the Hub: `datasets` also runs queries and opens addresses."""
+        if not self.from_files({"path": self.path}, (), info):
+            return self  # made in Python
+        folder = (info.context or {}).get("folder", Path())
+        is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or exists(folder / self.path)
+        if (reason := foreign_source(self.path, self.data_files, self.data_dir, known=bool(is_local))) is not None:
+            raise ValueError(f"the dataset {reason}")
         return self
 
 

@@ -11,27 +11,31 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from io import BufferedReader
 from pathlib import Path
 
 from adapterswap.kit.errors import AdapterswapError, ExpertError
 from adapterswap.kit.files.text import check_pointer
 
-_MOST = 2**28  # bytes; the largest tokenizers have some 40 MB
+_MOST = 2**28  # bytes to read; the largest tokenizers have some 40 MB
+_MOST_COPIED = 2**32  # bytes
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib")
 _REPOSITORIES = ("models--", "datasets--")  # what the names of folders in the Hub's cache begin with
 _COPY = "Replace it with a copy of the file, or remove it"
 
 
-def names_inside(folder: Path, patterns: Iterable[str]) -> list[str]:
-    """The names in a folder that match one of the patterns, sorted; without folders and files of code.
+def files_inside(folder: Path, patterns: Iterable[str], *, kind: type[AdapterswapError] = ExpertError) -> list[Path]:
+    """The files in a folder that match one of the patterns, sorted; without files of code.
 
-    Links, pipes and devices are listed too, so that reading or copying them is an error and not an omission.
+    Raises:
+        AdapterswapError: one is a pipe, a device, or a link that leads out of the folder.
     """
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if not entry.is_dir() and not entry.name.endswith(_CODE)]
-    return sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
+    files = sorted(path for path in paths if path.suffix not in _CODE)
+    for path in files:
+        if (file := open_inside(folder, path.relative_to(folder).as_posix(), kind=kind)) is not None:
+            file.close()
+    return files
 
 
 def open_inside(folder: Path, name: str, *, kind: type[AdapterswapError] = ExpertError) -> BufferedReader | None:
@@ -107,8 +111,8 @@ def copy_inside(folder: Path, name: str, target: Path, *, kind: type[Adapterswap
     if file is None:
         return False
     with file:
-        if os.fstat(file.fileno()).st_size > _MOST:
-            raise kind(f"{folder / name} is larger than {_MOST:,} bytes, the most that is copied", _COPY)
+        if os.fstat(file.fileno()).st_size > _MOST_COPIED:
+            raise kind(f"{folder / name} is larger than {_MOST_COPIED:,} bytes, the most that is copied", _COPY)
         check_pointer(file.peek(1024)[:1024], folder / name, kind=kind)
         with target.open("wb") as output:
             shutil.copyfileobj(file, output)

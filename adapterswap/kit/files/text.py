@@ -15,7 +15,7 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any, TypeVar
 
-from adapterswap.kit.errors import AdapterswapError, ExpertError, reason_of
+from adapterswap.kit.errors import AdapterswapError, ExpertError, reason_of, visible
 
 _MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
 _MAX_CONTAINERS = 500_000  # lists and objects
@@ -39,6 +39,15 @@ _short.maxstring = _short.maxother = 100
 def shown(value: Any) -> str:
     """A value from a file, for use in a message: like `repr`, but short however large the value is."""
     return _short.repr(value)
+
+
+_FORMULAS = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # the last four are the wide forms of the first
+
+
+def csv_text(name: str) -> str:
+    """A name as a cell of a CSV file: quoted if a spreadsheet would read it as a formula, also after spaces."""
+    text = visible(name)
+    return f"'{text}" if text.strip().startswith(_FORMULAS) or text[:1] in ("\t", "\n") else text
 
 
 def expand(path: str | Path) -> Path:
@@ -134,7 +143,8 @@ def read_json(
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False, allow_nan: bool = False) -> None:
     """Write a JSON object for people to read: one key per line, non-ASCII letters unescaped, a final newline.
 
-    Halves of surrogate pairs, which UTF-8 cannot encode, are written as JSON escapes (`\\ud800`).
+    Control characters, and halves of surrogate pairs, which UTF-8 cannot encode, are written as JSON escapes
+    (`\\u202e`).
 
     Args:
         path: the file to write, or to replace.
@@ -143,7 +153,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = Fals
         allow_nan: write NaN and Infinity, which are not valid JSON but which Python reads back.
     """
     text = json.dumps(content, indent=2, ensure_ascii=False, sort_keys=sort_keys, allow_nan=allow_nan)
-    path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    path.write_text(visible(text) + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def parse_json(raw: bytes, where: str, remedy: str, *, kind: type[AdapterswapError] = ExpertError) -> dict[str, Any]:

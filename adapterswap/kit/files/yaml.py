@@ -19,7 +19,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError, ValidationInfo
 from pydantic_core import PydanticKnownError
 
 from adapterswap.kit.errors import (
@@ -312,6 +312,9 @@ class FieldMistake(ValueError):
         self.remedy = remedy
 
 
+_OVERRIDDEN = "overridden"  # of a validator's context: what `overrides` set, as a file would nest it
+
+
 class StrictModel(Numbers, _Model):
     """A part of a recipe. Unknown keys are errors, and values cannot be changed."""
 
@@ -328,6 +331,21 @@ class StrictModel(Numbers, _Model):
     def known_keys(cls) -> list[str]:
         """The keys that a recipe may have here."""
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @staticmethod
+    def from_files(value: Mapping[str, Any], location: Sequence[str], info: ValidationInfo) -> dict[str, Any]:
+        """The part of a mapping that the files of a recipe set, and not its `overrides`; for validators.
+
+        Args:
+            value: the mapping.
+            location: the keys that lead to it.
+            info: of the validator. If Python made the model, nothing is from a file.
+        """
+        nested = (info.context or {}).get(_OVERRIDDEN)
+        for step in location:
+            nested = nested.get(step, {}) if isinstance(nested, dict) else None
+        # None: not from a file, or replaced as a whole.
+        return {} if nested is None else {key: item for key, item in value.items() if key not in nested}
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
@@ -494,7 +512,8 @@ def validate(content: Any, model: type[_AnyModel], *, where: str = "", layers: S
     Without it, `content` is arguments, so messages name parameters, which the command line prints as flags.
     """
     try:
-        context = {"folder": Path(where).parent}  # of a recipe's file, for what a field lists on disk
+        # The recipe's folder, for what a field lists on disk; and what `StrictModel.from_files` needs.
+        context = {"folder": Path(where).parent, _OVERRIDDEN: layers[-1].content if layers else None}
         return model.__pydantic_validator__.validate_python(content, context=context)  # type: ignore[no-any-return]
     except ValidationError as error:
         raise _explained(error, content, model, where, layers) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -143,7 +142,7 @@ def test_what_clients_see(world: dict[str, Path], bases: Bases, tmp_path: Path) 
     manifest = tmp_path / "experts.yaml"
     allowed = ["math", "swahili", "math+swahili", "math+swahili@bottom=2,top=1"]
     manifest.write_text(json.dumps({"experts": {name: str(path) for name, path in world.items()}, "allow": allowed}))
-    with served(base, gguf, manifest, tmp_path, "--llama-server", str(binary)) as (client, process):
+    with served(base, gguf, manifest, tmp_path, "--llama-server", str(binary)) as (client, _):
         status, models = client.ask("/v1/models")
         assert [one["id"] for one in models["data"]] == ["llama", *allowed]
         body = {"model": "math+swahili", "temperature": 0, "max_tokens": LENGTH}
@@ -175,9 +174,6 @@ def test_what_clients_see(world: dict[str, Path], bases: Bases, tmp_path: Path) 
             assert str(tmp_path) not in json.dumps(answer)
         assert client.ask("/lora-adapters")[0] == 404
         assert client.ask("/health") == (200, {"status": "ok"})
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
-        assert process.wait(900) == 3  # with its engine
 
 
 def streamed(client: Client, path: str, body: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ Model = tuple[Any, Any]
 ROWS = [{"text": "Maji ni uhai. Haraka haraka haina baraka."}, {"text": "Haba na haba"}, {"text": "Asiyesikia la mkuu"}]
 HEAD = """
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 fewshot_split: test
 metadata: {{version: 1}}
@@ -100,7 +100,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = TASKS | {name: CHOICE.replace("{name}", name) for name in ("short", "all")}
     texts["shots"] = texts["all"].replace("pico_choice_all", "pico_choice_shots") + "num_fewshot: 2\n"
     for name, text in texts.items():
-        content = (HEAD + text).format(data=data / "rows.json", cache=data / "cache")
+        content = (HEAD + text).format(data=data / "rows.json")
         (folder / f"{name}.yaml").write_text(content, encoding="utf-8")
     (folder / "pico_docs.py").write_text(DOCS, encoding="utf-8")
     (folder / "group.yaml").write_text(GROUP, encoding="utf-8")

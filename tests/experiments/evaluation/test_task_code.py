@@ -29,7 +29,7 @@ Call = Callable[..., Result]
 ROWS = [{"text": "Maji ni uhai"}, {"text": "Haba na haba"}]
 PLAIN = """
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 output_type: loglikelihood
 doc_to_text: "{{{{text.split(' ')[0]}}}}"
@@ -115,7 +115,7 @@ class Tasks:
         for place in (self.folder, folder / "outside", folder / "own_score"):
             place.mkdir()
         (folder / "rows.json").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
-        known = {"data": folder / "rows.json", "cache": folder / "cache", "marker": self.marker}
+        known = {"data": folder / "rows.json", "marker": self.marker}
         known |= {"metric": folder / "own_score", "coded": CODED}
         texts = {self.folder / f"{name}.yaml": text for name, text in FILES.items()}
         texts |= {folder / "plain.inc": PLAIN, folder / "own_score/own_score.py": METRIC}

@@ -25,7 +25,7 @@ Model = tuple[Any, Any]
 CHOICES = """
 task: pico_{name}
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
@@ -53,7 +53,7 @@ def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = tmp_path_factory.mktemp("data")
     (data / "rows.json").write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
     for name in ("one", "two"):
-        text = CHOICES.format(name=name, data=data / "rows.json", cache=data / "cache")
+        text = CHOICES.format(name=name, data=data / "rows.json")
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
     (folder / "group.yaml").write_text(GROUP, encoding="utf-8")
     return folder
@@ -153,7 +153,7 @@ def test_a_broken_task_of_the_user_is_refused(kind: str, byte_model: Model, tmp_
     """Templates and functions of a task are other people's programs, which may raise any error."""
     folder = tmp_path / "tasks"
     folder.mkdir()
-    text = CHOICES.format(name="broken", data=folder / "rows.jsonl", cache=tmp_path / "cache")
+    text = CHOICES.format(name="broken", data=folder / "rows.jsonl")
     (folder / "task.yaml").write_text(text + "process_results: !function scoring.score\n")
     (folder / "scoring.py").write_text(
         "def score(doc, results):\n    return {'acc': len(doc['choices'][doc['label']])}\n"

@@ -25,7 +25,7 @@ HALF = "{{{{ '\\\\ud800' }}}}"  # a template that writes one
 HEAD = """
 task: half_{name}
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 generation_kwargs: {{until: ["."], do_sample: false, max_gen_toks: 4}}
 metric_list:
@@ -62,7 +62,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (metric, text) in texts.items():
         file = data / f"{name}.jsonl"
         file.write_bytes(rows[name].encode() if name in rows else b'{"q": "caf\xe9", "a": "b"}\n')
-        known = {"name": name, "data": file, "cache": data / "cache", "metric": metric}
+        known = {"name": name, "data": file, "metric": metric}
         (folder / f"{name}.yaml").write_text((HEAD + text).format(**known), encoding="utf-8")
     return folder
 

@@ -26,7 +26,7 @@ ROWS = [{"asked": "x = 2 + ", "wanted": 5}, {"asked": "x = 4 + ", "wanted": 9}]
 TASK = """
 task: pico_code
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 unsafe_code: true
 output_type: generate_until
@@ -66,7 +66,7 @@ def closed_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 def code_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, data = tmp_path_factory.mktemp("tasks"), tmp_path_factory.mktemp("data")
     (data / "rows.json").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
-    text = TASK.format(data=data / "rows.json", cache=data / "cache")
+    text = TASK.format(data=data / "rows.json")
     (folder / "code.yaml").write_text(text + "tag: pico_tag\n", encoding="utf-8")
     (folder / "pico_scores.py").write_text(SCORES, encoding="utf-8")
     for name, group in GROUPS.items():

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markupsafe import Markup
 from scipy import stats
 
+from adapterswap.experiments.reporting.writing import _environment
 from adapterswap.experiments.sweeps import read_run
 from adapterswap.experiments.sweeps.results import CellResult
 
@@ -278,3 +280,10 @@ def test_each_language_has_its_own_experts(tmp_path: Path) -> None:
         (TE, EN),
     }
     strict(report)
+
+
+def test_control_characters_are_visible_on_the_page() -> None:
+    """Text of models and names; the style and the script are markup."""
+    template = _environment().from_string("{{ text }}|{{ markup }}|{{ number }}")
+    page = template.render(text="<b>\u202e\x9b\n", markup=Markup("<i>\u202e"), number=1)
+    assert page == "&lt;b&gt;\\u202e\\u009b\n|<i>\u202e|1"

@@ -52,6 +52,18 @@ ODD = [
         ("POST", "gradio_api/component_server", JSON, 404),
         ("POST", "gradio_api/process_recording", JSON, 404),
         ("GET", "gradio_api/file=/etc/passwd", {}, 403),
+        ("GET", "gradio_api/proxy=https://example.hf.space/", {}, 404),
+        ("GET", "gradio_api/openapi.json", {}, 404),
+        ("GET", "monitoring", {}, 404),
+        ("GET", "monitoring/summary", {}, 404),
+        ("GET", "gradio_api/runs", {}, 404),
+        ("GET", "gradio_api/run-history/buckets", {}, 404),
+        ("GET", "gradio_api/deep_link", {}, 404),
+        ("GET", "gradio_api/token", {}, 404),
+        ("GET", "gradio_api/upload_progress", {}, 404),
+        ("GET", "gradio_api/stream/a/b/1/playlist.m3u8", {}, 404),
+        ("OPTIONS", "config", {}, 404),
+        ("PUT", "studio/answer", JSON, 404),
     ],
 )
 def test_strangers_cannot_use_the_page(
@@ -139,6 +151,35 @@ def test_events_show_what_is_wrong_with_their_inputs(served: Served, capfd: pyte
                     shown.add(bool(answer.json().get("error")) == (answer.status_code == 422))
     assert shown == {True}
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_an_address_that_a_visitor_names_is_not_fetched(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradio import processing_utils
+
+    fetched: list[str] = []
+
+    async def fetch(url: str, cache_dir: str) -> str:
+        fetched.append(url)
+        return url
+
+    for name in ("async_ssrf_protected_download", "async_save_url_to_cache"):
+        monkeypatch.setattr(processing_utils, name, fetch, raising=False)
+    config = httpx.get(served.url + "config").json()
+    known = {part["id"]: part["props"].get("value") for part in config["components"]}
+    event = next(event for event in config["dependencies"] if event["backend_fn"] and event["queue"] is False)
+    address = "https://example.com/own"
+    for file in (
+        {"path": address, "meta": {"_type": "gradio.FileData"}},
+        {"path": "", "url": address, "meta": {"_type": "gradio.FileData"}},
+        {"3.mlp": [{"path": address, "meta": {"_type": "gradio.FileData"}, "orig_name": "a"}]},
+    ):
+        for place in range(len(event["inputs"])):
+            data: list[Any] = [known[part] for part in event["inputs"]]
+            data[place] = file
+            content = {"fn_index": event["id"], "data": data, "session_hash": "a"}
+            answer = httpx.post(served.url + "gradio_api/run/predict", json=content)
+            assert answer.status_code == 422
+    assert fetched == []
 
 
 def test_visitors_are_forgotten_when_their_work_ends() -> None:

@@ -268,7 +268,7 @@ def _words_task(folder: Path) -> dict[str, Any]:
     (folder / "rows.json").write_text("\n".join(rows) + "\n", encoding="utf-8")
     task = {
         "task": "pico_words", "output_type": "loglikelihood", "dataset_path": "json", "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}, "cache_dir": str(folder / "cache")},
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}},
         "doc_to_text": "{{text.split(' ')[0]}}", "doc_to_target": "{{' ' + text.split(' ')[1]}}",
         "metric_list": [
             {"metric": "acc", "aggregation": "mean", "higher_is_better": True},

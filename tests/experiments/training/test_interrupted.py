@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from refusals import refused
 from safetensors.torch import load, save
 
 from adapterswap.experiments.training import TrainRecipe, train
+from adapterswap.experiments.training.checkpoints import explained
 from adapterswap.kit.errors import AdapterswapError, OutputError, RunError
 
 from .conftest import echo_rows, two_sides, write_jsonl
@@ -108,6 +110,24 @@ def test_a_full_disk_is_reported_and_the_run_resumed(
         train(recipe, out_path=tmp_path / "expert")
     assert not (tmp_path / "expert").exists()
     assert train(recipe, out_path=tmp_path / "expert", resume=True).resumed_from == 4
+
+
+@pytest.mark.parametrize("numbers", [1, 1000, 1_000_000])
+def test_a_full_disk_is_recognised_however_torch_reports_it(numbers: int, tmp_path: Path) -> None:
+    """Its words depend on the size of what is saved, such as the optimizer, and on where the disk ends."""
+    content = {"state": torch.zeros(numbers)}
+    with refused(OutputError, "out_path"), explained("a checkpoint", tmp_path):
+        torch.save(content, "/dev/full")
+    whole = tmp_path / "optimizer.pt"
+    torch.save(content, whole)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, 1, 100, whole.stat().st_size - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with refused(OutputError, "out_path"), explained("a checkpoint", tmp_path):
+                torch.save(content, whole)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_too_full_for_the_expert(

@@ -50,7 +50,7 @@ MakeRecipe = Callable[..., TrainRecipe]
 CHOICES = """
 task: {name}
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
@@ -85,7 +85,7 @@ def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     (data / "rows.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     for label in ("last", "first"):
-        text = CHOICES.format(name=f"pico_{label}", data=data / "rows.json", cache=data / "cache", label=label)
+        text = CHOICES.format(name=f"pico_{label}", data=data / "rows.json", label=label)
         (folder / f"{label}.yaml").write_text(text, encoding="utf-8")
     (folder / "group.yaml").write_text(GROUP, encoding="utf-8")
     return folder

@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 
 from adapterswap.kit.errors import ExpertError, OutputError
-from adapterswap.kit.files.inside import copy_inside, names_inside, open_inside, read_inside, text_inside
+from adapterswap.kit.files.inside import copy_inside, files_inside, open_inside, read_inside, text_inside
 
 Make = Callable[[Path, Path], object]
 
@@ -141,11 +141,15 @@ def test_limits_and_encodings(folder: Path, tmp_path: Path) -> None:
             call()
 
 
-def test_names_are_listed_without_code(folder: Path, tmp_path: Path) -> None:
+def test_files_are_listed_without_code(folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenization_own.py", "tokenizer.so", "notes.txt"):
         (folder / name).write_text("")
-    (folder / "tokenizer_private.key").symlink_to(tmp_path / "private.key")
     (folder / "tokenizer_files").mkdir()
-    assert names_inside(folder, ["tokeniz*"]) == ["tokenizer.json", "tokenizer_private.key"]
+    (folder / "tokenizer_files/one.json").write_text("")
+    listed = [folder / "tokenizer.json", folder / "tokenizer_files/one.json"]
+    assert files_inside(folder, ["tokeniz*", "tokenizer_files/*"]) == listed
     with refused(ExpertError, None):
         copy_inside(folder, "tokenization_own.py", tmp_path / "copy")
+    (folder / "tokenizer_private.key").symlink_to(tmp_path / "private.key")
+    with refused(ExpertError, None):
+        files_inside(folder, ["tokeniz*"])
