@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core.companions.files import files_matching
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.inside import names_inside, read_inside, text_inside
-from adapterswap.kit.files.text import exists, is_folder, parse_json
+from adapterswap.kit.files.inside import read_inside, text_inside
+from adapterswap.kit.files.text import exists, parse_json
 
 JINJA, MORE, LEGACY = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 SETTINGS = "tokenizer_config.json"
@@ -62,8 +63,7 @@ def write_templates(templates: Templates, target: Path) -> None:
 def _files(folder: Path) -> dict[str, str]:
     """The templates that are files of their own."""
     places = {_DEFAULT: JINJA}
-    if is_folder(folder / MORE):
-        places |= {name.removesuffix(".jinja"): f"{MORE}/{name}" for name in names_inside(folder / MORE, ["*.jinja"])}
+    places |= {path.stem: f"{MORE}/{path.name}" for path in files_matching(folder, [f"{MORE}/*.jinja"])}
     texts = {name: text_inside(folder, place) for name, place in places.items()}
     return {name: _one_newline(text) for name, text in texts.items() if text is not None}
 
