@@ -261,6 +261,21 @@ def several_processes(world: World) -> Found:
     return Found(float(not same), 0.0, seconds, None, "one process", peer)
 
 
+def french(world: World) -> Found:
+    """The lab's scene on a pretrained model: its scores beside those of docs/lab.md, which a CPU gave."""
+    from adapterswap.experiments.lab.french import plan_french, run_french
+    from adapterswap.experiments.lab.smollm2 import INSTALL, package_file
+
+    world.need_gpu()
+    if package_file() is None:
+        raise Skipped(INSTALL)
+    recorded = json.loads((HERE.parent / "examples" / "smollm2" / "results.json").read_text(encoding="utf-8"))["scores"]
+    plan = plan_french(world.folder / "french", experts=HERE.parent / "examples" / "smollm2" / "experts")
+    result, seconds = timed(lambda: run_french(plan, device=world.device))
+    apart = max(abs(result.score(method) - score) for method, score in recorded.items())
+    return Found(apart, 0.03, seconds, None, f"layer swap {result.score('layer swap'):.3f}")
+
+
 PLACES: dict[str, Callable[[World], Found]] = {
     "training": training,
     "training with FlashAttention": flash_attention,
@@ -271,6 +286,7 @@ PLACES: dict[str, Callable[[World], Found]] = {
     "evaluation": evaluating,
     "vLLM: a sweep": in_vllm,
     "several processes": several_processes,
+    "French on a pretrained model": french,
 }
 
 

@@ -22,9 +22,9 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import declare
+from adapterswap.core import format_layers
 from adapterswap.core.model.layers import (
     format_depth,
-    format_layers,
     has_both_stacks,
     stack_of,
     stacked_layers_in_config,
@@ -34,8 +34,8 @@ from adapterswap.core.model.layers import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from adapterswap.core.experts.adapter import Adapter, FullModule, OpaqueModule
-    from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
+    from adapterswap.core import Adapter, Checkpoint, StoredTensor
+    from adapterswap.core.experts.adapter import FullModule, OpaqueModule
     from adapterswap.engines.gguf.reading import GgufAdapter
     from adapterswap.tools.deltas import Conversion
     from adapterswap.tools.extraction import Extraction
@@ -61,7 +61,7 @@ def inspect_command(path: Expert, *, as_json: Json = False) -> None:
 
 
 def _print_inspection(inspection: Inspection) -> None:
-    from adapterswap.core.experts.adapter import Adapter
+    from adapterswap.core import Adapter
     from adapterswap.engines.gguf.reading import GgufAdapter
 
     if isinstance(inspection.expert, Adapter):
@@ -147,7 +147,7 @@ def _table(*heads: str, rows: Iterable[tuple[Any, ...]]) -> Table:
 
 def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, has_stacks: bool) -> Table:
     """A table of whole tensors, with the size of each row's together."""
-    from adapterswap.core.model.checkpoints import StoredTensor
+    from adapterswap.core import StoredTensor
 
     rows: list[tuple[tuple[str, ...], int | None]] = []
     sizes: Counter[tuple[str, ...]] = Counter()
@@ -192,10 +192,7 @@ def slice_command(
         stack: In a model with both stacks, keep the layers of this one only.  [default: both]
         base_model: The expert's base model, if it names none or another path.
     """
-    from adapterswap.core.experts.adapter import open_adapter
-    from adapterswap.core.planning.composing import slice_layers
-    from adapterswap.core.writing.adapter import COMPOSED, prepare, write_prepared
-    from adapterswap.core.writing.outputs import Form
+    from adapterswap.core import COMPOSED, Form, open_adapter, prepare, slice_layers, write_prepared
     from adapterswap.kit.files.folders import check_target
 
     adapter = open_adapter(expert)

@@ -30,11 +30,10 @@ from adapterswap.cli.printing import echo, human_bytes, note, progress_bar, rare
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
+    from adapterswap.core import Form, ModelForm, Plan
     from adapterswap.core.model.layers import Stack
-    from adapterswap.core.planning.plan import Plan
     from adapterswap.core.writing.adapter import Prepared
-    from adapterswap.core.writing.outputs import Form, Layout, Reduced
-    from adapterswap.core.writing.streaming import ModelForm
+    from adapterswap.core.writing.outputs import Layout, Reduced
     from adapterswap.core.writing.weights import Merged
     from adapterswap.engines.gguf.export import Exported
     from adapterswap.engines.gguf.layout import PreparedGguf
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """The part of `--json` that does not depend on the output's form."""
-    from adapterswap.core.planning.describe import unusual
+    from adapterswap.core import unusual
     from adapterswap.core.writing.cards import licences
 
     return {
@@ -60,7 +59,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def print_plan(plan: Plan, *remarks: str, companions: bool = True) -> None:
     """Print the strip and what it does not show, the plan's notes, `remarks` on the output, and warnings."""
-    from adapterswap.core.planning.describe import strip, unusual
+    from adapterswap.core import strip, unusual
     from adapterswap.core.writing.cards import licence_warning, licences
 
     echo(*strip(plan).splitlines(), *unusual(plan))
@@ -82,7 +81,7 @@ def print_magnitudes(magnitudes: Mapping[str, float], kept: Mapping[str, float])
 
 def print_errors_of_rank(reduced: Mapping[str, Reduced], treatment: str = "truncated") -> None:
     """Print how much of ΔW the reduced modules lost; nothing if there are none."""
-    from adapterswap.core.planning.describe import error_text
+    from adapterswap.core import error_text
 
     if not reduced:
         return
@@ -122,8 +121,7 @@ def compose_command(
         layout: exact keeps every number; portable has one rank and scale 1, for any engine.
         names: Module names to write: an expert's, or those of a transformers version.  [default: the first expert's]
     """
-    from adapterswap.core.writing.adapter import COMPOSED, prepare, write_prepared
-    from adapterswap.core.writing.outputs import Form
+    from adapterswap.core import COMPOSED, Form, prepare, write_prepared
     from adapterswap.kit.files.folders import check_target
 
     form = Form(layout, max_rank, max_error, names)
@@ -134,7 +132,7 @@ def compose_command(
             raise click.UsageError(
                 "--layout, --max-rank, --max-error and --names are for adapters, but an expert is a full checkpoint."
             )
-        from adapterswap.core.writing.streaming import ModelForm
+        from adapterswap.core import ModelForm
 
         write_full_weights(plan, ModelForm(dtype=recipe_dtype(recipe)), result)
         return
@@ -241,8 +239,7 @@ def write_full_weights(
     plan: Plan, form: ModelForm, result: Writing, *, base_model: str | None = None, device: str = "cpu"
 ) -> None:
     """Write a plan's full weights, unless it is a dry run, and print a summary."""
-    from adapterswap.core.writing.adapter import COMPOSED
-    from adapterswap.core.writing.weights import prepare_model, write_model
+    from adapterswap.core import COMPOSED, prepare_model, write_model
     from adapterswap.kit.files.folders import check_inputs, check_target
     from adapterswap.kit.files.text import expand
 
@@ -316,7 +313,7 @@ def merge_command(
         dequantize: Merge into the dequantized weights of a quantized base.
         max_shard_size: Largest file, such as 2GB.  [default: the base's shards]
     """
-    from adapterswap.core.writing.streaming import ModelForm
+    from adapterswap.core import ModelForm
 
     form = ModelForm(max_shard_size, recipe_dtype(path, dtype), dequantize or None)
     plan = plan_of(path, request, base_model=base_model)
@@ -351,7 +348,7 @@ def export_command(
         pieces: Write several files; requests to llama-server combine them by their scales.
         by: What each piece holds: a layer, its attention or MLP, or a zone of the composition.  [default: layer]
     """
-    from adapterswap.core.writing.outputs import Form
+    from adapterswap.core import Form
     from adapterswap.engines.gguf.export import check_gguf, write_gguf
     from adapterswap.engines.gguf.layout import prepare_gguf
 
@@ -395,7 +392,13 @@ def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
     print_errors_of_rank(prepared.reduced)
     if (modelfile := exported.modelfile()) is not None:
-        echo("", "Ollama Modelfile:", "", *modelfile.removesuffix("\n").split("\n", 1), "")
+        echo(
+            "",
+            f"Ollama Modelfile, for a file beside {exported.path.name}:",
+            "",
+            *modelfile.removesuffix("\n").split("\n", 1),
+            "",
+        )
     else:
         echo("", "A file has no effect until a request gives its id a scale:")
         echo('"lora": [{"id": 0, "scale": 1.0}, ...]', "")

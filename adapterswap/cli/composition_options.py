@@ -14,18 +14,16 @@ import click
 from adapterswap.cli.options import Count, Expert, NamedExpert, name_and_path
 from adapterswap.cli.printing import note
 from adapterswap.cli.signature import Option, Options
-from adapterswap.core.methods.method import Parameter, flag_of
-from adapterswap.core.methods.registry import PARAMETERS, find_method, names_of
+from adapterswap.core import Parameter, find_method, flag_of
+from adapterswap.core.methods.registry import PARAMETERS, names_of
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, Problems
 from adapterswap.kit.processes import is_first
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from adapterswap.core.planning.composition import Composition
+    from adapterswap.core import Composition, Plan, Rule
     from adapterswap.core.planning.mergekit import Dtype
-    from adapterswap.core.planning.plan import Plan
-    from adapterswap.core.planning.rules import Rule
 
 
 RuleText = Annotated[str, "--rule", "RULE"]
@@ -146,7 +144,7 @@ def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, bas
 
 def any_plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
     """Like `plan_from_options`, but experts can be full checkpoints too."""
-    from adapterswap.core.planning.composing import compose
+    from adapterswap.core import compose
 
     return compose(composition_from_options(options, recipe=recipe, base_model=base_model))
 
@@ -170,7 +168,7 @@ def composition_from_options(
     options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
-    from adapterswap.core.planning.composition import Composition
+    from adapterswap.core import Composition
     from adapterswap.kit.files.yaml import validate
 
     known = {*Composition.model_fields, *PARAMETERS}
@@ -202,7 +200,7 @@ def composition_from_options(
 
 def _from_recipe(recipe: str) -> Composition:
     """A recipe's composition. `recipe_dtype` returns the dtype of a mergekit YAML."""
-    from adapterswap.core.planning.composing import read_composition
+    from adapterswap.core import read_composition
     from adapterswap.core.planning.mergekit import is_mergekit, read_mergekit
     from adapterswap.kit.files.yaml import find_recipe
 
@@ -253,7 +251,7 @@ def _chains(options: tuple[str, ...]) -> dict[str, list[str]]:
 
 def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
     """The rules of `--rule`; the mistakes in all of them are reported together."""
-    from adapterswap.core.planning.rules import Rule
+    from adapterswap.core import Rule
 
     problems = Problems(FieldError)
     rules: list[Rule] = []
@@ -267,7 +265,7 @@ def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
 
 def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str, Any]) -> Composition:
     """The composition of `--expert` and `--rule`; without rules, of a method that combines all experts."""
-    from adapterswap.core.planning.composition import Composition
+    from adapterswap.core import Composition
     from adapterswap.kit.files.yaml import validate
 
     if not experts:
@@ -287,7 +285,7 @@ def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str,
 
 def _all_combined(experts: dict[str, str], fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a composition whose method combines all experts."""
-    from adapterswap.core.planning.rules import BASE
+    from adapterswap.core import BASE
 
     if fields.get("method", "layer_swap") == "layer_swap":
         raise click.UsageError("Pass a --rule for the experts, or a --method that combines them all.")
@@ -319,8 +317,7 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
-    from adapterswap.core.planning.composition import expert_name, own_name
-    from adapterswap.core.planning.rules import BASE
+    from adapterswap.core import BASE, expert_name, own_name
     from adapterswap.kit.files.text import is_folder
 
     if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and is_first():

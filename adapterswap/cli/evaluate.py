@@ -44,7 +44,7 @@ from adapterswap.kit.processes import is_first
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from adapterswap.core.planning.plan import Plan
+    from adapterswap.core import Plan
     from adapterswap.experiments.evaluation import EvaluationResult, TaskResult
     from adapterswap.experiments.evaluation.subjects import Evaluation
 
@@ -157,7 +157,7 @@ def evaluate_command(
         out_path: Folder to write: results.json and samples.jsonl.
         dry_run: Check everything and print the first prompt, without loading weights.
     """
-    from adapterswap.core.model.loading import choose_device
+    from adapterswap.core import choose_device
     from adapterswap.experiments.evaluation.subjects import prepare_evaluation
 
     plan = _plan(base_model, adapter, recipe, request)
@@ -230,7 +230,7 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
         print_json({"subject": prepared.subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
         return
     if prepared.plan is not None:
-        from adapterswap.core.planning.describe import strip
+        from adapterswap.core import strip
 
         echo(*strip(prepared.plan).splitlines())
     heads = ("task", "shots", "documents", "requests", "longest prompt", "room for output")

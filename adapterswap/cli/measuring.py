@@ -11,12 +11,12 @@ from adapterswap.cli.composition_options import named_experts
 from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Output, Place, only_with
 from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
 from adapterswap.cli.signature import declare
-from adapterswap.core.methods.method import flag_of
+from adapterswap.core import flag_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from adapterswap.core.planning.plan import Plan
+    from adapterswap.core import Plan
     from adapterswap.experiments.analysis.analyzing import Analysis
     from adapterswap.experiments.analysis.dominance import Dominance
     from adapterswap.experiments.analysis.suggesting import Suggestion
@@ -52,7 +52,7 @@ def analyze_command(
         column_width: Width of the pictures: in, cm, mm or pt.
         dry_run: Check everything, print what would be measured, read no tensor.
     """
-    from adapterswap.core.model.checkpoints import open_checkpoint
+    from adapterswap.core import open_checkpoint
     from adapterswap.experiments.analysis.analyzing import (
         ANALYSIS,
         analyze,
@@ -95,7 +95,7 @@ def analyze_command(
 
 def _named(references: tuple[str, ...]) -> dict[str, str]:
     """The experts' paths by name: the name in NAME=PATH, or the last part of the path."""
-    from adapterswap.core.planning.composition import expert_name, own_name
+    from adapterswap.core import expert_name, own_name
     from adapterswap.kit.errors import ArgumentError, Problems
 
     places: dict[str, str] = {}

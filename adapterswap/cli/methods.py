@@ -8,8 +8,8 @@ from adapterswap.cli.composition_options import MethodName, parameter_text
 from adapterswap.cli.options import Json
 from adapterswap.cli.printing import echo, print_json, print_rows
 from adapterswap.cli.signature import declare
-from adapterswap.core.methods.method import Method, flag_of
-from adapterswap.core.methods.registry import BUILT_IN, all_methods, find_method, in_adapters
+from adapterswap.core import Method, find_method, flag_of
+from adapterswap.core.methods.registry import BUILT_IN, all_methods, in_adapters
 
 
 @declare("methods")

@@ -218,7 +218,7 @@ def _signed(value: float) -> str:
 
 
 def _error(row: MethodRow) -> str:
-    from adapterswap.core.planning.describe import error_text
+    from adapterswap.core import error_text
 
     return "–" if row.relative_error is None else error_text(row.relative_error)
 

@@ -16,7 +16,7 @@ from adapterswap.kit.dependencies import require
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from adapterswap.core.experts.adapter import Adapter
+    from adapterswap.core import Adapter
     from adapterswap.engines.serving import NamedComposer
     from adapterswap.engines.serving.llama_cpp import LlamaLaunch
     from adapterswap.engines.serving.pieces import PieceComposer
@@ -94,7 +94,8 @@ def serve_command(
         for name in manifest.allow or ():
             pieces.scales(name)  # an allowed name must not fail later
         opened = {name: pieces.open(name) for name in manifest.adapters}
-        _show(llama, pieces, opened, pieces.unchecked, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
+        warned = [*pieces.unchecked, *filter(None, [llama.remark])]
+        _show(llama, pieces, opened, warned, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
         note_dry_run("started") if dry_run else serve_llama(llama, pieces)
         return
     import os

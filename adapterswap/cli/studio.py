@@ -29,7 +29,7 @@ def studio_command(
 ) -> None:
     """Explore, try, compare and export compositions on a local page.
 
-    Pass --base-model and --experts, or --lab with a folder that `adapterswap lab` (or `make demo`) wrote. Only this
+    Pass --base-model and --experts, or --lab with a folder that `adapterswap lab` or `make demo` wrote. Only this
     machine can open the page unless --host says otherwise; anyone who can reach it can use the models.
 
     Args:

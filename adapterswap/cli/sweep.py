@@ -46,7 +46,7 @@ from adapterswap.kit.processes import is_first
 from adapterswap.kit.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
-    from adapterswap.core.planning.plan import Plan
+    from adapterswap.core import Plan
     from adapterswap.experiments.sweeps import Cell, Row, Run, SweepProgress
     from adapterswap.experiments.sweeps.preparing import PreparedSweep
     from adapterswap.experiments.sweeps.running import Estimate
@@ -108,8 +108,7 @@ def sweep_command(
         dry_run: Check and count everything, without loading weights or writing files.
         tokens_per_second: With --dry-run: how fast your engine generates, to estimate the time.
     """
-    from adapterswap.core.model.loading import choose_device
-    from adapterswap.core.planning.describe import strip
+    from adapterswap.core import choose_device, strip
     from adapterswap.experiments.evaluation.settings import parsed_arguments
     from adapterswap.experiments.sweeps import prepare, read_sweep_recipe, remarks, summarize, sweep
     from adapterswap.experiments.sweeps.recipe import with_rules
@@ -266,7 +265,7 @@ def _time_text(expected: Estimate) -> str:
 
 def _print(rows: list[Row], run: Run) -> None:
     """Print a table of families to stdout, in full even without a terminal."""
-    from adapterswap.core.planning.describe import error_text
+    from adapterswap.core import error_text
 
     reduced = any(row.relative_error is not None for row in rows)
     heads = ["family", "n", "min", "mean", "max", "best configuration", "chosen at", "reported at"]

@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 from ruamel.yaml.comments import CommentedMap
 
-from adapterswap.core.planning.checks import check_names, check_rules
-from adapterswap.core.planning.composition import Composition
+from adapterswap.core import Composition, check_names
+from adapterswap.core.planning.checks import check_rules
 from adapterswap.experiments.sweeps.grid import composition_of, make_cells
 from adapterswap.experiments.sweeps.recipe import SWEEP_PATHS, SweepRecipe, SweepTasks, target_groups
 from adapterswap.experiments.training.recipe import ROW_PATHS, TrainRecipe

@@ -20,7 +20,7 @@ from adapterswap.experiments.lab.word_problems import draw_problems, questions_o
 
 DATA = Path(__file__).parent / "data"
 SEEDS = 5
-MATH_ROWS = 504  # of each seed: 12 of each template
+MATH_ROWS, MORE_ROWS = 504, 1008  # of each seed
 PAIRS_FOR_A_WORD = 20
 WORDS = r"""
 achèt\w*|achet\w* ensemble\b pos(?:e|er|é|ez)\b donn(?:e|er|é|ez|a)\b vend\w* per(?:d|ds|du|dre|dent)\b
@@ -86,7 +86,11 @@ def main() -> None:
     problems = {part: draw_problems(part) for part in ("test", "development")}
     asked = [question for part in problems.values() for question in questions_of(part, "en")]
     for seed in range(SEEDS):
-        write(f"math-{seed}.jsonl", training_rows(MATH_ROWS, seed, exclude=asked))
+        first = training_rows(MATH_ROWS, seed, exclude=asked)
+        known = [row["prompt"].removeprefix("Question: ").removesuffix("\nAnswer:") for row in first]
+        more = training_rows(1512, 100 + seed, exclude=[*asked, *known])[:MORE_ROWS]
+        write(f"math-{seed}.jsonl", first)
+        write(f"math-more-{seed}.jsonl", more)
     for part, drawn_problems in problems.items():
         for language in ("fr", "en"):
             write(f"{part}_{language}.jsonl", (problem.as_row(language) for problem in drawn_problems))

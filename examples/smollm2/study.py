@@ -326,7 +326,7 @@ def expert(name: str, make: Callable[[], Delta], device: str) -> Delta:
 def experts_of(seed: int, model: Any, tokenizer: Any) -> dict[str, Callable[[], Delta]]:
     """How each expert of a seed is trained."""
     core = list(range(BOTTOM, LAYERS))
-    solved = encoded(read(f"math-{seed}.jsonl"), tokenizer)
+    solved = encoded(read(f"math-{seed}.jsonl") + read(f"math-more-{seed}.jsonl"), tokenizer)
     chosen, drawn = (encoded(read(f"{name}.jsonl"), tokenizer) for name in ("french", "french_random"))
     more = encoded(random_pairs(500_000, tokenizer), tokenizer)
     return {

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "docs/reproducing.md": "tests/experiments/recipes/test_reproducing.py",
     "examples/fusionbench/README.md": "tests/experiments/recipes/test_fusionbench.py",
     "examples/engines/README.md": "tests/examples/test_two_engines.py",
+    "examples/smollm2/README.md": "tests/real/test_page.py",
     "examples/plugin_method/README.md": "tests/examples/test_plugin_method.py",
     "examples/which_layers/README.md": "tests/examples/test_which_layers.py",
 }

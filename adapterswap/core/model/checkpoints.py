@@ -60,7 +60,7 @@ from adapterswap.kit.files.text import exists, read_json
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
 _SHARED = "num_hidden_groups"  # ALBERT runs its stored layers several times
 
-_SAMPLED, _NUMBERS = 16, 2**14  # tensors, and numbers of each, by which two checkpoints are known as one model
+_NUMBERS, _LEAST_NUMBERS = 2**22, 2**8  # in all, and of each tensor, by which two checkpoints are known as one model
 
 _REMEDY = "Use a folder whose config.json and weights belong to one model: download or save it again"
 
@@ -211,32 +211,28 @@ class Checkpoint:
 
     def rounded_from(self, other: Checkpoint, *, without: Container[str] = ()) -> str | None:
         """The dtype to which it holds the weights of `other` rounded, so that both are one model in two dtypes; None if
-        they are of one dtype, or of two models. A few thousand numbers of some tensors decide.
+        they are of one dtype, or of two models. The first numbers of every tensor that both store decide.
 
         Args:
             other: the checkpoint with the more precise weights.
             without: tensors that are expected to differ.
         """
-        pairs = [
-            (tensor, other.parameters[name]) for name, tensor in self.parameters.items() if name in other.parameters
-        ]
-        rounded = [
-            (ours, theirs)
-            for ours, theirs in pairs
-            if ours.name not in without
-            and len(ours.tensor.shape) > 1
-            and ours.tensor.shape == theirs.tensor.shape
-            and {ours.tensor.dtype, theirs.tensor.dtype} <= {*FLOATS}
-            and FLOATS.index(ours.tensor.dtype) > FLOATS.index(theirs.tensor.dtype)
-        ]
+        names = [name for name in self.parameters if name in other.parameters and name not in without]
+        pairs = [(self.parameters[name], other.parameters[name]) for name in names]
+        order = [[FLOATS.index(p.tensor.dtype) if p.tensor.dtype in FLOATS else -1 for p in pair] for pair in pairs]
+        alike = all(ours.tensor.shape == theirs.tensor.shape for ours, theirs in pairs)
+        if not alike or any(-1 in pair or pair[0] < pair[1] for pair in order):
+            return None
+        most = max(_LEAST_NUMBERS, _NUMBERS // max(len(pairs), 1))
         with open_files([*self.shards, *other.shards]) as files:
-            for ours, theirs in rounded[:: max(1, len(rounded) // _SAMPLED)]:
-                dtype, count = ours.tensor.dtype, min(prod(ours.tensor.shape), _NUMBERS)
+            for ours, theirs in pairs:
+                dtype, count = ours.tensor.dtype, min(prod(ours.tensor.shape), most)
                 precise = read_elements(other.name, files[theirs.path], theirs.tensor, 0, count)
                 own = read_bytes(files[ours.path], ours.tensor, 0, count * DTYPE_BYTES[dtype])
                 if not np.array_equal(encode(precise, dtype), own):
                     return None
-        return rounded[0][0].tensor.dtype if rounded else None
+        rounded = (pair[0].tensor.dtype for pair, (ours, theirs) in zip(pairs, order, strict=True) if ours > theirs)
+        return next(rounded, None)
 
     def is_transposed(self, key: str) -> bool:
         """Whether the weight stored under `key` is a Conv1D's, and so in×out; False for an embedding's, and for other

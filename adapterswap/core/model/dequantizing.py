@@ -12,7 +12,7 @@ from adapterswap.core.companions.companions import copy_companions
 from adapterswap.core.model.base import read_config
 from adapterswap.core.model.checkpoints import Checkpoint, read_checkpoint
 from adapterswap.core.model.loading import load_as_saved
-from adapterswap.core.model.quantization import Quantization, quantization_in
+from adapterswap.core.model.quantization import Quantization, quantization_in, settings_in
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.text import read_json
@@ -43,16 +43,18 @@ def dequantized(base: Checkpoint) -> Checkpoint:
 def load_dense(folder: Path, name: str) -> Any:
     """The model in a folder, loaded by transformers on the CPU in the class and the dtype that it was saved in, with
     ordinary layers: a quantized one is dequantized. `name` is the model's name in messages."""
-    settings = read_json(folder / "config.json")
-    quantization = quantization_in(settings)
+    content = read_json(folder / "config.json")
+    quantization = quantization_in(content)
     config = read_config(folder, f"The base model {name}")
     if quantization is None:
         return load_as_saved(folder, name, config=config)
     if quantization.dequantized == "never":
         raise _cannot(name, quantization, "transformers has no way to dequantize it")
     if quantization.dequantized == "loading":
-        settings = settings.get("quantization_config") or settings["compression_config"]
-        config.quantization_config = {**settings, "dequantize": True}
+        for part in (config.get_text_config(), config):
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config  # transformers removes only the model's own
+        config.quantization_config = {**settings_in(content), "dequantize": True}
     try:
         model = load_as_saved(folder, name, config=config, device_map="cpu")
         return model.dequantize() if quantization.dequantized == "loaded" else model

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from adapterswap.core.model.layers import language_config
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -35,6 +37,8 @@ class Quantization:
         return f"{original}, or pass `dequantize=True` to merge into the weights that the quantized base computes with"
 
 
+_KEYS = ("quantization_config", "compression_config")
+
 _METHODS = {
     "fp8": Quantization("FP8", True, "loading"),
     "mxfp8": Quantization("MXFP8", True, "loading"),
@@ -49,10 +53,17 @@ _METHODS = {
 """`quant_method` of config.json → the method. Any other has the defaults, and its own name."""
 
 
+def settings_in(config: Mapping[str, Any]) -> Any:
+    """The settings of the quantization in a config.json; of a multimodal model, they may be those of its language
+    model. None if there are none."""
+    places = (config, language_config(config))
+    return next(filter(None, (place.get(key) for place in places for key in _KEYS)), None)
+
+
 def quantization_in(config: Mapping[str, Any]) -> Quantization | None:
     """The method by which a config.json says that the weights are quantized; None if it says nothing."""
-    settings = config.get("quantization_config") or config.get("compression_config")
-    if not settings:
+    settings = settings_in(config)
+    if settings is None:
         return None
     name = str(settings.get("quant_method") or "an unnamed method") if isinstance(settings, Mapping) else "unknown"
     return _METHODS.get(name, Quantization(name))

@@ -10,12 +10,12 @@ appears whole or not at all, and the same inputs give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.core.model.sources import PROVENANCE
 from adapterswap.core.planning.base import check_base_weights
@@ -132,7 +132,8 @@ def merge(
         max_shard_size: such as `2GB`; by default the base's shards are kept.
         dtype: the dtype of the result; by default each tensor keeps the base's dtype.
         dequantize: merge into the weights that a quantized base computes with, in the model's dtype. The result is not
-            quantized. This needs memory for the whole base, and the library that quantized it.
+            quantized. This needs memory for the whole base, and the library that quantized it. Without it, adapters may
+            change only what an FP8, MXFP4 or compressed-tensors base stores in floating point; the rest is copied.
         device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
         overwrite: replace the folder if adapterswap wrote it.
 
@@ -198,10 +199,20 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     check(FullWeights(full, form))
     if quantized is not None:
         note = f"the base {quantized.name} is quantized: ΔW is added to the weights that it computes with"
-        full = replace(full, notes=(*full.notes, note))
+        full = replace(full, notes=(*full.notes, note, *_lost(quantized, full)))
     return Merged(
         full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized
     )
+
+
+def _lost(quantized: Checkpoint, plan: Plan) -> Iterator[str]:
+    """A note about modules of a quantized base that the dequantized one lacks: transformers does not load them."""
+    left = {parameter.module for parameter in plan.skeleton.parameters.values()}
+    stored = dict.fromkeys(parameter.module.removesuffix(".weight") for parameter in quantized.parameters.values())
+    model = quantized.base
+    others = (module for module in stored if module not in left)
+    if lost := [module for module in others if model.convert(f"{module}.weight")[0] not in model.parameters]:
+        yield f"Not in the result, because transformers does not load it: {and_more(lost)}"
 
 
 def write_model(

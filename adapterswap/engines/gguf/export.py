@@ -118,11 +118,11 @@ class Exported:
         return ["llama-server", "-m", base, "--cache-ram", "0", "--lora-scaled", loaded]
 
     def modelfile(self, base: str = "./base.gguf") -> str | None:
-        """An Ollama Modelfile for `base`, the base in GGUF; None for pieces, which Ollama's requests cannot scale."""
-        if self.is_pieces:
-            return None
-        path = str(self.path) if self.path.is_absolute() else f"./{self.path}"
-        return f"FROM {base}\nADAPTER {path}\n"
+        """An Ollama Modelfile for `base`, the base in GGUF; None for pieces, which Ollama's requests cannot scale.
+
+        Its paths are relative to its own folder, which is that of the adapter's file.
+        """
+        return None if self.is_pieces else f"FROM {base}\nADAPTER ./{self.path.name}\n"
 
     @property
     def is_pieces(self) -> bool:

@@ -53,6 +53,7 @@ class LlamaLaunch:
         base_name: the name of the base itself in requests.
         keys: clients must send one of them; none if everybody is answered.
         max_bytes: of a request.
+        remark: what to know about the answers of this base; see `rounding_of`.
     """
 
     command: tuple[str, ...]
@@ -62,6 +63,7 @@ class LlamaLaunch:
     base_name: str
     keys: tuple[str, ...] = field(repr=False)
     max_bytes: int
+    remark: str | None = None
 
     @property
     def url(self) -> str:
@@ -106,7 +108,9 @@ def plan_llama(
         rest,
     )  # fmt: skip
     keys = _keys(own.api_key_file)
-    return LlamaLaunch(tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6)
+    return LlamaLaunch(
+        tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6, rounding_of(path)
+    )
 
 
 def _keys(file: str | None) -> tuple[str, ...]:
@@ -141,6 +145,24 @@ def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
             "Pass the experts' base, or experts of this base",
             parameter="gguf",
         )
+
+
+_EXACT_TYPES = {"F32", "F16", "BF16"}
+
+
+def rounding_of(gguf: str | Path) -> str | None:
+    """What to know about the answers of a base whose weights are quantized; None if they are not."""
+    sizes: dict[str, int] = {}
+    for tensor in load_gguf().GGUFReader(expand(gguf)).tensors:
+        kind = tensor.tensor_type.name
+        sizes[kind] = sizes.get(kind, 0) + int(tensor.n_elements)
+    largest = max(sizes, key=sizes.__getitem__, default="F32")
+    if largest in _EXACT_TYPES:
+        return None
+    return (
+        f"{Path(gguf).name} has weights of the type {largest}, for which llama.cpp rounds activations to 8 bits: "
+        "answers differ from those of the same weights in transformers. To compare, use a file in F16 or F32"
+    )
 
 
 def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:

@@ -12,8 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.experts.adapter import Adapter, open_expert
-from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.core import Adapter, Checkpoint, open_checkpoint, open_expert
 from adapterswap.experiments.analysis.interference import (
     Changes,
     FractionTable,

@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.checkpoints import open_checkpoint
-from adapterswap.core.model.layers import format_layers
-from adapterswap.core.planning.composing import compose
-from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.rules import Rule
+from adapterswap.core import Adapter, Composition, Rule, compose, format_layers, open_checkpoint
 from adapterswap.experiments.analysis.analyzing import Bars, no_bars
 from adapterswap.experiments.analysis.interference import Block, measure
 from adapterswap.experiments.analysis.suggesting import PROPOSAL, expert_place, from_recipe

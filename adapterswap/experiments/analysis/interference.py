@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.core import Adapter, Checkpoint, check_one_list
 from adapterswap.core.changes.joint import cosine
-from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import MAX_LAYERS, check_one_list, has_both_stacks
+from adapterswap.core.model.layers import MAX_LAYERS, has_both_stacks
 from adapterswap.experiments.analysis.reading import matrices
 from adapterswap.experiments.analysis.surveying import ModuleChange, ModuleInterference, survey
 from adapterswap.kit.errors import DataError, ExpertError, UnsupportedError

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from adapterswap.core import Adapter, Checkpoint, StoredTensor, Target, aligned, check_expert
 from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.changes.reading import Delta, read_difference, read_factors
-from adapterswap.core.experts.adapter import Adapter, LoraModule
+from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.experts.names import renamed_adapter
-from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor
+from adapterswap.core.model.checkpoints import OTHER_NAMES
 from adapterswap.core.model.layers import within_layer
-from adapterswap.core.planning.alignment import aligned
-from adapterswap.core.planning.targets import Target, check_expert
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, Problems
 from adapterswap.kit.files.numbers import open_files
 from adapterswap.kit.files.tensorfile import FLOATS

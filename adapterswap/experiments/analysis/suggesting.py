@@ -18,13 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.layers import format_layers
-from adapterswap.core.planning.composing import soup
-from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE
+from adapterswap.core import BASE, Adapter, Composition, Plan, format_layers, make_plan, soup
 from adapterswap.engines.live import LiveComposer, load_experts
 from adapterswap.experiments.analysis.analyzing import Bars, no_bars
 from adapterswap.experiments.analysis.interference import Block, Changes, measure
@@ -319,7 +313,7 @@ def _by_weights(plan: Plan, bars: Bars) -> Importance:
 
 
 def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str, bars: Bars) -> Importance:
-    from adapterswap.core.model.loading import choose_device, load_weights, open_base
+    from adapterswap.core import choose_device, load_weights, open_base
 
     target = choose_device(device)
     base = open_base(base_model)

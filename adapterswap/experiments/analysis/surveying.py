@@ -21,10 +21,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.core import Adapter, Checkpoint
 from adapterswap.core.changes.joint import Joint, cosine, mixed
 from adapterswap.core.changes.reading import Delta, Factors, finite
-from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.writing.outputs import map_in_threads
 from adapterswap.experiments.analysis.reading import Matrix, Reader, delta_reader, matrices
 from adapterswap.kit.errors import ExpertError

@@ -20,12 +20,16 @@ from typing import Any, Protocol
 
 import torch
 
-from adapterswap.core.model.loading import OpenedBase, generation_config
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.writing.adapter import write_prepared
-from adapterswap.core.writing.outputs import Form
-from adapterswap.core.writing.streaming import ModelForm
-from adapterswap.core.writing.weights import prepare_model, write_model
+from adapterswap.core import (
+    Form,
+    ModelForm,
+    OpenedBase,
+    Plan,
+    generation_config,
+    prepare_model,
+    write_model,
+    write_prepared,
+)
 from adapterswap.engines.serving.composer import for_any_engine
 from adapterswap.experiments.evaluation.evaluating import as_result, harness, padded, run_harness, tasks_to_evaluate
 from adapterswap.experiments.evaluation.harness import EvaluatedModel, seed_of

@@ -17,19 +17,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.core import (
+    Adapter,
+    Composition,
+    OpenedBase,
+    Plan,
+    adapter_source,
+    check_base_weights,
+    choose_device,
+    identity_of,
+    load_weights,
+    make_plan,
+    num_layers_in_config,
+    open_base,
+)
 from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
 from adapterswap.core.companions.tokenizer import BASE_FOLDER
-from adapterswap.core.experts.adapter import Adapter, read_adapter
+from adapterswap.core.experts.adapter import read_adapter
 from adapterswap.core.experts.config import is_plain
 from adapterswap.core.experts.keys import KINDS, LORA, TRAINABLE_TOKENS
-from adapterswap.core.model.layers import check_depth_of, num_layers_in_config
-from adapterswap.core.model.loading import (
-    OpenedBase,
-    choose_device,
-    load_weights,
-    open_base,
-    quiet_peft,
-)
+from adapterswap.core.model.layers import check_depth_of
+from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import (
     CONFIG,
     PROVENANCE,
@@ -37,14 +45,9 @@ from adapterswap.core.model.sources import (
     WEIGHTS,
     Source,
     find_source,
-    identity_of,
     recorded_base,
 )
-from adapterswap.core.planning.base import check_base_weights
-from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.writing.records import CompositionRecord, adapter_source, composition_record, read_record
+from adapterswap.core.writing.records import CompositionRecord, composition_record, read_record
 from adapterswap.experiments.evaluation import evaluating
 from adapterswap.experiments.evaluation.languages import check_languages
 from adapterswap.experiments.evaluation.prompts import Vocabulary
@@ -130,7 +133,7 @@ def load_subject(
     If possible, a composition is made live: its experts are loaded side by side and no adapter is written. One that
     needs tensors of its own (see `why_not_live`) or a bound on its rank is written to a temporary folder first.
     """
-    from adapterswap.core.writing.adapter import write_adapter
+    from adapterswap.core import write_adapter
     from adapterswap.engines.live import LiveComposer, load_experts, why_not_live
 
     target = choose_device(device)

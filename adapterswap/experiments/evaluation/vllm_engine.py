@@ -26,11 +26,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core import Adapter, OpenedBase, Plan, generation_config
 from adapterswap.core.model.base import base_at
-from adapterswap.core.model.loading import OpenedBase, generation_config
 from adapterswap.core.model.sources import CONFIG, WEIGHTS
-from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.serving.composer import check_fits, largest_rank
 from adapterswap.engines.serving.vllm import RANKS
 from adapterswap.experiments.evaluation.asking import (

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import adapterswap
-from adapterswap.core.planning.composing import layer_swap
-from adapterswap.core.writing.adapter import write_adapter
+from adapterswap.core import layer_swap, write_adapter
 from adapterswap.experiments.lab.smollm2 import INSTALL, PACKAGE, package_file, write_smollm2
 from adapterswap.experiments.lab.word_problems import Part, WordProblem, draw_problems
 from adapterswap.kit.dependencies import require
@@ -43,7 +42,7 @@ METHODS = {
     "base": "the pretrained model",
     "language expert": "rsLoRA on pairs of French and English sentences",
     "soup": "½ math + ½ French, in every layer",
-    "inverse swap": "layers 0-7 from math, which has none there, the others from French",
+    "inverse swap": "layers 8-29 from French, the others from math, which has none there",
     "task expert": "rsLoRA on English word problems, in layers 8-29 only",
     "sum": "math + French, in every layer",
     "layer swap": "layers 0-7 from French, the others from math",
@@ -258,7 +257,7 @@ def sweep_recipe(base: Path, experts: Mapping[str, Path], tasks: Path) -> dict[s
         "compositions": {
             "layer swap": {"bottom": BOTTOM, "top": TOP},
             "sum": {"method": "task_arithmetic"},
-            "inverse swap": {"rules": [f"task: 0-{BOTTOM - 1}", "language"]},
+            "inverse swap": {"rules": [f"base: 0-{BOTTOM - 1}", "language"]},
         },
         "baselines": ["base", "task", "language", "soup"],
         "tasks": {name: [task_name("test", "fr")] for name in places if not name.startswith("math")},

@@ -20,11 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.core.experts.adapter import open_adapter
-from adapterswap.core.planning.composing import layer_swap, soup, task_arithmetic
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE
-from adapterswap.core.writing.adapter import write_adapter
+from adapterswap.core import BASE, Plan, layer_swap, open_adapter, soup, task_arithmetic, write_adapter
 from adapterswap.engines.live import LiveComposer, load_experts
 from adapterswap.experiments.lab.bases import BOS, EOS, NUM_LAYERS, PAD, ids_of, padded, shipped_file, write_base
 from adapterswap.experiments.lab.scenes import Scene, draw_problems, language_rows, math_rows

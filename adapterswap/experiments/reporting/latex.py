@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeGuard
 
-from adapterswap.core.planning.describe import error_text
+from adapterswap.core import error_text
 from adapterswap.experiments.reporting.headline import MethodRow, Spread, Target, resampled
 from adapterswap.experiments.reporting.report import Report
 from adapterswap.experiments.reporting.statistics import RankComparison

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from adapterswap.core.planning.composition import Composition
+from adapterswap.core import Composition
 from adapterswap.experiments.reporting.choosing import (
     Choice,
     Unit,

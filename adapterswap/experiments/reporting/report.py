@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.core.methods.method import flag_of
+from adapterswap.core import flag_of
 from adapterswap.core.planning.rules import write_rule
 from adapterswap.experiments.evaluation.settings import SEED
 from adapterswap.experiments.reporting.choosing import (

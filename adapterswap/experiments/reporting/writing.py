@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap import __version__
-from adapterswap.core.planning.describe import error_text
+from adapterswap.core import error_text
 from adapterswap.experiments.reporting.figures import (
     PlannedFigure,
     draw,

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from adapterswap.core.planning.rules import BASE
+from adapterswap.core import BASE
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.experiments.studio.controls import Controls
 from adapterswap.experiments.studio.html import (

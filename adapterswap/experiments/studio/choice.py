@@ -15,10 +15,9 @@ from urllib.parse import parse_qsl, urlencode
 from pydantic import Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
-from adapterswap.core.model.layers import NO_LAYER, Kind, format_layers, parse_layers
-from adapterswap.core.planning.composition import ZONES, Composition
+from adapterswap.core import ZONES, Composition, Kind, Rule, format_layers, parse_layers
+from adapterswap.core.model.layers import NO_LAYER
 from adapterswap.core.planning.parameters import parameter_keys
-from adapterswap.core.planning.rules import Rule
 from adapterswap.kit.errors import ArgumentError, CompositionError
 from adapterswap.kit.files.yaml import validate
 

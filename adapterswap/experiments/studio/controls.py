@@ -11,11 +11,9 @@ from typing import Any, get_args
 
 import gradio as gr
 
-from adapterswap.core.methods.method import Method, Parameter, SpanMethod
-from adapterswap.core.methods.registry import PARAMETERS, find_method, in_adapters, names_of
-from adapterswap.core.model.layers import Kind
-from adapterswap.core.planning.composition import ZONES, Composition, Partition
-from adapterswap.core.planning.rules import BASE
+from adapterswap.core import BASE, ZONES, Composition, Kind, Method, Parameter, Partition, find_method
+from adapterswap.core.methods.method import SpanMethod
+from adapterswap.core.methods.registry import PARAMETERS, in_adapters, names_of
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.experiments.studio.workspace import Workspace
 from adapterswap.kit.errors import ArgumentError

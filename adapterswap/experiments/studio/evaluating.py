@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
-from adapterswap.core.planning.composition import Composition
+from adapterswap.core import Composition
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.answers import is_correct, parse_number
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.methods.method import flag_of
-from adapterswap.core.planning.composing import compose
-from adapterswap.core.planning.composition import Composition, own_name
-from adapterswap.core.writing.adapter import write_adapter
+from adapterswap.core import Composition, compose, flag_of, own_name, write_adapter
 from adapterswap.engines.gguf.export import export
 from adapterswap.experiments.studio.choice import FIELDS, by_rules
 from adapterswap.experiments.studio.workspace import Workspace

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.describe import COLOURS, blend_of, draw, marks, owner_label, unusual
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE
+from adapterswap.core import BASE, Composition, Plan, unusual
+from adapterswap.core.planning.describe import COLOURS, blend_of, draw, marks, owner_label
 from adapterswap.core.planning.slots import Slot
 from adapterswap.experiments.analysis.analyzing import Analysis
 from adapterswap.experiments.analysis.suggesting import Suggestion

@@ -18,8 +18,7 @@ from typing import Any
 import gradio as gr
 from gradio.exceptions import ComponentProcessingError, InvalidPathError
 
-from adapterswap.core.planning.composition import ZONES
-from adapterswap.core.planning.rules import BASE
+from adapterswap.core import BASE, ZONES
 from adapterswap.experiments.studio import evaluating
 from adapterswap.experiments.studio.answering import Answering
 from adapterswap.experiments.studio.choice import LONGEST_PROMPT, Choice, check_values, first_choice, from_address

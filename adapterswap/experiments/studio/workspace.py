@@ -14,14 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.core import (
+    BASE,
+    Adapter,
+    Composition,
+    OpenedBase,
+    Plan,
+    Rule,
+    choose_device,
+    compose,
+    known_depth,
+    load_weights,
+    open_adapter,
+    open_base,
+    own_name,
+)
 from adapterswap.core.companions.companions import decide_prompts
-from adapterswap.core.experts.adapter import Adapter, open_adapter
-from adapterswap.core.model.layers import known_depth
-from adapterswap.core.model.loading import OpenedBase, choose_device, load_weights, open_base
-from adapterswap.core.planning.composing import compose
-from adapterswap.core.planning.composition import Composition, own_name
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.engines.live import LiveComposer, stream
 from adapterswap.engines.live.inventory import layers_of_base
 from adapterswap.engines.serving.names import check_expert_name, read_manifest

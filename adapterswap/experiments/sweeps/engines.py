@@ -20,7 +20,7 @@ from adapterswap.experiments.sweeps.results import CellResult
 from adapterswap.kit.dependencies import require
 
 if TYPE_CHECKING:
-    from adapterswap.core.planning.plan import Plan
+    from adapterswap.core import Plan
     from adapterswap.experiments.evaluation.asking import Questions, Request, Subject
     from adapterswap.experiments.evaluation.vllm_engine import Needs, VLLMEngine
 
@@ -201,8 +201,7 @@ def _asked(
 
 def _check_merged(prepared: PreparedSweep) -> None:
     """Check cells that only vLLM needs as full weights; `prepare` has checked the others."""
-    from adapterswap.core.model.checkpoints import open_checkpoint
-    from adapterswap.core.planning.making import merge_plan
+    from adapterswap.core import merge_plan, open_checkpoint
 
     for cell in prepared.plans.checked:
         plan = prepared.plans[cell.cell]

@@ -16,10 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
 
-from adapterswap.core.methods.method import Parameter
-from adapterswap.core.planning.composition import Method, Outside, Partition, fits_peft, fits_short_names
+from adapterswap.core import BASE, Parameter, Partition, Rule
+from adapterswap.core.planning.composition import Method, Outside, fits_peft, fits_short_names
 from adapterswap.core.planning.parameters import MethodFields, kind_of
-from adapterswap.core.planning.rules import BASE, Rule, mean_label
+from adapterswap.core.planning.rules import mean_label
 from adapterswap.kit.errors import FieldError
 from adapterswap.kit.files.yaml import FieldMistake, StrictModel
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 
-from adapterswap.core.methods.registry import find_method, own_parameters
-from adapterswap.core.planning.composition import Composition, scaled_default
-from adapterswap.core.planning.rules import BASE
+from adapterswap.core import BASE, Composition, find_method
+from adapterswap.core.methods.registry import own_parameters
+from adapterswap.core.planning.composition import scaled_default
 from adapterswap.experiments.sweeps.families import (
     BASELINES,
     LANGUAGE,

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from adapterswap.core.planning.plan import Plan
+from adapterswap.core import Plan
 from adapterswap.experiments.sweeps.grid import Assignment, Cell, composition_of
 from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.experiments.sweeps.results import LARGEST, CellResult, Run, TaskValue
@@ -112,7 +112,7 @@ class LocalJudge:
     """
 
     def __init__(self, prepared: PreparedSweep, device: str, dtype: str, *, processes: Processes | None = None) -> None:
-        from adapterswap.core.model.loading import choose_device
+        from adapterswap.core import choose_device
         from adapterswap.experiments.evaluation.evaluating import surroundings
 
         self._prepared, self._processes = prepared, processes
@@ -149,7 +149,7 @@ class LocalJudge:
 
     def _load(self) -> None:
         """Load the base with all adapters, unless it is in memory: a merged model may have replaced it."""
-        from adapterswap.core.model.loading import load_weights
+        from adapterswap.core import load_weights
         from adapterswap.engines.live import LiveComposer
 
         if self._model is not None:
@@ -164,8 +164,7 @@ class LocalJudge:
     @contextmanager
     def _composed(self, cell: Cell) -> Iterator[float | None]:
         """Put a cell's composition into the model; yields its relative error, see `CellResult`."""
-        from adapterswap.core.writing.adapter import prepare, write_prepared
-        from adapterswap.core.writing.outputs import Form
+        from adapterswap.core import Form, prepare, write_prepared
 
         plan, way = self._prepared.plans[cell.cell], way_of(self._prepared, cell)
         if plan is not None and way == "merged":
@@ -196,7 +195,7 @@ class LocalJudge:
     @contextmanager
     def _merged(self, plan: Plan) -> Iterator[None]:
         """Replace the model in memory by the one that `merge` writes for a plan, until the cell is evaluated."""
-        from adapterswap.core.model.loading import load_weights
+        from adapterswap.core import load_weights
         from adapterswap.experiments.evaluation.asking import FullWeights, written
 
         self._model = self._composer = None

@@ -14,19 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
+from adapterswap.core import (
+    Adapter,
+    Checkpoint,
+    Form,
+    OpenedBase,
+    Place,
+    Plan,
+    Target,
+    chains_of,
+    check_expert,
+    known_depth,
+    make_plan,
+    merge_plan,
+    num_layers_in_config,
+    open_base,
+    open_checkpoint,
+    open_expert,
+)
 from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.companions.tokenizer import BASE_FOLDER
-from adapterswap.core.experts.adapter import Adapter, open_expert
-from adapterswap.core.model.checkpoints import Checkpoint, model_fingerprints, open_checkpoint
-from adapterswap.core.model.layers import check_depth_of, known_depth, num_layers_in_config
-from adapterswap.core.model.loading import OpenedBase, open_base
+from adapterswap.core.model.checkpoints import model_fingerprints
+from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.sources import WEIGHTS
-from adapterswap.core.planning.composition import Place, adapters_of, chains_of
-from adapterswap.core.planning.making import make_plan, merge_plan
-from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.targets import Target, check_expert, clash
-from adapterswap.core.writing.outputs import Form
+from adapterswap.core.planning.composition import adapters_of
+from adapterswap.core.planning.targets import clash
 from adapterswap.experiments.evaluation.languages import check_languages, language_of
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.evaluation.tasks import (

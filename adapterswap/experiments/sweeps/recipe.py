@@ -17,10 +17,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
+from adapterswap.core import BASE, Place, Rule, chains_of, check_names
 from adapterswap.core.model.layers import MAX_LAYERS
-from adapterswap.core.planning.checks import check_names
-from adapterswap.core.planning.composition import Place, chains_of, placed, shared_name
-from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.planning.composition import placed, shared_name
 from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions, Settings
 from adapterswap.experiments.permitted import check_settings
 from adapterswap.experiments.sweeps.families import (

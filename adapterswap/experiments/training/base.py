@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.model.loading import OpenedBase, load_weights
+from adapterswap.core import OpenedBase, load_weights
 from adapterswap.experiments.training.recipe import Quantization, TrainingOptions, TrainRecipe
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import BaseModelError, DependencyError, Problems, RunError, UnsupportedError

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.core.model.loading import OpenedBase, generation_config
+from adapterswap.core import SIDES, OpenedBase, generation_config
 from adapterswap.core.model.sources import hub_reason, hub_remedy
-from adapterswap.core.planning.composition import SIDES
 from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.permitted import uncounted
 from adapterswap.experiments.training.hygiene import MATH, Screen

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core import OpenedBase
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.evaluating import preview
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, load_tasks, task_files, task_fingerprint

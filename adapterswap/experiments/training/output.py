@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.core.model.loading import OpenedBase, open_base
-from adapterswap.core.model.sources import TRAINING_RECORD, identity_of
+from adapterswap.core import OpenedBase, identity_of, open_base
+from adapterswap.core.model.sources import TRAINING_RECORD
 from adapterswap.core.writing.adapter import ADAPTER_FILES
 from adapterswap.experiments.training.recipe import ChainStart, TrainRecipe
 from adapterswap.experiments.training.report import TrainReport

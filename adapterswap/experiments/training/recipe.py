@@ -26,8 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from adapterswap.core.model.layers import format_layers, parse_layers
-from adapterswap.core.planning.composition import SIDES, Composition, Partition, Side
+from adapterswap.core import SIDES, Composition, Partition, Side, format_layers, parse_layers
 from adapterswap.experiments.chat import as_date
 from adapterswap.experiments.permitted import foreign_source
 from adapterswap.experiments.training.selection import SelectionOptions

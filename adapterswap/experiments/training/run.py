@@ -34,7 +34,7 @@ from adapterswap.kit.files.yaml import find_recipe
 from adapterswap.kit.progress import Progress
 
 if TYPE_CHECKING:
-    from adapterswap.core.model.loading import OpenedBase
+    from adapterswap.core import OpenedBase
     from adapterswap.experiments.training.checkpoints import Checkpoints
     from adapterswap.experiments.training.data import Data
     from adapterswap.experiments.training.judging import Examination

@@ -13,19 +13,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core import (
+    Adapter,
+    Base,
+    Composition,
+    OpenedBase,
+    adapter_source,
+    check_base_weights,
+    compose,
+    identity_of,
+    open_adapter,
+    read_composition,
+    write_adapter,
+)
 from adapterswap.core.companions.companions import CompanionPlan, decide, decide_prompts
 from adapterswap.core.companions.tokenizer import clashes, read_tokens
-from adapterswap.core.experts.adapter import Adapter, and_more, open_adapter
+from adapterswap.core.experts.adapter import and_more
 from adapterswap.core.experts.names import under_canonical_names
-from adapterswap.core.model.base import Base
 from adapterswap.core.model.layers import stacked_layers_in_config
-from adapterswap.core.model.loading import OpenedBase
-from adapterswap.core.model.sources import identity_of, parse_hub_id, public_name
-from adapterswap.core.planning.base import check_base_weights
-from adapterswap.core.planning.composing import compose, read_composition
-from adapterswap.core.planning.composition import Composition
-from adapterswap.core.writing.adapter import write_adapter
-from adapterswap.core.writing.records import SourceRecord, adapter_source
+from adapterswap.core.model.sources import parse_hub_id, public_name
+from adapterswap.core.writing.records import SourceRecord
 from adapterswap.experiments.training.recipe import ChainStart
 from adapterswap.experiments.training.targets import MERGE_INSTEAD, TrainingTargets
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems, UnsupportedError

@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.config import scale
-from adapterswap.core.model.base import Base
-from adapterswap.core.model.layers import (
+from adapterswap.core import (
+    SIDES,
+    Adapter,
+    Base,
+    Partition,
+    Side,
     check_one_list,
-    kind_of,
     known_depth,
-    layer_container,
-    layer_of,
     num_layers_in_config,
     parse_layers,
 )
-from adapterswap.core.planning.composition import SIDES, Partition, Side, partition_sides
+from adapterswap.core.experts.config import scale
+from adapterswap.core.model.layers import kind_of, layer_container, layer_of
+from adapterswap.core.planning.composition import partition_sides
 from adapterswap.core.writing.layout import Shape, written_scale
 from adapterswap.experiments.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.kit.errors import FieldError, Problems, UnsupportedError

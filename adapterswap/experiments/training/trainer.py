@@ -28,8 +28,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from adapterswap.core.model.loading import OpenedBase
-from adapterswap.core.planning.composition import SIDES, Side
+from adapterswap.core import SIDES, OpenedBase, Side
 from adapterswap.core.writing.layout import most_common
 from adapterswap.experiments.training.batches import RowsInSteps, by_length, only_labelled
 from adapterswap.experiments.training.checkpoints import LADDER, complete, link_weights

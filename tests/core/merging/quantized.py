@@ -21,19 +21,20 @@ State = dict[str, torch.Tensor]
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def _sizes(**options: Any) -> dict[str, Any]:
+def sizes(**options: Any) -> dict[str, Any]:
+    """The sizes of a small model, all multiples of 128."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": SIDE // 4}
     return {"vocab_size": 96, "hidden_size": SIDE, "intermediate_size": SIDE, "num_hidden_layers": 2} | heads | options
 
 
 CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
-    "llama": lambda: transformers.LlamaConfig(**_sizes(num_hidden_layers=3)),
-    "tied": lambda: transformers.LlamaConfig(**_sizes(), tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**sizes(num_hidden_layers=3)),
+    "tied": lambda: transformers.LlamaConfig(**sizes(), tie_word_embeddings=True),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_sizes(), moe_intermediate_size=SIDE, num_experts=4, num_experts_per_tok=2
+        **sizes(), moe_intermediate_size=SIDE, num_experts=4, num_experts_per_tok=2
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_sizes(), num_local_experts=4, num_experts_per_tok=2, sliding_window=16, max_position_embeddings=64
+        **sizes(), num_local_experts=4, num_experts_per_tok=2, sliding_window=16, max_position_embeddings=64
     ),
 }
 
@@ -100,11 +101,14 @@ def in_mxfp4(folder: Path) -> Path:
     return with_settings(folder, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
 
 
-def dense(folder: Path) -> PreTrainedModel:
+def dense(folder: Path, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """The base as transformers dequantizes it, in float32."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    config.quantization_config = dict(config.quantization_config) | {"dequantize": True}
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto").float().eval()
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            part.quantization_config = dict(part.quantization_config) | {"dequantize": True}
+    model: PreTrainedModel = kind.from_pretrained(folder, config=config, dtype="auto")
+    return model.float().eval()
 
 
 def adapter(base: Path, folder: Path, *, seed: int = 1, **options: Any) -> Path:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from peft import LoraConfig
+from pico_models import merged_by_peft, trained
 from refusals import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -172,6 +175,34 @@ def test_other_methods_are_refused_by_name(
         adapterswap.merge(expert, packed, out_path=tmp_path / "out")
     plan = adapterswap.layer_swap(expert, expert, base_model=packed, bottom=1, top=1)  # the names are there
     assert plan.write(tmp_path / "composed")
+
+
+def test_settings_of_a_language_model_count(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """Multimodal models may have them in `text_config`; and what transformers does not load is named."""
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**tower, "image_size": 28, "patch_size": 14}
+    text = {**quantized.sizes(), "model_type": "gemma3_text"}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    folder = quantized.in_fp8(
+        tmp_path / "base", excluded=("vision", "lm_head"), modules_to_not_convert=["vision_tower"]
+    )
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"]["quantization_config"] = content.pop("quantization_config")
+    path.write_text(json.dumps(content))
+    kind = transformers.Gemma3ForConditionalGeneration
+    whole = quantized.dense(folder, kind)
+    settings = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|down_proj)", task_type="CAUSAL_LM")
+    expert = trained(whole, settings, tmp_path / "math", save_embedding_layers=False)
+    with refused(UnsupportedError, parameter="base_model", match="FP8"):
+        adapterswap.merge(expert, folder, out_path=tmp_path / "out")
+    out = adapterswap.merge(expert, folder, out_path=tmp_path / "out", dequantize=True)
+    written = kind.from_pretrained(out, dtype=torch.float32).state_dict()
+    rounded_once(dict(written), merged_by_peft(quantized.dense(folder, kind), expert))
+    assert "quantization_config" not in (out / "config.json").read_text()
 
 
 def test_a_module_trained_in_full_becomes_lora(base: Callable[[str], Path], tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ def test_the_command(run: Callable[..., Result], math: Path, base: Path, tmp_pat
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout) == output | {"written": True}
     assert output["server_command"] == ["llama-server", "-m", "base.gguf", "--lora", str(out)]
-    assert output["modelfile"] == f"FROM ./base.gguf\nADAPTER {out}\n"
+    assert output["modelfile"] == f"FROM ./base.gguf\nADAPTER ./{out.name}\n"  # Ollama looks beside the Modelfile
     assert output["bytes"] == sum(tensor.nbytes for tensor in read(out)[1].values())
     again = run("export", math, *options)
     assert again.exit_code == 3

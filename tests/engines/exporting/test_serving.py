@@ -132,6 +132,26 @@ def test_two_hundred_requests_at_once_over_twenty_names(world: dict[str, Path], 
     assert plain.tokens == reference(load(base), PROMPTS[0], LENGTH).tokens[: len(plain.tokens)]
 
 
+def test_a_quantized_base_gets_a_warning(tmp_path: Path) -> None:
+    import gguf
+
+    from adapterswap.engines.serving.llama_cpp import rounding_of
+
+    for kind in ("Q4_1", "Q8_0", "F16", "F32"):
+        writer = gguf.GGUFWriter(tmp_path / f"{kind}.gguf", "llama")
+        quantized = gguf.quants.quantize(np.ones((4, 32), np.float32), gguf.GGMLQuantizationType[kind])
+        writer.add_tensor("blk.0.attn_q.weight", quantized, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor("blk.0.attn_norm.weight", np.ones(32, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    assert rounding_of(tmp_path / "F16.gguf") is None
+    assert rounding_of(tmp_path / "F32.gguf") is None
+    for kind in ("Q4_1", "Q8_0"):
+        assert f"of the type {kind}" in (rounding_of(tmp_path / f"{kind}.gguf") or "")
+
+
 @pytest.mark.slow
 def test_what_clients_see(world: dict[str, Path], bases: Bases, tmp_path: Path) -> None:
     """Chat, streams, models, and the table of refusals, behind a llama-server that `llama_server` names."""
