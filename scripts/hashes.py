@@ -4,7 +4,7 @@
     pip install --require-hashes --no-deps -r constraints-hashes.txt
 
 For a release. The files are those for this Python and this platform, because other wheels of a version have other
-hashes. pip chooses them and reports their hashes; it downloads their metadata only.
+hashes. pip chooses them and reports their hashes; of wheels, it downloads the metadata only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_ASK = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:", "--quiet", "--report", "-"]
+_ASK = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--prefer-binary", "--quiet", "--report", "-"]
 
 
 def lines(installed: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -32,7 +32,7 @@ def lines(installed: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def main() -> None:
     command = [sys.executable, "-m", "pip", *_ASK, "-r", str(ROOT / "constraints.txt")]
-    report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     environment = report["environment"]
     place = ", ".join(environment[key] for key in ("python_version", "platform_machine", "sys_platform"))
     head = f"# Made by scripts/hashes.py for Python {place}"

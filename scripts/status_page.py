@@ -16,6 +16,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "instal
 RELEASED = False  # True on the day on which `pip install adapterswap` gives this version
 
 _BLOCK = re.compile(r"(<!-- (?P<name>status|install|install-lab) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+_LINE = re.compile(r"^(pip (?:install|wheel) )'(?:\.|adapterswap)\[(\w+)\]'", flags=re.MULTILINE)  # elsewhere on a page
 _INSTALL = [
     ("", "compose, slice, inspect, diff, verify, analyze, suggest: 180 MB, without torch"),
     ("models", "and compose live, merge, extract, convert other kinds: torch, transformers, PEFT"),
@@ -53,9 +54,10 @@ def status() -> str:
 
 
 def page(text: str, *, released: bool = RELEASED) -> str:
-    """A page with its generated blocks."""
+    """A page with its generated blocks, and its other commands that install adapterswap."""
     blocks = {"status": status(), "install": install(released=released), "install-lab": install_lab(released=released)}
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{blocks[match['name']]}\n{match[3]}", text)
+    text = _BLOCK.sub(lambda match: f"{match[1]}\n{blocks[match['name']]}\n{match[3]}", text)
+    return _LINE.sub(lambda match: f"{match[1]}'{'adapterswap' if released else '.'}[{match[2]}]'", text)
 
 
 if __name__ == "__main__":

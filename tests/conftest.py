@@ -26,7 +26,6 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner, Result
-from indexing import index_once
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiers import left_out
@@ -64,7 +63,6 @@ def freeze_imports(hundreds: int) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    index_once()
     freeze_imports(len(sys.modules) // 100)
 
 

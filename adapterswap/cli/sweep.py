@@ -127,6 +127,8 @@ def sweep_command(
     sweep_recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
     if experts or rules:
         sweep_recipe = with_rules(sweep_recipe, named_experts(experts), parsed_rules(rules))
+    if not freeze:
+        check_out_path(out_path, None, overwrite=overwrite)  # before anything is read, which may take long
     with working("reading experts and tasks", shown=is_first()):
         prepared = prepare(
             sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code

@@ -33,11 +33,10 @@ from adapterswap.kit.files.yaml import (
     MARKS,
     Layer,
     dump_yaml,
-    find_fragment,
+    fragments_of,
     load_layers,
     read_content,
     shipped_recipes,
-    take_names,
     validate,
     writer,
 )
@@ -215,7 +214,7 @@ def _with_relative_names(file: Path, places: dict[Path, str]) -> str:
     yaml, text = round_trip(), io.StringIO()
     content = yaml.load(file.read_text(encoding="utf-8"))
     if "extends" in content:
-        fragments = [places[find_fragment(name, file)] for name in take_names(dict(content), file)]
+        fragments = [places[fragment] for fragment in fragments_of(content, file)]
         content["extends"] = [os.path.relpath(place, Path(places[file]).parent) for place in fragments]
     yaml.default_flow_style = None  # the new list goes on one line; the rest keeps its style
     yaml.dump(content, text)

@@ -21,6 +21,7 @@ from adapterswap.kit.files.text import exists, parse_json
 JINJA, MORE, LEGACY = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 SETTINGS = "tokenizer_config.json"
 _KEY, _DEFAULT, _PROCESSOR = "chat_template", "default", "processor's"
+_MOST = 2**20  # bytes of a template; real ones have some 10 kB
 _REMEDY = "Save the tokenizer again, with tokenizer.save_pretrained(FOLDER)"
 
 Templates = Mapping[str, str]
@@ -64,7 +65,7 @@ def _files(folder: Path) -> dict[str, str]:
     """The templates that are files of their own."""
     places = {_DEFAULT: JINJA}
     places |= {path.stem: f"{MORE}/{path.name}" for path in files_matching(folder, [f"{MORE}/*.jinja"])}
-    texts = {name: text_inside(folder, place) for name, place in places.items()}
+    texts = {name: text_inside(folder, place, limit=_MOST) for name, place in places.items()}
     return {name: _one_newline(text) for name, text in texts.items() if text is not None}
 
 

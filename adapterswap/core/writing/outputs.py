@@ -25,7 +25,7 @@ import numpy as np
 
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, OutputError, Problems, check_type
-from adapterswap.kit.files.numbers import Bytes, write_at
+from adapterswap.kit.files.numbers import Bytes, read_at, write_at
 from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _read(file: int, size: int, offset: int) -> bytearray:
     raw = bytearray(size)
     bytes_read = 0
     while bytes_read < size:
-        count = os.preadv(file, [memoryview(raw)[bytes_read:]], offset + bytes_read)
+        count = read_at(file, memoryview(raw)[bytes_read:], offset + bytes_read)
         if count == 0:
             raise OutputError("A temporary file was truncated", "Run the command again")
         bytes_read += count

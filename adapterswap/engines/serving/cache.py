@@ -11,11 +11,11 @@ and so are all answers if the file was altered.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
+import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -24,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.kit.errors import AdapterswapError, OutputError, RunError
+from adapterswap.kit.errors import AdapterswapError, OutputError, RunError, UnsupportedError
 from adapterswap.kit.files.folders import replacing, sync_folder, sync_one
 from adapterswap.kit.files.hashes import sha256_of, stamp
 from adapterswap.kit.files.tensorfile import open_tensors
 from adapterswap.kit.files.text import expand, read_json
+
+if sys.platform != "win32":
+    import fcntl
 
 _MOST = 2000  # answers; the oldest go first
 
@@ -108,6 +111,12 @@ class Cache:
 
     def open(self) -> int:
         """Create the folders, and return the descriptor of the file whose lock marks them as in use."""
+        if sys.platform == "win32":
+            raise UnsupportedError(
+                "The cache of a server needs locks that several processes share, which Windows lacks",
+                "Serve from Linux, for instance in WSL 2, or from macOS",
+                parameter="cache",
+            )
         with self._opening:
             if self._in_use is None:
                 self._in_use = self._open()

@@ -190,6 +190,7 @@ def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
 def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listener: socket.socket) -> None:
     """Answer clients until a signal or the last end of llama.cpp, and then those that wait, for a few seconds."""
     import uvicorn
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     from adapterswap.engines.serving.llama_proxy import Connection, Proxy, most_at_once
     from adapterswap.engines.serving.metrics import Measured, folder_sizes
@@ -203,6 +204,7 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
         return {"adapterswap_compositions_cached": composer.remembered, "adapterswap_cache_bytes": size}
 
     measured = Measured(proxy, gauges, engine=lambda: engine.process, keys=launch.keys)
+    guarded = TrustedHostMiddleware(measured, allowed_hosts=list(hosts), www_redirect=False)  # also of the metrics
     keeper = _Keeper(engine)
 
     async def watch() -> None:
@@ -211,7 +213,7 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
 
     server = uvicorn.Server(
         uvicorn.Config(
-            measured, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
+            guarded, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
             access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=_END_S,
             callback_notify=watch, timeout_notify=0, backlog=most_at_once(),
         )

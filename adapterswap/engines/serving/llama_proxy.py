@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
+import sys
 from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -35,6 +35,9 @@ from adapterswap.engines.serving.pieces import PieceComposer
 from adapterswap.engines.serving.refusals import NO_KEY, NO_MODEL, has_key, refusal
 from adapterswap.kit.errors import AdapterswapError, FieldError
 from adapterswap.kit.files.text import parse_json
+
+if sys.platform != "win32":
+    import resource
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _PATIENCE_S = 30.0  # for a request to arrive, and for a client to read
@@ -267,5 +270,7 @@ class Connection(H11Protocol):
 
 def most_at_once() -> int:
     """The most requests: each takes two files, and as many may have been accepted, and as many be waiting."""
+    if sys.platform == "win32":  # which limits files otherwise
+        return 1000
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1000 if files == resource.RLIM_INFINITY else max(1, min(1000, (files - 64) // 4))

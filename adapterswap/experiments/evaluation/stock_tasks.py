@@ -12,6 +12,7 @@ because its author may also have written the code.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import os
 import re
@@ -19,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,6 +41,7 @@ from adapterswap.kit.errors import (
 )
 from adapterswap.kit.files.folders import files_in
 from adapterswap.kit.files.hashes import Stamps, stamps
+from adapterswap.kit.files.text import read_small
 
 _VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own permission, needed besides the harness's
 
@@ -92,6 +94,7 @@ def code_allowed(allowed: bool) -> Iterator[None]:
 
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PYTHON = "tag:yaml.org,2002:python/"  # PyYAML's own tags for Python objects
+_MOST_BYTES, _MOST_VALUES, _MOST_DEPTH = 2**20, 200_000, 40  # of a task file; the harness's largest has 63 kB
 _FOREIGN = "what a task file may not set, because a library could run code or open an address"
 _REMEDY = "Review the code, and pass `trust_task_code=True` if you trust it"
 
@@ -166,7 +169,7 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
     Loader.add_constructor("!function", function)
     Loader.add_multi_constructor(_PYTHON, python_object)
     try:
-        content = yaml.load(path.read_bytes(), Loader=Loader)
+        content = yaml.load(_checked(path), Loader=Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(
             f"{path} cannot be read: {reason_of(error)}", "Correct the task file", parameter="include_path"
@@ -237,24 +240,112 @@ _PATTERN = set("*?[")
 _LISTED = "Run `lm_eval ls tasks` to list the tasks of lm-evaluation-harness"
 
 
-def _manager(include_path: str | None) -> Any:
-    return _indexed(include_path, () if include_path is None else stamps(files_in(Path(include_path))))
+def _manager(names: Iterable[str], include_path: str | None) -> Any:
+    """The harness's manager of tasks, with an index of what these names need; of everything if one is a pattern."""
+    files = () if include_path is None else stamps(files_in(Path(include_path)))
+    return _indexed(include_path, files, frozenset(names))
 
 
-@lru_cache(maxsize=2)
-def _indexed(include_path: str | None, files: Stamps) -> Any:
-    """The harness's index of its tasks and of those in a folder with these files."""
+@lru_cache(maxsize=4)
+def _indexed(include_path: str | None, files: Stamps, names: frozenset[str]) -> Any:
+    """The manager, with an index of the harness's tasks and of those in a folder with these files.
+
+    The index of all of the harness's 14,000 files takes 6 processor seconds.
+    """
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import TaskIndex
 
-    return TaskManager(include_path=include_path)  # indexing the harness's tasks takes seconds
+    if any(_PATTERN & set(name) for name in names):
+        return TaskManager(include_path=include_path)
+    folders = [folder for folder in (harness_folder(), include_path and Path(include_path)) if folder]
+    wanted = set(names)
+    all_files = TaskIndex._iter_yaml_files
+    while True:
+        needed = {folder: _files_with(folder, wanted) for folder in folders}
+        # The harness's own reader, on the files that matter, in its own order: what stands twice is decided as by it.
+        TaskIndex._iter_yaml_files = staticmethod(partial(_needed_in, needed))
+        try:
+            manager = TaskManager(include_path=list(map(str, folders)), include_defaults=False)
+        finally:
+            TaskIndex._iter_yaml_files = staticmethod(all_files)
+        more = {
+            name for name in _named_by(manager.task_index, wanted) if _is_open(manager.task_index.get(name))
+        } - wanted
+        if not more:
+            return manager
+        wanted |= more
 
 
-def _task_files(folder: Path) -> bytes:
-    """The text of all task files (YAML) in a folder, and of what they include, whose names often end in `_yaml`."""
-    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*y*ml")) if path.is_file())
+def _needed_in(needed: Mapping[Path, Sequence[Path]], root: Path) -> Iterator[Path]:
+    return iter(needed[Path(root)])
+
+
+def _is_open(entry: Any) -> bool:
+    """Whether files that were not read may define a name, or have it as their tag."""
+    return entry is None or entry.yaml_path is None
+
+
+def _named_by(index: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """The members of those groups and tags among `names`, and of those inside them."""
+    named: set[str] = set()
+    waiting = [name for name in names if name in index]
+    for name in waiting:  # grows while it is read
+        entry = index[name]
+        members = {*entry.tags, *_members(entry.cfg or {})} if entry.cfg is None else set(_members(entry.cfg))
+        waiting += [member for member in members - named if member in index]
+        named |= members
+    return named
+
+
+_TEXTS = "*y*ml"  # task files, and what they include, whose names often end in `_yaml`
+_INCLUDE = re.compile(rb"^include\s*:(.*(?:\n[ \t-].*)*)", re.MULTILINE)
+
+
+def _files_with(folder: Path, names: Iterable[str]) -> list[Path]:
+    """The task files (.yaml) in a folder that mention one of the names, or include a file that does."""
+    text = re.compile(
+        rb"(?<![\w.-])(?:%s)(?![\w.-])"
+        % b"|".join(re.escape(name.encode("utf-8", "surrogatepass")) for name in sorted(names))
+    )
+    files = _texts(folder)
+    found = {path for path, content in files.items() if text.search(content)}
+    includes = {path: match[1] for path, content in files.items() if (match := _INCLUDE.search(content))}
+    new = found
+    while new:
+        included = [path.name.encode() for path in new]
+        new = {path for path, text in includes.items() if path not in found and any(name in text for name in included)}
+        found |= new
+    return sorted((path for path in found if path.suffix == ".yaml"), key=lambda path: path.as_posix())
+
+
+def _texts(folder: Path) -> dict[Path, bytes]:
+    """The content of all task files in a folder and of what they include."""
+    return _harness_texts() if folder == harness_folder() else _read_texts(folder)
 
 
 @lru_cache(maxsize=1)
+def _harness_texts() -> dict[Path, bytes]:
+    folder = harness_folder()
+    return {} if folder is None else _read_texts(folder)
+
+
+def _read_texts(folder: Path) -> dict[Path, bytes]:
+    ignored = {"__pycache__", ".ipynb_checkpoints"}  # as the harness ignores them
+    texts: dict[Path, bytes] = {}
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in ignored)
+        for name in sorted(names):
+            if fnmatch.fnmatch(name, _TEXTS):
+                with open(os.path.join(place, name), "rb", buffering=0) as file:
+                    texts[Path(place, name)] = file.read()
+    return texts
+
+
+def _task_files(folder: Path) -> bytes:
+    """The text of all task files in a folder."""
+    return b"\n".join(_texts(folder).values())
+
+
 def _harness_files() -> bytes:
     folder = harness_folder()
     return b"" if folder is None else _task_files(folder)
@@ -294,17 +385,42 @@ def _check_folder(include_path: str | Path | None) -> None:
             "Pass the folder that holds your task files (YAML)",
             parameter="include_path",
         )
+    for path in () if include_path is None else sorted(Path(include_path).rglob("*.yaml")):
+        if not path.is_dir():  # the harness opens each of them, also a pipe, for which it would wait
+            _checked(path)
+
+
+def _checked(path: Path) -> bytes:
+    """The bytes of a task file. A few lines with aliases can stand for billions of values."""
+    raw = read_small(path, "Correct the task file", limit=_MOST_BYTES, kind=DataError)
+    try:
+        waiting, count = [(yaml.compose(raw, Loader=_SAFE), 0)], 0
+        while waiting:
+            node, depth = waiting.pop()
+            inner = node.value if isinstance(node, yaml.CollectionNode) else []
+            inner = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+            count += len(inner)
+            if count > _MOST_VALUES or depth > _MOST_DEPTH:
+                raise ValueError(f"it has more than {_MOST_VALUES:,} values or {_MOST_DEPTH} levels")
+            waiting += [(part, depth + 1) for part in inner]
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} cannot be read: {reason_of(error)}", "Correct the task file", parameter="include_path"
+        ) from None
+    except yaml.YAMLError:
+        pass  # reported, with its place, by those who use the file
+    return raw
 
 
 def check_known(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
     """Refuse names and patterns that match no task, group or tag."""
     problems = Problems(ArgumentError)
     _check_folder(include_path)
-    manager = _manager(str(include_path) if include_path else None)
-    known = sorted({*others, *manager.all_tasks})
+    manager = _manager(names, str(include_path) if include_path else None)
     for name in names:
         if not manager.match_tasks([name]):
-            _add_unknown(name, known, problems)
+            known = {*others, *_manager(["*"], str(include_path) if include_path else None).all_tasks}
+            _add_unknown(name, sorted(known), problems)
     problems.raise_if_any()
 
 
@@ -312,7 +428,7 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     """The tasks and groups of these names, as the harness loads them."""
     from datasets.exceptions import DatasetsError
 
-    manager = _manager(include_path)
+    manager = _manager(names, include_path)
     matched = manager.match_tasks(list(names))
     problems = Problems(ArgumentError)
     if include_path is not None and not trust_task_code:

@@ -314,7 +314,8 @@ def suggestion_html(suggestion: Suggestion) -> str:
     proposal = ", ".join(f"{text(key)} {text(value)}" for key, value in suggestion.composition.items())
     return (
         f'<div class="measured"><h4>Suggested: {proposal}</h4><ul>{reasons}</ul><p>It keeps {task:.0%} of the task '
-        f"expert's effect in the layers and {language:.0%} of the language expert's.</p></div>"
+        f"expert's effect in the layers and {language:.0%} of the language expert's.</p><p>A proposal from "
+        "weights only may be worse than the paper's layers: evaluate both.</p></div>"
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 import gradio as gr
@@ -114,8 +115,10 @@ class _Page:
 
     def _head(self) -> None:
         workspace = self.workspace
+        folder = PurePath(workspace.base_model).parent.name
+        seed = f"seed {folder.removeprefix('seed-')} of a lab run, " if folder.startswith("seed-") else ""
         gr.HTML(
-            f'<div id="head"><h1>adapterswap studio</h1><p>{text(workspace.base_model)}, {workspace.num_layers} '
+            f'<div id="head"><h1>adapterswap studio</h1><p>{seed}{text(workspace.base_model)}, {workspace.num_layers} '
             "layers. Choose which expert each layer comes from, and watch the answers change.</p></div>",
             js_on_load=_asset("names.js"),
         )

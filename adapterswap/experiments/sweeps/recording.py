@@ -61,9 +61,16 @@ _BEFORE = {_LOCK, SWEEP + _TMP, PREREGISTRATION, PREREGISTRATION + _TMP}
 
 
 def check_out_path(
-    folder: str | Path, described: Mapping[str, Any], *, overwrite: bool, inputs: Iterable[str | Path | None] = ()
+    folder: str | Path,
+    described: Mapping[str, Any] | None,
+    *,
+    overwrite: bool,
+    inputs: Iterable[str | Path | None] = (),
 ) -> Findings:
-    """The results that `folder` contains; none if it does not exist. Changes nothing, and is called by dry runs too."""
+    """The results that `folder` contains; none if it does not exist. Changes nothing, and is called by dry runs too.
+
+    Without `described` the folder is checked before anything is read, and its sweep is not compared.
+    """
     folder = expand(folder)
     check_place(folder, inputs)
     if not exists(folder) or {path.name for path in folder.iterdir()} <= _BEFORE:
@@ -82,7 +89,8 @@ def check_out_path(
             "Restore that folder, or choose another path",
             parameter="out_path",
         )
-    _compare(run.described, described, folder)
+    if described is not None:
+        _compare(run.described, described, folder)
     return Findings.of(run.results, run.rungs)
 
 

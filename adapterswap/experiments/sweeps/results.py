@@ -336,7 +336,7 @@ def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
         DataError: the file is damaged.
         AdapterswapError: the file does not exist or cannot be read.
     """
-    return _read_lines(Path(folder) / SAMPLES / f"{cell}.jsonl")
+    return _read_lines(_samples_of(Path(folder), cell))
 
 
 def read_prompts(folder: str | Path, task: str) -> dict[int, str]:
@@ -351,7 +351,12 @@ def read_questions(folder: str | Path, task: str) -> list[dict[str, Any]]:
 
 def samples_file(folder: Path, cell: Cell) -> Path:
     """The path of a cell's samples."""
-    return folder / SAMPLES / f"{cell.cell}.jsonl"
+    return _samples_of(folder, cell.cell)
+
+
+def _samples_of(folder: Path, cell: str) -> Path:
+    """The path of the samples of a cell with this id, which may be any text in a folder of somebody else."""
+    return folder / SAMPLES / f"{quote(cell, safe='')}.jsonl"
 
 
 def prompts_file(folder: Path, task: str) -> Path:

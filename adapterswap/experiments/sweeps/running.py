@@ -19,7 +19,7 @@ from adapterswap.experiments.sweeps.grid import Assignment, Cell
 from adapterswap.experiments.sweeps.judging import Judge, follow, lead, way_of
 from adapterswap.experiments.sweeps.preparing import PreparedSweep, prepare
 from adapterswap.experiments.sweeps.recipe import SweepRecipe, read_sweep_recipe
-from adapterswap.experiments.sweeps.recording import Recording, recording
+from adapterswap.experiments.sweeps.recording import Recording, check_out_path, recording
 from adapterswap.experiments.sweeps.results import CellResult, Findings, Run, RungResult, read_run
 from adapterswap.experiments.sweeps.search import batches, expected
 from adapterswap.experiments.sweeps.summary import better, cell_value
@@ -226,6 +226,7 @@ def sweep(
             parameter="overrides",
         )
     if isinstance(recipe, SweepRecipe):
+        check_out_path(out_path, None, overwrite=overwrite)  # before anything is read, which may take long
         prepared = prepare(recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
     else:
         prepared = recipe

@@ -32,6 +32,7 @@ from adapterswap.kit.files.text import exists, expand, read_small, write_json
 
 _PREFIX = "adapterswap-"
 _LOCK = "adapterswap.lock"
+_WINDOWS = os.name == "nt"
 _YOUNG_S = 60  # a younger folder may not have been locked yet
 
 
@@ -330,8 +331,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_one(path: str | Path) -> None:
-    """Sync a file, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Sync a file, or a folder's list of names, to disk. Windows syncs what is open for writing, and no folders."""
+    if _WINDOWS and os.path.isdir(path):
+        return
+    descriptor = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -458,7 +461,8 @@ def locked(path: Path, message: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held, so a rival that has opened the file notices that it is gone
+        if not _WINDOWS:  # which removes no file that is open: there, an empty lock file stays
+            path.unlink(missing_ok=True)  # while it is held, so a rival that has opened it notices that it is gone
         lock.release()
 
 
@@ -496,6 +500,8 @@ def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> N
     retired = None
     if place.exists() and _is_empty(place):
         shutil.copymode(place, building)
+        if _WINDOWS:  # where a rename replaces no folder, not even an empty one
+            place.rmdir()
     elif place.exists() and overwrite:
         retired = building.with_suffix(".old.tmp")  # `_recover` recognises the only copy by this name
         place.rename(retired)

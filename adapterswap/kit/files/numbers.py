@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -72,13 +73,36 @@ def read_elements(expert: str, file: int, tensor: Tensor, start: int, stop: int)
     return decode(raw, tensor.dtype, (stop - start,))
 
 
+_MOVING = threading.Lock()  # a system without positioned access moves the position that all threads share
+
+
+def read_at(file: int, into: memoryview, offset: int) -> int:
+    """Read bytes at `offset` of an open file into a buffer; how many there were, 0 at the end."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file, [into], offset)
+    with _MOVING:
+        os.lseek(file, offset, os.SEEK_SET)
+        data = os.read(file, len(into))
+    into[: len(data)] = data
+    return len(data)
+
+
+def write_some(file: int, data: memoryview, offset: int) -> int:
+    """Write bytes at `offset` of an open file; how many were written."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(file, data, offset)
+    with _MOVING:
+        os.lseek(file, offset, os.SEEK_SET)
+        return os.write(file, data)
+
+
 def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
     """Read bytes `start` to `stop` of a tensor of the open file `file`."""
     raw = np.empty(stop - start, np.uint8)
     bytes_read = 0
     while bytes_read < raw.size:
         try:
-            count = os.preadv(file, [raw[bytes_read:].data], tensor.start + start + bytes_read)
+            count = read_at(file, raw[bytes_read:].data, tensor.start + start + bytes_read)
         except OSError as error:
             raise ExpertError(f"{tensor.name} cannot be read: {error.strerror}", "Check the disk") from None
         if count == 0:
@@ -91,7 +115,7 @@ def write_at(output: int, data: Bytes, offset: int) -> None:
     """Write all of `data` at `offset`; a single system call may write less, for instance on a disk that fills up."""
     bytes_written = 0
     while bytes_written < data.size:
-        bytes_written += os.pwrite(output, data[bytes_written:].data, offset + bytes_written)
+        bytes_written += write_some(output, data[bytes_written:].data, offset + bytes_written)
 
 
 def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:

@@ -178,9 +178,9 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
         )
     content = load_yaml(path)
     problems = Problems(FieldError)
-    for name in take_names(content, path):
+    for name in _take_names(content, path):
         with problems.collect():
-            _collect(find_fragment(name, path), (*chain, path), layers)
+            _collect(_find_fragment(name, path), (*chain, path), layers)
     problems.raise_if_any()
     if len(layers) == _MAX_FILES:
         raise FieldError(
@@ -189,7 +189,7 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
     layers.append(Layer(path, content))
 
 
-def take_names(content: dict[str, Any], path: Path) -> list[str]:
+def _take_names(content: dict[str, Any], path: Path) -> list[str]:
     """The fragments that the recipe at `path` extends. Removes the `extends` key from `content`."""
     value = content.pop("extends", None)
     names = value if isinstance(value, list) else [] if value is None else [value]
@@ -202,7 +202,12 @@ def take_names(content: dict[str, Any], path: Path) -> list[str]:
     return names
 
 
-def find_fragment(name: str, path: Path) -> Path:
+def fragments_of(content: Mapping[str, Any], file: Path) -> list[Path]:
+    """The files that a recipe's content extends."""
+    return [_find_fragment(name, file) for name in _take_names(dict(content), file)]
+
+
+def _find_fragment(name: str, path: Path) -> Path:
     """The file to which `name` refers in the recipe at `path`."""
     local = path.parent / expand(name)
     if exists(local) and local.is_file():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ from refusals import refused
 
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.stock_tasks import harness_folder
-from adapterswap.experiments.evaluation.tasks import load_tasks
+from adapterswap.experiments.evaluation.tasks import check_task_names, load_tasks
 from adapterswap.experiments.permitted import ENGINE, GENERATION, READERS, foreign_in_task, foreign_source
 from adapterswap.experiments.training.data import load_table
 from adapterswap.experiments.training.recipe import DatasetSource
-from adapterswap.kit.errors import ArgumentError
+from adapterswap.kit.errors import ArgumentError, DataError
 
 ATTACKS: dict[str, dict[str, Any]] = {
     "custom_generate": {"generation_kwargs": {"custom_generate": "SCRIPT", "trust_remote_code": True}},
@@ -189,3 +191,24 @@ def test_the_tables_hold_no_name_that_runs_code() -> None:
         "allowed_local_media_path", "hf_token", "code_revision", "tokenizer_mode", "generation_config", "model",
     }  # fmt: skip
     assert not code & (GENERATION | ENGINE)
+
+
+def test_task_files_are_regular_and_small(tmp_path: Path) -> None:
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+    bomb += "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefghi")) + "task: own_bomb\n"
+    texts = {
+        "bomb": bomb,
+        "deep": "task: own_deep\nx: " + "[" * 60 + "]" * 60,
+        "large": f"task: own_large\nx: {'y' * 2**20}",
+    }
+    for name, text in texts.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "own.yaml").write_text(text)
+    for name, make in (("pipe", os.mkfifo), ("device", lambda path: path.symlink_to("/dev/zero"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        make(folder / "own.yaml")
+    for name in (*texts, "pipe", "device"):
+        with pytest.raises(DataError):
+            check_task_names(["own_task"], tmp_path / name)

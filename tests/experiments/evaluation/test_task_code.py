@@ -287,7 +287,9 @@ def test_files_changed_since_indexing_are_read_again(tasks: Tasks) -> None:
 
 def test_the_harness_is_trusted_also_where_a_file_includes_it(tasks: Tasks) -> None:
     problems = Problems()
-    refuse_task_code(["own_coded", "mmlu_pro_math"], _manager(str(tasks.folder)).task_index, problems)
+    refuse_task_code(
+        ["own_coded", "mmlu_pro_math"], _manager(["own_coded", "mmlu_pro_math"], str(tasks.folder)).task_index, problems
+    )
     problems.raise_if_any()
     assert "!function" in CODED.with_name("_default_template_yaml").read_text(encoding="utf-8")
 
@@ -295,7 +297,7 @@ def test_the_harness_is_trusted_also_where_a_file_includes_it(tasks: Tasks) -> N
 def test_a_group_of_the_harness_may_hold_a_task_of_the_folder(tasks: Tasks) -> None:
     """Task files of the folder go before those of the harness with the same name."""
     problems = Problems()
-    refuse_task_code(["mmlu_pro"], _manager(str(tasks.folder)).task_index, problems)
+    refuse_task_code(["mmlu_pro"], _manager(["mmlu_pro"], str(tasks.folder)).task_index, problems)
     assert [problem.message.split(",")[0] for problem in problems] == [str(tasks.folder / "biology.yaml")]
 
 

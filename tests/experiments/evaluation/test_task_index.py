@@ -1,0 +1,56 @@
+"""The index of the tasks that are asked for equals the harness's own index of all its files, as far as they go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+from adapterswap.experiments.evaluation.stock_tasks import _manager, _members
+
+pytestmark = pytest.mark.slow
+
+# Tasks, groups of groups, tags, and tags that only an included file has.
+NAMES = [
+    "arc_easy",
+    "ai2_arc",
+    "belebele_swh_Latn",
+    "afrimgsm-irokobench",
+    "mmlu_pro",
+    "gsm8k",
+    "leaderboard",
+    "xcopa_sw",
+]
+
+
+def closure(index: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a name stands for: its entry, and those of its members."""
+    entries: dict[str, Any] = {}
+    waiting = [name]
+    for each in waiting:  # grows while it is read
+        if each in index and each not in entries:
+            entry = index[each]
+            entries[each] = entry.kind, str(entry.yaml_path), entry.cfg, sorted(entry.tags)
+            waiting += sorted(entry.tags) if entry.cfg is None else _members(entry.cfg)
+    return entries
+
+
+def test_a_small_index_says_what_the_whole_one_says(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine.yaml").write_text("include: base_yaml\ntask: mine\n")
+    (own / "base_yaml").write_text("tag: my_tag\ndataset_path: json\n")
+    (own / "group.yaml").write_text("group: my_group\ntask: [my_tag, arc_easy]\n")
+    (own / "gsm8k.yaml").write_text("task: gsm8k\ndataset_path: json\n")  # goes before the harness's
+    whole = _manager(["*"], str(own)).task_index
+    for name in (*NAMES, "my_group", "my_tag"):
+        small = _manager([name], str(own)).task_index
+        assert closure(small, name) == closure(whole, name) != {}, name
+        assert len(small) < len(whole) / 10
+    together = _manager(NAMES, str(own)).task_index
+    assert all(closure(together, name) == closure(whole, name) for name in NAMES)
+    assert _manager(["no_such_task"], None).task_index == {}
