@@ -305,6 +305,7 @@ def extract_command(
     embeddings: bool = False,
     rank: Rank | None = None,
     dtype: Dtype | None = None,
+    config_from: Literal["base"] | None = None,
     device: Device = "cpu",
     max_error: Share | None = None,
     result: Result,
@@ -322,6 +323,7 @@ def extract_command(
         embeddings: Extract embeddings, heads and towers too.
         rank: Rank of every module; with --max-error, the highest.
         dtype: Dtype of the factors.  [default: FULL's]
+        config_from: base: extract although FULL's config computes differently from the base's.
         device: auto, cpu, cuda, cuda:N, mps; mps computes on the CPU.
         max_error: Use the smallest rank with this relative error, per module.
         dry_run: Compute and report, but write nothing.
@@ -333,8 +335,8 @@ def extract_command(
     with count_bar("extracting") as advance:
         extraction = extract(
             full, base_model, result.out_path, rank=rank, max_error=max_error, layers=layers, modules=modules,
-            embeddings=embeddings, dtype=dtype, device=device, overwrite=result.overwrite, dry_run=result.dry_run,
-            progress=advance,
+            embeddings=embeddings, dtype=dtype, config_from=config_from, device=device, overwrite=result.overwrite,
+            dry_run=result.dry_run, progress=advance,
         )  # fmt: skip
     result.report(lambda: _extraction_as_json(extraction), lambda: _print_extraction(extraction, max_error))
 

@@ -386,10 +386,16 @@ def _gguf_as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
 def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     import shlex
 
+    from adapterswap.core.companions.companions import on_the_base
+
     modules = sum(file.modules for file in exported.files)
     files = f" in {len(exported.files)} files" if exported.is_pieces else ""
     summary = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
     print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
+    base = prepared.plan.base_at_hand
+    experts = {name: expert.source.folder for name, expert in prepared.plan.experts.items()}
+    for line in on_the_base(experts, None if base is None else base.folder):
+        note(line)
     print_errors_of_rank(prepared.reduced)
     if (modelfile := exported.modelfile()) is not None:
         echo(

@@ -77,6 +77,7 @@ def _composition(
     num_layers: Annotated[Count, "L"] | None = None,
     task_type: Annotated[str, _TASK_TYPES, "TYPE"] | None = None,
     tokenizer: Annotated[str, "NAME"] | None = None,
+    config_from: Annotated[str, "NAME"] | None = None,
     chains: Annotated[tuple[str, ...], "--chain", "NAME=A,B"] = (),
     rules: tuple[RuleText, ...] = (),
     bottom: int | None = None,
@@ -125,6 +126,8 @@ def _composition(
         task_type: PEFT task type of the result, such as CAUSAL_LM, if the experts' is wrong.
         tokenizer: Whose tokenizer and chat templates the result takes: an expert's name, or `base`.  [default: the
             experts' where they agree, else the task expert's]
+        config_from: Whose config full weights take, if those of full checkpoints compute differently: an expert's
+            name or `base`.  [default: they must agree]
         allow_negative: Allow negative weights (unlearning).
     """
     options = dict(locals())
@@ -181,7 +184,9 @@ def composition_from_options(
     fields |= {"chains": chains} if (chains := _chains(fields.pop("chains", ()))) else {}
     tasks, languages = options["task_expert"], options["language_expert"]
     if recipe:
-        others = fields.keys() - {"base_model", "num_layers", "allow_negative", "task_type", "tokenizer"}
+        others = fields.keys() - {
+            "base_model", "num_layers", "allow_negative", "task_type", "tokenizer", "config_from",
+        }  # fmt: skip
         if tasks or languages or experts or rules or others:
             raise click.UsageError("A recipe says what to compose: pass either a recipe or these options, not both.")
         return _from_recipe(recipe).model_copy(update=fields)

@@ -199,6 +199,8 @@ def _show(
     as_json: bool,
 ) -> None:
     """Print what is served: one line at the start; otherwise also the engine's command and a request."""
+    from adapterswap.core.companions.companions import on_the_base
+    from adapterswap.core.model.sources import cached_base_folder
     from adapterswap.engines.serving.vllm import other_bases
 
     manifest, cache = composer.manifest, composer.cache.root
@@ -220,6 +222,10 @@ def _show(
     }
     for line in (*other_bases(lowest, composer.base_model), *unchecked, *_other_prompts(composer.base_model, experts)):
         note(f"Warning: {line}")
+    for line in on_the_base(
+        {name: one.source.folder for name, one in experts.items()}, cached_base_folder(composer.base_model)
+    ):
+        note(line)
     if manifest.skipped:
         note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
     if as_json:

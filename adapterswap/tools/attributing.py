@@ -35,6 +35,7 @@ from adapterswap.core.writing.resolving import resolve
 from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
 from adapterswap.kit.files.numbers import open_files, row_ranges
 from adapterswap.kit.files.tensorfile import FLOATS
+from adapterswap.tools.beside import Beside, beside_adapter, beside_model
 from adapterswap.tools.comparing import equal_bytes
 
 Numbers = npt.NDArray[np.floating[Any]]  # float32; to check numbers in float32, float64
@@ -667,17 +668,20 @@ def attribute(
             raise ArgumentError(
                 f"{folder} is an adapter without a record", "Pass `experts` to compare it with", parameter="experts"
             )
-        return _attribute_adapter(open_adapter(folder), plan)
+        places = {name: expert.source.folder for name, expert in plan.experts.items()}
+        return _with_companions(_attribute_adapter(open_adapter(folder), plan), beside_adapter(folder, places))
     base = open_checkpoint(base_model) if plan is None and base_model else base_of(plan, base_model) if plan else None
     if base is None:
         raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
     plan = plan and resolve(plan).plan
     model = open_checkpoint(folder, what="model")
+    places = {name: expert.source.folder for name, expert in plan.experts.items()} if plan else {}
+    beside = beside_model(model, base, places)
     if base.quantization is not None and model.quantization is None:  # then it was made from dequantized weights
         base = base.dequantized()
     merged = None if plan is None else plan if plan.is_model else merge_plan(plan, base)
     check_precision(model, base, {slot.name for slot in merged or () if slot.terms})
-    return _attribute_model(model, base, plan)
+    return _with_companions(_attribute_model(model, base, plan), beside)
 
 
 def check_precision(model: Checkpoint, base: Checkpoint, changed: Container[str]) -> None:
@@ -695,3 +699,12 @@ def check_precision(model: Checkpoint, base: Checkpoint, changed: Container[str]
             "Pass the base in the dtype in which it was merged",
             parameter="base_model",
         )
+
+
+def _with_companions(result: Attribution, beside: Beside) -> Attribution:
+    """The same with the files beside the weights."""
+    answers = (f"{result.stated}, in its weights",) if result.equal and beside.differing else result.answers
+    return replace(
+        result, answers=(*answers, *beside.answers), differing=(*result.differing, *beside.differing),
+        notes=(*result.notes, *beside.notes),
+    )  # fmt: skip

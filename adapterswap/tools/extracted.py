@@ -17,7 +17,6 @@ from adapterswap.core.changes.reading import Factors, read_factors
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.model.checkpoints import Checkpoint, hashed, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
-from adapterswap.core.writing.adapter import ADAPTER_FILES
 from adapterswap.core.writing.outputs import cores, torch_threads
 from adapterswap.core.writing.records import ExtractionRecord, ExtractionRequest, SourceRecord, shards_source
 from adapterswap.kit.errors import ArgumentError, Problems
@@ -136,6 +135,9 @@ def verify_extracted(
     opened = _open(record.extraction, source_paths, base_model)
     unfounded = list(_sources_differ(opened, content))
     differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
+    present = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
+    for name in sorted(record.sha256.keys() - {WEIGHTS, CONFIG}):
+        differing += [] if name in present and sha256_of(present[name]) == record.sha256[name] else [name]
     with hashed(list(opened.values())) as hashes:
         if len(opened) == 2:
             differing += _other_changes(open_adapter(folder), opened[_FULL], opened[_BASE], record, unfounded)
@@ -177,7 +179,7 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
     over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
     if over or _REQUEST - content["extraction"].keys() or contradicting(request.full, request.base):
         differing_keys.append("extraction")
-    if content.get(LIST) != sorted([*ADAPTER_FILES, CARD, PROVENANCE]):
+    if content.get(LIST) != sorted([*record.sha256, CARD, PROVENANCE]):
         differing_keys.append(LIST)
     layers, origin = record.extraction.layers, record.extraction.full.origin
     inherited = origin.slice.content() if origin is not None and origin.slice is not None else None
@@ -232,7 +234,7 @@ def _other_changes(
     """
     extraction = record.extraction
     selection = Selection(extraction.layers, tuple(extraction.modules), extraction.embeddings)
-    matched = pair(full, base, selection)
+    matched = pair(full, base, selection, config_from=extraction.config_from)
     matrices = {matrix.weight.name: matrix for matrix in matched.matrices}
     heads = {head for matrix in matrices.values() for head in matrix.weight.tied}
     names = dict.fromkeys([*matrices, *record.extracted, *(adapter.modules.keys() - heads)])

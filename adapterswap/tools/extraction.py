@@ -12,14 +12,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from adapterswap import __version__
+from adapterswap.core.companions.companions import CompanionPlan, decide
+from adapterswap.core.companions.tokenizer import read_tokens
 from adapterswap.core.model.base import base_at
 from adapterswap.core.model.checkpoints import hashed, open_checkpoint
 from adapterswap.core.model.layers import KeptLayers, Kind
 from adapterswap.core.model.sources import CONFIG, FORMAT, PROVENANCE, WEIGHTS, public_name
 from adapterswap.core.planning.base import check_base_weights
+from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
 from adapterswap.core.writing.cards import escaped, licence_of, loading
 from adapterswap.core.writing.layout import Shape, adapter_config, check_base_name, most_common, written_scale
@@ -35,7 +38,7 @@ from adapterswap.core.writing.records import (
 )
 from adapterswap.core.writing.tensors import write_computed
 from adapterswap.kit.errors import ArgumentError, ExpertError
-from adapterswap.kit.files.folders import CARD, atomic_folder, check_target
+from adapterswap.kit.files.folders import CARD, atomic_folder, check_target, files_in
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import open_files
 from adapterswap.kit.files.tensorfile import FLOAT_NAMES
@@ -151,14 +154,37 @@ def _norm(values: Iterable[float]) -> float:
 _NAMES = 8  # kinds of names that a line shows; adapterswap.json has all names
 
 
+def _request(
+    pair: WeightPair,
+    form: CutForm,
+    selection: Selection,
+    hashes: list[dict[str, str]],
+    config_from: Literal["base"] | None,
+) -> ExtractionRequest:
+    """The request for the record; `hashes` are the SHA-256 of the fine-tune's and of the base's shards."""
+    return ExtractionRequest(
+        full=shards_source(pair.full, hashes[0]),
+        base=with_fingerprints(shards_source(pair.base, hashes[1]), pair.base.source),
+        rank=form.rank,
+        max_error=form.max_error,
+        layers=selection.layers,
+        modules=list(selection.modules),
+        embeddings=selection.embeddings,
+        config_from=config_from,
+    )
+
+
 def _write_folder(
-    folder: Path, pair: WeightPair, form: CutForm, selection: Selection, extraction: Extraction,
-    tensors: Sequence[OutputTensor], hashes: list[dict[str, str]], base_model: str,
+    folder: Path, pair: WeightPair, extraction: Extraction, tensors: Sequence[OutputTensor],
+    request: ExtractionRequest, base_model: str,
 ) -> None:  # fmt: skip
-    """Fill the empty `folder`; `hashes` are the SHA-256 of the fine-tune's and of the base's shards."""
+    """Fill the empty `folder`."""
     write_computed(tensors, folder / WEIGHTS)
     config = _config(pair, extraction, base_model)
     write_json(folder / CONFIG, config)
+    companions = companions_of(pair)
+    companions.write(folder)
+    beside = sorted(path.relative_to(folder).as_posix() for path in files_in(folder))
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
     record = ExtractionRecord(
         format=FORMAT,
@@ -166,16 +192,9 @@ def _write_folder(
         adapterswap_version=__version__,
         base_model=base,
         num_layers=pair.num_layers,
-        sha256={name: sha256_of(folder / name) for name in (WEIGHTS, CONFIG)},
-        extraction=ExtractionRequest(
-            full=shards_source(pair.full, hashes[0]),
-            base=with_fingerprints(shards_source(pair.base, hashes[1]), pair.base.source),
-            rank=form.rank,
-            max_error=form.max_error,
-            layers=selection.layers,
-            modules=list(selection.modules),
-            embeddings=selection.embeddings,
-        ),
+        sha256={name: sha256_of(folder / name) for name in beside},
+        companions=companions.record,
+        extraction=request,
         extracted={
             module.name: ExtractedModule(rank=module.rank, relative_error=module.error, norm=module.norm)
             for module in extraction.modules
@@ -184,10 +203,21 @@ def _write_folder(
         left_out={
             parameter.name: LeftOut(reason=parameter.reason, norm=parameter.norm) for parameter in extraction.lost
         },
-        **SliceRecord.of(pair.full.kept_layers if selection.layers is None else KeptLayers.of(selection.layers)),
+        **SliceRecord.of(pair.full.kept_layers if request.layers is None else KeptLayers.of(request.layers)),
     )
     write_json(folder / PROVENANCE, record.content())
     (folder / CARD).write_text(_card(pair, extraction, base, config), encoding="utf-8")
+
+
+def companions_of(pair: WeightPair) -> CompanionPlan:
+    """The companions of the adapter: the fine-tune's, unless its tokenizer has tokens that the base has no row for."""
+    folder = pair.full.source.folder
+    rows = [parameter.tensor.shape[0] for parameter in pair.base.parameters.values() if parameter.has_tokens]
+    decided = decide({"full": folder}, beside=pair.base.source.folder)
+    tokens = read_tokens(folder)
+    if tokens and rows and max(tokens) >= min(rows):
+        return decided.without_tokenizer()
+    return decided
 
 
 def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[str, Any]:
@@ -271,6 +301,7 @@ def extract(
     modules: Sequence[str] = (),
     embeddings: bool = False,
     dtype: str | None = None,
+    config_from: Literal["base"] | None = None,
     device: str = "cpu",
     overwrite: bool = False,
     dry_run: bool = False,
@@ -293,6 +324,8 @@ def extract(
         modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
         embeddings: cut the matrices outside the layers too: embeddings, heads, vision and audio towers, projectors.
         dtype: float32, bfloat16 or float16; by default each factor has the dtype of the fine-tune's weight.
+        config_from: `base`, if the fine-tune's config computes differently from the base's, which is otherwise an
+            error: the adapter is used with the base's config.
         device: where torch computes: auto, cpu, cuda, cuda:N or mps, which computes on the CPU.
         overwrite: replace the folder, if `extract` or a similar command wrote it.
         dry_run: compute and report everything, and write nothing.
@@ -320,7 +353,13 @@ def extract(
     check_base_name(str(base_model))
     inputs = [checkpoint.source.folder for checkpoint in opened]
     selection = Selection(layers, tuple(modules), embeddings)
-    matched = leave_out_unloadable(pair(*opened, selection))
+    if config_from not in (None, BASE):
+        raise ArgumentError(
+            f"`config_from` is {config_from!r}, but an adapter is used with the base's config",
+            "Pass `config_from=base`, or leave it out",
+            parameter="config_from",
+        )
+    matched = leave_out_unloadable(pair(*opened, selection, config_from=config_from))
     if dry_run:
         return _carry_out(matched, form, progress)
     with (
@@ -329,7 +368,8 @@ def extract(
     ):
         spool, tensors = Spool(folder), list[OutputTensor]()
         extraction = _carry_out(matched, form, progress, lambda cut: tensors.extend(cut.stored(spool)))
-        _write_folder(folder, matched, form, selection, extraction, tensors, hashes(), expand_text(str(base_model)))
+        request = _request(matched, form, selection, hashes(), config_from)
+        _write_folder(folder, matched, extraction, tensors, request, expand_text(str(base_model)))
     return extraction
 
 

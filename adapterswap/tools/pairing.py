@@ -14,6 +14,7 @@ from typing import Literal
 
 from adapterswap.core.changes.copies import is_one_weight, stored_weight
 from adapterswap.core.changes.kinds import Whole
+from adapterswap.core.companions.config import ConfigDifferences, compare_configs
 from adapterswap.core.experts.adapter import compare_shapes
 from adapterswap.core.model.base import Base, Weight, base_at
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
@@ -207,17 +208,20 @@ class WeightPair:
     left_out: tuple[LeftOutWeight, ...]
 
 
-def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair:
+def pair(
+    full: Checkpoint, base: Checkpoint, selection: Selection, *, config_from: Literal["base"] | None = None
+) -> WeightPair:
     """Match the parameters of a fine-tune with its base's, under the base's names.
 
     One of the two may be multimodal and the other its language model alone: a tower of the base stays as it is, and one
-    of the fine-tune is left out.
+    of the fine-tune is left out. With `config_from`, the fine-tune's config may compute differently: the adapter is
+    used with the base's.
     """
     try:
         num_layers = num_layers_in_config(base.config)
     except AdapterswapError as error:
         raise error.recast(parameter="base_model") from None
-    tuned_side, side = _sides(full, base)
+    tuned_side, side = _sides(full, base, any_config=config_from is not None)
     num_layers = known_depth(num_layers, base.name, "Pass another base")
     problems = Problems(BaseModelError)
     towers: Mapping[str, StoredTensor] = {}
@@ -277,8 +281,16 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
     return WeightPair(full, base, num_layers, tuple(matrices), tuple(left_out))
 
 
-def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
-    """Both models, which must have one decoder and agree whether it ties its head."""
+def config_differences(full: Checkpoint, base: Checkpoint) -> ConfigDifferences:
+    """Where the configs of two models with one decoder differ, apart from ties: of two classes, the decoder's."""
+    parts = [checkpoint.config for checkpoint in (full, base)]
+    if parts[0].get("model_type") != parts[1].get("model_type"):
+        parts = [dict(language_config(config)) for config in parts]
+    return compare_configs(*parts, ignoring=("tie_word_embeddings",))
+
+
+def _sides(full: Checkpoint, base: Checkpoint, *, any_config: bool) -> tuple[Side, Side]:
+    """Both models, which must have one decoder, compute alike (unless `any_config`), and agree on tied heads."""
     problems = Problems(BaseModelError)
     for checkpoint, parameter in ((full, "full"), (base, "base_model")):
         if checkpoint.quantization is not None:
@@ -296,6 +308,13 @@ def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
             parameter="base_model",
         )
     problems.raise_if_any()
+    if not any_config and (differences := config_differences(full, base)):
+        raise BaseModelError(
+            f"The configs of {full.name} and its base {base.name} compute differently, and an adapter holds no config: "
+            f"{differences.text(full.name, base.name)}",
+            f"{_REMEDY}. If the adapter is meant for the base's config, pass `config_from=base`",
+            parameter="config_from",
+        )
     try:
         tuned = read_side(full)
     except AdapterswapError as error:  # which names the base

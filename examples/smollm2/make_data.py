@@ -20,6 +20,7 @@ from adapterswap.experiments.lab.word_problems import draw_problems, questions_o
 
 DATA = Path(__file__).parent / "data"
 SEEDS = 5
+LANGUAGES = ("fr", "en", "es")
 MATH_ROWS, MORE_ROWS = 504, 1008  # of each seed
 PAIRS_FOR_A_WORD = 20
 WORDS = r"""
@@ -92,7 +93,7 @@ def main() -> None:
         write(f"math-{seed}.jsonl", first)
         write(f"math-more-{seed}.jsonl", more)
     for part, drawn_problems in problems.items():
-        for language in ("fr", "en"):
+        for language in LANGUAGES:
             write(f"{part}_{language}.jsonl", (problem.as_row(language) for problem in drawn_problems))
 
 

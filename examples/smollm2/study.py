@@ -33,6 +33,7 @@ LAYERS, BOTTOM, RANK, ALPHA = 30, 8, 16, 16
 SCALE = ALPHA / math.sqrt(RANK)  # of a rank-stabilized adapter
 LARGEST_PART = 60_000_000
 HEADS = {"q_proj": 9, "k_proj": 3}
+LANGUAGES = ("fr", "en", "es")  # no expert was trained on Spanish
 Delta = dict[str, torch.Tensor]
 
 # The model: stored as in its GGUF file, in blocks of 32 numbers of 4 or 8 bits.
@@ -363,7 +364,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model, tokenizer = load_model(arguments.device)
     model.requires_grad_(False)
-    tests = {language: read(f"test_{language}.jsonl") for language in ("fr", "en")}
+    tests = {language: read(f"test_{language}.jsonl") for language in LANGUAGES}
     tests = {
         language: [item for number, item in enumerate(items) if number % 5 < arguments.items]
         for language, items in tests.items()
@@ -398,7 +399,8 @@ def run(arguments: argparse.Namespace) -> None:
             line |= {language: "".join("01"[one] for one in marks) for language, marks in right.items()}
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            print(f"{seed} {name}: {mean(right['fr']):.3f} French, {mean(right['en']):.3f} English", flush=True)
+            scores = ", ".join(f"{language} {mean(marks):.3f}" for language, marks in right.items())
+            print(f"{seed} {name}: {scores}", flush=True)
     table(arguments)
 
 
@@ -442,8 +444,8 @@ def table(arguments: argparse.Namespace) -> None:
     templates = [item["template"] for number, item in enumerate(read("test_fr.jsonl")) if number % 5 < arguments.items]
     by_row: dict[str, dict[int, dict[str, list[int]]]] = {}
     for line in lines:
-        by_row.setdefault(line["row"], {})[line["seed"]] = {k: [int(c) for c in line[k]] for k in ("fr", "en")}
-    print(f"{'row':44}{'French':>8}{'English':>9}  seeds  swap − row: mean ± over seeds ± over templates")
+        by_row.setdefault(line["row"], {})[line["seed"]] = {k: [int(c) for c in line[k]] for k in LANGUAGES}
+    print(f"{'row':44}{'French':>9}{'English':>9}{'Spanish':>9}  seeds  swap − row: mean ± over seeds ± over templates")
     swap = by_row.get("layer swap", {})
     for name, seeds in by_row.items():
         both = [seed for seed in seeds if seed in swap]
@@ -453,8 +455,9 @@ def table(arguments: argparse.Namespace) -> None:
             for template in dict.fromkeys(templates)
         ] if both else []  # fmt: skip
         against = f"{mean(differences):+.3f} ± {half(differences):.3f} ± {half(by_template):.3f}" if both else ""
-        scores = [mean(mean(seeds[seed][language]) for seed in seeds) for language in ("fr", "en")]
-        print(f"{name:44}{scores[0]:8.3f}{scores[1]:9.3f}  {len(seeds):5}  {against if name != 'layer swap' else ''}")
+        scores = [mean(mean(seeds[seed][language]) for seed in seeds) for language in LANGUAGES]
+        shown = "".join(f"{score:9.3f}" for score in scores)
+        print(f"{name:44}{shown}  {len(seeds):5}  {against if name != 'layer swap' else ''}")
 
 
 def main() -> None:

@@ -85,6 +85,40 @@ def test_an_evaluation_is_a_plain_loop_over_whole_texts(base: Path, tokenizer: A
                 assert likelihood == pytest.approx(expected, abs=2e-3)
 
 
+def test_the_studio_opens_a_run(base: Path, tokenizer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("gradio")
+    from adapterswap.experiments.lab.seed import exact_match
+    from adapterswap.experiments.studio.choice import first_choice
+    from adapterswap.experiments.studio.html import meaning_html
+    from adapterswap.experiments.studio.workspace import open_lab
+
+    (tmp_path / "base").symlink_to(base)
+    record = {"format": "adapterswap-lab-french/1", "experts": {name: str(path) for name, path in EXPERTS.items()}}
+    (tmp_path / "results.json").write_text(json.dumps(record), encoding="utf-8")
+    workspace = open_lab(tmp_path)
+    lab = workspace.lab
+    assert lab is not None
+    assert lab.languages == ("fr", "en")
+    choice = first_choice(list(workspace.experts), workspace.num_layers, lab.zones)
+    assert (choice.task, choice.language, choice.fields["bottom"], choice.fields["top"]) == (
+        ("math",),
+        ("french",),
+        8,
+        0,
+    )
+    assert len({problem.prompt("fr") for problem in lab.problems}) == lab.shown
+    first = lab.problems[0]
+    assert f"Expected answer: <b>{first.answer}</b>" in meaning_html(lab, first.prompt("fr"))
+    problems = lab.problems[:4]
+    with workspace.holding(workspace.composition(choice)), torch.no_grad():
+        marks = exact_match(workspace.live.model, lab.asked(problems, "fr"))
+        for problem, mark in zip(problems, marks, strict=True):
+            ids = tokenizer(problem.prompt("fr"), return_tensors="pt")["input_ids"]
+            wanted = [*tokenizer(f" {problem.answer}")["input_ids"], tokenizer.eos_token_id]
+            answer = workspace.live.model.generate(input_ids=ids, max_new_tokens=len(wanted), do_sample=False)
+            assert (answer[0, ids.shape[1] :].tolist() == wanted) == mark
+
+
 def test_over_templates() -> None:
     difference, half = over_templates(np.array([1, 1, 0, 1]), np.array([0, 0, 0, 0]), ["a", "a", "b", "b"])
     assert difference == 0.75

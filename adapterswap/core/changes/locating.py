@@ -272,8 +272,9 @@ class _Search:
                 shape = self.parameters[key].tensor.shape
                 out_in = lora.out_features, lora.in_features
                 expected = out_in[::-1] if transposed else out_in
-                grows = is_vocabulary(part.name, part.layer) and shape[1:] == expected[1:] and shape[0] < expected[0]
-                if grows and (part.on_bias or not self.resized):
+                resized = is_vocabulary(part.name, part.layer) and shape[1:] == expected[1:]
+                grows, shrinks = (resized and shape[0] < expected[0]), (resized and shape[0] > expected[0])
+                if shrinks or (grows and (part.on_bias or not self.resized)):
                     self._report_resized(change.method, lora, shape[0])
                     continue
                 if not grows:

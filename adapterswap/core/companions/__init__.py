@@ -1,1 +1,1 @@
-"""What stands beside the weights: config, tokenizer, chat templates, generation settings, processor, pooling files."""
+"""The files beside the weights: config, tokenizer, chat templates, generation settings, processor, pooling."""

@@ -1,4 +1,4 @@
-"""What stands beside the weights of a model, and whose of it a result takes.
+"""The companions of a model's weights, such as config and tokenizer, and whose a result takes.
 
 A folder's companions are read once and compared by what they do, not by their bytes. Whose companions a result takes is
 decided here, for every command: the experts' where they agree; else the task expert's, which is the first one; the
@@ -8,12 +8,13 @@ owner, and the ids in it and in the generation settings are those of the result'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from adapterswap.core.companions.config import ConfigDifferences, compare_configs
 from adapterswap.core.companions.files import (
     COMPANION_FILES,
     GENERATION_CONFIG,
@@ -48,7 +49,7 @@ _REMEDY = "Use a folder with a valid config.json"
 
 @dataclass(frozen=True)
 class Companions:
-    """What stands beside the weights in one folder. Each is read when it is first needed, and once."""
+    """The files beside the weights in one folder. Each is read when it is first needed, and once."""
 
     folder: Path
 
@@ -144,6 +145,7 @@ class CompanionPlan:
     Attributes:
         folders: the companions of the experts, by name, and of the `base`, if its may be taken.
         config: the owner of a model's config: `base` or a full expert; None if the result is an adapter.
+        other_configs: where the configs of the base and of full experts differ from the owner's, by name.
         owners: kind → its owner; without kinds that nobody has.
         united: the tokenizer, with the tokens that other experts add to it; None if nobody has one.
         rows: the embedding's number of rows, if known.
@@ -151,6 +153,7 @@ class CompanionPlan:
 
     folders: Mapping[str, Companions]
     config: str | None
+    other_configs: Mapping[str, ConfigDifferences]
     owners: Mapping[Kind, Ownership]
     united: United | None
     rows: int | None = None
@@ -164,6 +167,7 @@ class CompanionPlan:
         """A line for each kind in which experts or the base differ, and for code that the config refers to; a tokenizer
         and its templates share one."""
         owners = dict(self.owners)
+        lines = [self._config_line(name, differences) for name, differences in self.other_configs.items()]
         tokenizer, template = owners.get("tokenizer"), owners.get("chat_template")
         if tokenizer and template and template.differing and tokenizer.owner == template.owner:
             both = {
@@ -172,8 +176,21 @@ class CompanionPlan:
             }
             owners["tokenizer"] = replace(tokenizer, differing=both)
             del owners["chat_template"]
-        lines = [str(ownership) for ownership in owners.values() if ownership.differing]
+        lines += [str(ownership) for ownership in owners.values() if ownership.differing]
         return lines + ([self._code] if self._code else [])
+
+    def _config_line(self, name: str, differences: ConfigDifferences) -> str:
+        """One line on a config that is not the result's, or that could not be compared completely."""
+        owner = _whose(str(self.config))
+        if not differences:
+            return f"config: {owner}; {differences.unknown(_whose(name))}"
+        return f"config: {owner} ({_whose(name)} differs: {', '.join(differences.values)})"
+
+    @property
+    def generation(self) -> Mapping[str, Any] | None:
+        """The result's generation settings, with the ids of its tokenizer; None if nobody has any."""
+        owner = self.owner("generation")
+        return None if owner is None else with_ids(self.folders[owner].generation or {}, *self._ids(owner))
 
     @property
     def _code(self) -> str:
@@ -200,9 +217,16 @@ class CompanionPlan:
         config = {} if self.config is None else {"config": self.config}
         return config | {kind: ownership.owner for kind, ownership in self.owners.items()}
 
+    def without_tokenizer(self) -> CompanionPlan:
+        """The same for a result that cannot have this tokenizer, and so neither its templates nor its settings."""
+        left_out = ("tokenizer", "chat_template", "generation")
+        owners = {kind: ownership for kind, ownership in self.owners.items() if kind not in left_out}
+        return replace(self, owners=owners, united=None)
+
     def as_json(self) -> dict[str, Any]:
         """Each kind's owner, and who differs in what, as plain data."""
-        config = {} if self.config is None else {"config": {"from": self.config}}
+        differing = {name: list(found.values) for name, found in self.other_configs.items() if found}
+        config = {} if self.config is None else {"config": {"from": self.config, "differing": differing}}
         kinds = {
             kind: {"from": one.owner, "differing": {name: list(parts) for name, parts in one.differing.items()}}
             for kind, one in self.owners.items()
@@ -222,9 +246,8 @@ class CompanionPlan:
                 copy_files(getattr(source, kind), source.folder, target)
         if (owner := self.owner("generation")) is not None:
             source = self.folders[owner]
-            settings = source.generation or {}
-            if (changed := with_ids(settings, *self._ids(owner))) != settings:
-                write_json(target / GENERATION_CONFIG, changed)
+            if self.generation != source.generation:
+                write_json(target / GENERATION_CONFIG, self.generation or {})
             else:
                 copy_files([source.folder / GENERATION_CONFIG], source.folder, target)
 
@@ -265,6 +288,7 @@ def decide(
     config: str | None = None,
     tokenizer: str | None = None,
     template: str | None = None,
+    models: Iterable[str] = (),
 ) -> CompanionPlan:
     """Decide whose companions a result takes.
 
@@ -276,6 +300,7 @@ def decide(
         config: the owner of the config, for full weights.
         tokenizer: whose tokenizer and chat templates are taken: an expert's or the `base`'s; by default see above.
         template: whose chat templates are taken, if not those beside the tokenizer.
+        models: the experts that are full checkpoints, whose configs are compared with the owner's.
 
     Raises:
         ArgumentError: there is no such expert, or it has no tokenizer or no chat template.
@@ -287,8 +312,8 @@ def decide(
     owners: dict[Kind, Ownership] = {}
     is_chosen_elsewhere = tokenizer == BASE_FOLDER and base is None
     if is_chosen_elsewhere:  # an adapter without a tokenizer has that of its base
-        others = _differing("tokenizer", BASE_FOLDER, compared) if BASE_FOLDER in compared else {}
-        owners["tokenizer"] = Ownership("tokenizer", BASE_FOLDER, others)
+        differing = _differing("tokenizer", BASE_FOLDER, compared) if BASE_FOLDER in compared else {}
+        owners["tokenizer"] = Ownership("tokenizer", BASE_FOLDER, differing)
     elif tokenizer is not None:
         _check_chosen("tokenizer", tokenizer, folders)
     if template is not None:
@@ -310,7 +335,13 @@ def decide(
         elif names:
             owner = _plainest(kind, names[0], folders)
             owners[kind] = Ownership(kind, owner, _differing(kind, owner, compared))
-    return CompanionPlan(folders, config, owners, united, rows)
+    compared_configs = {
+        name: compare_configs(folders[config].config, folders[name].config)
+        for name in (*models, *([BASE_FOLDER] if base is not None else []))
+        if config is not None and name != config
+    }
+    others = {name: found for name, found in compared_configs.items() if found or found.not_compared}
+    return CompanionPlan(folders, config, others, owners, united, rows)
 
 
 def decide_prompts(
@@ -327,7 +358,7 @@ def decide_prompts(
     """
     chosen = tokenizer is not None or template is not None
     if not chosen and not any(tokenizer_files(folder) for folder in experts.values()):
-        return CompanionPlan({}, None, {}, None, rows)
+        return CompanionPlan({}, None, {}, {}, None, rows)
     return decide(experts, base, rows=rows, tokenizer=tokenizer, template=template)
 
 
@@ -376,6 +407,20 @@ def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
     return Ownership(
         "tokenizer", united.owner, differing | {name: () for name in united.others if name not in differing}
     )
+
+
+def on_the_base(experts: Mapping[str, Path], base: Path | None) -> list[str]:
+    """A line for the tokenizer, and for the chat templates, where experts differ from the base that an engine runs."""
+    if base is None:
+        return []
+    folders = {BASE_FOLDER: Companions(base), **{name: Companions(folder) for name, folder in experts.items()}}
+    kinds: tuple[Kind, ...] = ("tokenizer", "chat_template")
+    owners = [
+        Ownership(kind, BASE_FOLDER, _differing(kind, BASE_FOLDER, folders))
+        for kind in kinds
+        if folders[BASE_FOLDER].has(kind)
+    ]
+    return [f"{ownership}; the engine uses the base's" for ownership in owners if ownership.differing]
 
 
 def copy_companions(folder: Path, target: Path) -> None:

@@ -48,7 +48,7 @@ NEUTRAL = frozenset(_LABELS | _RUNNING | _TRAINING | _GENERATION)
 """The keys of a config.json that do not change what a model computes."""
 
 _ELSEWHERE = frozenset({"vocab_size"})  # compared row by row, with the weights
-_PAD = "pad_token_id"
+_PAD, _ROPE = "pad_token_id", "rope_parameters"
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # classes that read pad only to generate
 
 
@@ -80,6 +80,13 @@ class ConfigDifferences:
         return "; ".join(
             f"{key} is {_short(first)} in {one} and {_short(second)} in {other}"
             for key, (first, second) in self.values.items()
+        )
+
+    def unknown(self, whose: str) -> str:
+        """A sentence about the keys that were not compared with `whose` config."""
+        return (
+            f"only one of it and {whose} has {', '.join(self.not_compared)}, whose default is not known here, so that "
+            "was not compared"
         )
 
 
@@ -122,7 +129,8 @@ def _computing(config: Mapping[str, Any], ignoring: Collection[str]) -> dict[str
 
 
 def _flat(config: Mapping[str, Any], left_out: Collection[str], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in _with_one_rope(config).items():
+    rotary = _ROPE in prefix.split(".")
+    for key, value in (config if rotary else _with_one_rope(config)).items():
         if key in left_out:
             continue
         if isinstance(value, Mapping):
@@ -141,22 +149,22 @@ def _pads_only_to_generate(config: Mapping[str, Any]) -> bool:
 
 def _with_one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config, or a part of one, with its rotary settings as transformers 5 reads them, under its name."""
-    if not config.keys() & {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}:
+    if not config.keys() & {"rope_theta", "rope_scaling", _ROPE, "rope_local_base_freq"}:
         return dict(config)
     result = dict(config)
-    scaling, parameters = result.pop("rope_scaling", None), result.pop("rope_parameters", None)
+    scaling, parameters = result.pop("rope_scaling", None), result.pop(_ROPE, None)
     theta, local = result.pop("rope_theta", None), result.pop("rope_local_base_freq", None)
     rope = scaling or parameters or {}
     if not isinstance(rope, Mapping):
         return dict(config)
     if rope and all(isinstance(part, Mapping) for part in rope.values()):  # one for each kind of layers
-        result["rope_parameters"] = {kind: _rope(part, None) for kind, part in rope.items()}
+        result[_ROPE] = {kind: _rope(part, None) for kind, part in rope.items()}
     elif local is not None:
-        result["rope_parameters"] = {
+        result[_ROPE] = {
             "full_attention": _rope(rope, theta), "sliding_attention": _rope({}, local),
         }  # fmt: skip
     else:
-        result["rope_parameters"] = _rope(rope, theta)
+        result[_ROPE] = _rope(rope, theta)
     return result
 
 

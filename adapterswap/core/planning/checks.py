@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from adapterswap.core.companions.config import compare_configs
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
 from adapterswap.core.experts.keys import is_bias
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint
@@ -31,13 +32,7 @@ from adapterswap.core.planning.rules import BASE, Rule, place_of
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 
-# The config keys that two checkpoints of one architecture must agree on, if both have them.
-_ARCHITECTURE = (
-    "model_type", "hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads",
-    "head_dim", "num_hidden_layers", "n_layer", "num_local_experts", "num_experts", "tie_word_embeddings", "rope_theta",
-    "hidden_act", "sliding_window",
-)  # fmt: skip
-
+_TYPE = "model_type"
 _ONE_BASE = "Give checkpoints that were fine-tuned from one base"
 
 
@@ -359,10 +354,31 @@ def _field_naming(expert: str, composition: Composition) -> str:
     return "task" if expert in composition.task else "language"
 
 
-def check_architecture(first_name: str, first: Checkpoint, name: str, other: Checkpoint, problems: Problems) -> None:
+def check_config_owner(composition: Composition, owners: Collection[str], problems: Problems) -> None:
+    """Check that the requested owner of the config is one of `owners`, which have one."""
+    if composition.config_from is not None and composition.config_from not in owners:
+        problems.add(
+            f"`config_from` is {composition.config_from!r}, which is neither the base nor a full checkpoint of this "
+            "composition",
+            did_you_mean(composition.config_from, owners, "Leave it out, or name one of them"),
+            parameter="config_from",
+            kind=CompositionError,
+        )
+
+
+def check_architecture(
+    first_name: str,
+    first: Checkpoint,
+    name: str,
+    other: Checkpoint,
+    problems: Problems,
+    *,
+    config_from: str | None = None,
+) -> None:
     """Check that two checkpoints have the same architecture and hold the same tensors in the same shapes.
 
-    Embeddings and heads may differ in their numbers of rows; see `rows`.
+    Embeddings and heads may differ in their numbers of rows; see `rows`. With `config_from`, the owner of the result's
+    config, the configs may differ.
     """
     for who, checkpoint in ((first_name, first), (name, other)):
         if checkpoint.quantization is not None:
@@ -372,14 +388,14 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
                 "Pass an unquantized checkpoint",
                 kind=UnsupportedError,
             )
-    odd = [
-        key
-        for key in _ARCHITECTURE
-        if key in first.config and key in other.config and first.config[key] != other.config[key]
-    ]
-    if odd:  # the differences between tensors follow from these
-        sizes = "; ".join(f"{key} is {first.config[key]} and {other.config[key]}" for key in odd)
-        problems.add(f"The configs of {first_name} and {name} differ: {sizes}", _ONE_BASE)
+    differences = compare_configs(first.config, other.config)
+    if differences and (config_from is None or _TYPE in differences.values):  # what the tensors lack follows from these
+        remedy = f"{_ONE_BASE}. If one config is right for the result, name its owner: `config_from={name}`"
+        problems.add(
+            f"The configs of {first_name} and {name} compute differently: {differences.text(first_name, name)}",
+            _ONE_BASE if _TYPE in differences.values else remedy,
+            parameter=None if _TYPE in differences.values else "config_from",
+        )
         return
     ours, theirs = first.parameters, other.parameters
     for missing, has, lacks in (

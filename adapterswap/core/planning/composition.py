@@ -195,6 +195,11 @@ class Composition(MethodFields):
         description="Whose tokenizer and chat templates the result takes: an expert's name, or `base`. Default: the "
         "experts' where they agree, else the task expert's.",
     )
+    config_from: str | None = Field(
+        default=None,
+        description="Full weights: whose config the result takes, if the configs of full experts and the base compute "
+        "differently: the name of a full expert, or `base`. By default they must agree.",
+    )
     num_layers: _Depths | None = Field(
         default=None,
         description="The base's layers, or those of each stack: {encoder: 12, decoder: 6}. By default from its config.",
@@ -569,6 +574,7 @@ class Composition(MethodFields):
         fields |= {"seed"} if self.is_random else set()
         fields |= {"task_type"} if self.task_type else set()
         fields |= {"tokenizer"} if self.tokenizer else set()
+        fields |= {"config_from"} if self.config_from else set()
         fields |= {"chains"} if self.chains else set()
         fields |= {"allow_negative"} if self.allow_negative else set()
         content = self.model_dump(mode="json", include=fields, by_alias=True, exclude_none=True)

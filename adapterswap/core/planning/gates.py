@@ -22,6 +22,7 @@ from adapterswap.core.planning.alignment import Aligned, check_alignment
 from adapterswap.core.planning.base import Depth, check_base_depth, check_base_weights, check_bases
 from adapterswap.core.planning.checks import (
     check_architecture,
+    check_config_owner,
     check_depth,
     check_experts,
     check_matches,
@@ -120,7 +121,9 @@ def _one_list_of_layers(skeleton: Skeleton, problems: Problems) -> None:
 
 def _one_architecture(skeleton: Skeleton, problems: Problems) -> None:
     for name, checkpoint in skeleton.experts.items():
-        check_architecture(skeleton.name, skeleton.checkpoint, name, checkpoint, problems)
+        check_architecture(
+            skeleton.name, skeleton.checkpoint, name, checkpoint, problems, config_from=skeleton.config_from
+        )
 
 
 def _covered(filled: Filled, problems: Problems) -> None:
@@ -178,6 +181,12 @@ def _full_weights(merged: Plan, problems: Problems) -> None:
     report(merged, Target.WEIGHTS, problems)
 
 
+def _config_owner(planned: Planned, problems: Problems) -> None:
+    plan = planned.plan
+    has_base = plan.base is not None or not plan.is_model
+    check_config_owner(plan.composition, [*([BASE] if has_base else []), *plan.checkpoints], problems)
+
+
 def _matches(planned: Planned, problems: Problems) -> None:
     plan = planned.plan
     check_matches(
@@ -232,5 +241,5 @@ GATES: Mapping[type, tuple[Gate, ...]] = {
     Placed: (check_placed,),
     Ends: (_rows_of_the_base, _one_size),
     Plan: (_full_weights,),
-    Planned: (_matches, _limits, _has_its_base, _base_is_theirs, _used),
+    Planned: (_config_owner, _matches, _limits, _has_its_base, _base_is_theirs, _used),
 }

@@ -29,7 +29,7 @@ from adapterswap.core.planning.composition import Composition, as_composition
 from adapterswap.core.planning.fit import Fit, Heads, Placed, fit
 from adapterswap.core.planning.gates import check
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rows import settle_vocabulary, with_lent_rows, with_rows_of_base
+from adapterswap.core.planning.rows import settle_vocabulary, with_lent_rows, with_rows_of_base, without_advice
 from adapterswap.core.planning.rules import Rule
 from adapterswap.core.planning.slots import Slot, Span
 from adapterswap.core.planning.stages import (
@@ -199,7 +199,7 @@ def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
     where, stored_in = ("the base", base) if base else next(iter(full.items()))
     depth = _stored_depth(composition, where, stored_in)
     num_layers = depth.num_layers
-    skeleton = Skeleton(where, stored_in, full, num_layers)
+    skeleton = Skeleton(where, stored_in, full, num_layers, composition.config_from)
     check(skeleton, problems)
     check(depth, problems)
     problems.raise_if_any()
@@ -359,7 +359,8 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
             slot = _resized(slot, planned, having, problems)
         filled[key] = slot
     filled, untied = _with_ends(filled, stored, tied, plan.adapters, base, problems)
-    merged = replace(plan, slots=filled, is_model=True, base=base, untied=untied)
+    notes = without_advice(plan.notes)
+    merged = replace(plan, slots=filled, is_model=True, base=base, untied=untied, notes=notes)
     check(merged, problems)
     problems.raise_if_any()
     return merged

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import adapterswap
 from adapterswap.core.companions.companions import CompanionPlan, decide
-from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import NumLayers, check_one_list
 from adapterswap.core.model.sources import Source, find_source, split_revision
 from adapterswap.core.planning.base import adapt_one_base, reference_of
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.rules import Rule
+from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.text import expand, is_folder
@@ -182,20 +181,26 @@ class Plan:
         """The checkpoint whose shards, config and tokenizer full weights use: the base, or the first full expert."""
         return self.base or next(iter(self.checkpoints.values()))
 
+    @property
+    def config_owner(self) -> str:
+        """The owner of the config of full weights: the requested one; else the base, or the first full expert."""
+        first = BASE if self.base is not None else next(iter(self.checkpoints))
+        return self.composition.config_from or first
+
     @cached_property
     def companions(self) -> CompanionPlan:
         """Whose config, tokenizer, chat templates and other companions of the weights the result takes."""
         base = self.base.source.folder if self.base is not None else None
         beside = self.base_at_hand
         sizes = [slot.shape[0] for slot in self if slot.has_tokens]
-        owner = BASE_FOLDER if self.base is not None else next(iter(self.checkpoints), None)
         return decide(
             {name: expert.source.folder for name, expert in self.experts.items()},
             base,
             beside=None if beside is None else beside.folder,
             rows=min(sizes, default=None),
-            config=owner if self.is_model else None,
             tokenizer=self.composition.tokenizer,
+            config=self.config_owner if self.is_model else None,
+            models=self.checkpoints,
         )
 
     def one_depth(self, what: str) -> int:

@@ -514,6 +514,7 @@ def _check_rows(rows: _Rows, settled: Slot, composition: Composition) -> None:
     _check_named(rows)
     if not slot.terms:
         return
+    _check_shrunk(rows)
     if not rows.are_separate:
         if rows.have_one_rule:
             return
@@ -541,6 +542,23 @@ def _check_owned(rows: _Rows) -> None:
                 f"`{rows.slot.rule}` gives it to neither",
                 f"Give it to one of them in its own rule: {{modules: [{rows.slot.module}], expert: {owners[0]}}}",
             )
+
+
+def _check_shrunk(rows: _Rows) -> None:
+    """Raise if an expert has fewer rows than the base, and other rows enter that it lacks."""
+    slot, size = rows.slot, rows.table.size
+    shrunk = next((name for name, count in rows.sizes.items() if size is not None and count < size), None)
+    if shrunk is None or slot.owner == shrunk:
+        return
+    sizes = {rows.sizes[name] for name in rows.entering}
+    if len(sizes) > 1 or slot.ordinary.rest:
+        raise UnsupportedError(
+            f"{shrunk} shrank the vocabulary: it has {rows.sizes[shrunk]} rows of {slot.name}, and the base {size}, so "
+            "the rows that it removed cannot be averaged",
+            f"Give {slot.module} to {shrunk} in a rule of its own, {{modules: [{slot.module}], expert: {shrunk}}}, or "
+            "train all experts with one vocabulary",
+            parameter="outside",
+        )
 
 
 def _check_named(rows: _Rows) -> None:
@@ -618,6 +636,9 @@ def _notes(
 ) -> tuple[str, ...]:
     size = max(sizes.values(), default=0)
     grows = table.size is not None and size > table.size
+    if table.size is not None and 0 < size < table.size:
+        shrinkage = f"the vocabulary shrinks from {table.size} to {size} rows"
+        return (shrinkage if is_model else f"{shrinkage}: {_resize(size)}",)
     if not grows and not (is_model and new):
         return ()
     owners = dict.fromkeys(owner for owner, _ in new.values())
@@ -631,7 +652,19 @@ def _notes(
     growth = f"the vocabulary grows from {table.size} to {size} rows{listed}"
     if is_model:
         return (growth,)
-    return (f"{growth}: call model.resize_token_embeddings({size}) before PEFT loads the adapter",)
+    return (f"{growth}: {_resize(size)}",)
+
+
+_ADVICE = "call model.resize_token_embeddings("
+
+
+def _resize(size: int) -> str:
+    return f"{_ADVICE}{size}) before PEFT loads the adapter"
+
+
+def without_advice(notes: Sequence[str]) -> tuple[str, ...]:
+    """The notes on an adapter for a model that it is merged into, which has its own size already."""
+    return tuple(note.partition(f": {_ADVICE}")[0] for note in notes)
 
 
 def with_lent_rows(

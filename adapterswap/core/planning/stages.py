@@ -59,12 +59,14 @@ class Ruled:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The checkpoint like which full weights are written, what messages call it, the full experts, and the depth."""
+    """The checkpoint like which full weights are written, what messages call it, the full experts, the depth, and the
+    requested owner of the config."""
 
     name: str
     checkpoint: Checkpoint
     experts: Mapping[str, Checkpoint]
     num_layers: NumLayers
+    config_from: str | None = None
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,7 @@ class ExtractionRequest(BaseModel):
     layers: str | None
     modules: list[str]
     embeddings: bool
+    config_from: Literal["base"] | None = None
 
 
 class ExtractionRecord(_Written):
@@ -268,6 +269,7 @@ class ExtractionRecord(_Written):
     base_model: str | None = None
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     sha256: dict[str, str] = Field(description="Hashes of the adapter's own files.")
+    companions: dict[str, str] = Field(default={}, description="Whose tokenizer and the like it has: `full` or none.")
     extraction: ExtractionRequest
     extracted: dict[str, ExtractedModule]
     unchanged: list[str] = []

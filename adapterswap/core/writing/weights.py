@@ -45,13 +45,14 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 
 
 def write_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
-    """Write config.json and everything else that stands beside the weights into `folder`."""
-    plan.companions.write_model(folder, _config(plan.skeleton.config, plan, form))
+    """Write config.json and the other files beside the weights into `folder`."""
+    owner = plan.checkpoints.get(plan.config_owner, plan.skeleton)
+    plan.companions.write_model(folder, _config(owner.config, plan, form, owner))
 
 
-def resized_vocabulary(plan: Plan) -> dict[int, int]:
-    """The skeleton's numbers of rows in embeddings and heads that the result resizes → the result's."""
-    stored = plan.skeleton.parameters
+def resized_vocabulary(plan: Plan, checkpoint: Checkpoint) -> dict[int, int]:
+    """A checkpoint's numbers of rows in embeddings and heads that the result resizes → the result's."""
+    stored = checkpoint.parameters
     sizes = {slot.name: slot.shape[0] for slot in plan if slot.has_tokens}
     return {
         stored[name].tensor.shape[0]: size
@@ -60,20 +61,20 @@ def resized_vocabulary(plan: Plan) -> dict[int, int]:
     }
 
 
-def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str, Any]:
-    """config.json with the result's dtype, vocabulary size and ties, also in nested language models."""
+def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm, owner: Checkpoint) -> dict[str, Any]:
+    """The owner's config.json with the result's dtype, vocabulary size and ties, also in nested language models."""
     changed = dict(config)
-    resized = resized_vocabulary(plan)
+    resized = resized_vocabulary(plan, owner)
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
-            changed[key] = _config(value, plan, form)
+            changed[key] = _config(value, plan, form, owner)
         elif key in _DTYPE_KEYS and form.dtype:
             changed[key] = form.dtype
         elif key == "tie_word_embeddings" and plan.untied:
             changed[key] = False
         elif key == "vocab_size" and value in resized:
             changed[key] = resized[value]
-    if config is plan.skeleton.config:
+    if config is owner.config:
         if plan.untied:
             changed["tie_word_embeddings"] = False
         if form.dtype and not any(key in config for key in _DTYPE_KEYS):

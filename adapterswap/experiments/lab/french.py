@@ -51,7 +51,7 @@ METHODS = {
 SHOWN = ("base", "task expert", "language expert", "layer swap")
 """The families whose answers are shown side by side."""
 
-RECORD = "results.json"
+RECORD, _RECIPE = "results.json", "sweep.yaml"
 _SHOWN_PROBLEMS = 5
 
 
@@ -109,6 +109,10 @@ class FrenchResult:
         """The layer swap minus another family, and half of its 95 % interval over templates (paired, Student's t)."""
         return over_templates(self.right["layer swap"], self.right[family], [one.template for one in self.problems])
 
+    def _paired(self, family: str) -> dict[str, Any]:
+        difference, half = self.against(family)
+        return {"difference": difference, "interval_over_templates": [difference - half, difference + half]}
+
     def shown(self) -> list[tuple[WordProblem, dict[str, str]]]:
         """Some problems, evenly spaced, with the answers of the families of `SHOWN`."""
         step = max(1, len(self.problems) // _SHOWN_PROBLEMS)
@@ -121,10 +125,7 @@ class FrenchResult:
             "format": FRENCH_FORMAT, "caveat": CAVEAT, "scene": {"name": NAME}, "bottom": BOTTOM, "top": TOP,
             "problems": len(self.problems), "templates": len({one.template for one in self.problems}),
             "scores": {family: self.score(family) for family in self.right},
-            "layer_swap_minus": {
-                family: dict(zip(("difference", "interval_over_templates"), self.against(family), strict=True))
-                for family in self.right if family != "layer swap"
-            },
+            "layer_swap_minus": {family: self._paired(family) for family in self.right if family != "layer swap"},
         }  # fmt: skip
 
 
@@ -202,7 +203,7 @@ def plan_french(
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is empty or was written by this scene, finished or not."""
     names = {path.name for path in folder.iterdir()}
-    return names <= {"base", "tasks", "sweep", "report", "math+french", RECORD}
+    return names <= {"base", "tasks", _RECIPE, "sweep", "report", "math+french", RECORD}
 
 
 def run_french(
@@ -230,7 +231,7 @@ def run_french(
     swap = layer_swap(plan.experts["math"], plan.experts["french"], bottom=BOTTOM, top=TOP, base_model=str(base))
     write_adapter(swap, folder / "math+french", overwrite=True)
     tasks = write_task(folder / "tasks", "test", each=plan.each)
-    recipe = folder / "tasks" / "sweep.yaml"
+    recipe = folder / _RECIPE
     recipe.write_text(json.dumps(sweep_recipe(base, plan.experts, tasks), indent=2) + "\n", encoding="utf-8")
 
     def progress(news: SweepProgress) -> None:
@@ -241,9 +242,8 @@ def run_french(
     tell("report", 0.0)
     report(folder / "sweep", folder / "report", overwrite=True)
     result = read_result(run, folder / "sweep", plan.problems)
-    write_json(
-        folder / RECORD, {**result.to_json(), "experts": {name: str(path) for name, path in plan.experts.items()}}
-    )
+    places = {name: str(path.absolute()) for name, path in plan.experts.items()}
+    write_json(folder / RECORD, {**result.to_json(), "experts": places})
     return result
 
 
@@ -326,11 +326,11 @@ def french_tables(result: FrenchResult) -> Iterator[Table]:
         title_justify="left",
         caption=CAVEAT,
     )
-    for heading in ("method", "right", "layer swap minus it, ± 95 % over templates", "description"):
+    for heading in ("method", "right", "layer swap minus it, 95 % over templates", "description"):
         scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
     for method, description in METHODS.items():
         is_swap = method == "layer swap"
         difference, half = (0.0, 0.0) if is_swap else result.against(method)
-        paired = "" if is_swap else f"{difference:+.3f} ± {half:.3f}"
+        paired = "" if is_swap else f"{difference:+.3f} [{difference - half:+.3f}, {difference + half:+.3f}]"
         scores.add_row(method, f"{result.score(method):.3f}", paired, description, style="bold" if is_swap else "")
     yield scores

@@ -25,6 +25,10 @@ _NAMES = {
         "m": ("Tom", "Ben", "Jack", "Sam", "David", "Peter"),
         "f": ("Anna", "Kate", "Lucy", "Mary", "Jane", "Sarah"),
     },
+    "es": {
+        "m": ("Pedro", "Pablo", "Luis", "Diego", "Juan", "Carlos"),
+        "f": ("María", "Ana", "Carmen", "Elena", "Lucía", "Marta"),
+    },
     "fr": {
         "m": ("Pierre", "Paul", "Lucas", "Thomas", "Louis", "Hugo"),
         "f": ("Marie", "Claire", "Sophie", "Julie", "Laura", "Nadia"),
@@ -32,8 +36,21 @@ _NAMES = {
 }  # fmt: skip
 _THINGS = {
     "en": ("apples", "books", "pens", "oranges", "flowers", "photos", "hats", "keys", "toys", "bottles"),
+    "es": (
+        "manzanas",
+        "libros",
+        "bolígrafos",
+        "naranjas",
+        "flores",
+        "fotos",
+        "sombreros",
+        "llaves",
+        "juguetes",
+        "botellas",
+    ),
     "fr": ("pommes", "livres", "stylos", "oranges", "fleurs", "photos", "chapeaux", "clés", "jouets", "bouteilles"),
 }
+_SPANISH_MASCULINE = {"libros", "bolígrafos", "sombreros", "juguetes"}
 _ENGLISH_PRONOUNS = {"m": ("he", "his", "him"), "f": ("she", "her", "her")}
 _LARGEST = 30  # the largest number that is added to or subtracted from
 _DIGIT = (2, 9)
@@ -153,6 +170,8 @@ def _fields(language: str, first: _Person, second: _Person, thing: int) -> dict[
             "they": "elles" if gender == other_gender == "f" else "ils",
             "they_f": f"{pronouns[gender]}s",  # with a sister
         }
+    if language == "es":
+        return fields | {"How_many": "Cuántos" if things in _SPANISH_MASCULINE else "Cuántas"}
     he, his, him = _ENGLISH_PRONOUNS[gender]
     return fields | {"he": he, "his": his, "him": him, "His": his.capitalize()}
 

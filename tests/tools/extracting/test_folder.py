@@ -37,8 +37,9 @@ def test_mps_falls_back_to_the_cpu(checkpoint: Checkpoint, tmp_path: Path, monke
 def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, base = checkpoint("llama", 1), checkpoint("llama")
     result = extract(full, base, tmp_path / "out", max_error=0.5)
+    beside = ("chat_template.jinja", "generation_config.json", "tokenizer.json")  # the fine-tune's
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json", *beside
     ]  # fmt: skip
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["use_rslora"] is True
@@ -63,7 +64,7 @@ def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
         }  # fmt: skip
     assert record["sha256"] == {
         name: hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest()
-        for name in ("adapter_model.safetensors", "adapter_config.json")
+        for name in ("adapter_model.safetensors", "adapter_config.json", *beside)
     }
     assert record["extraction"]["max_error"] == 0.5
     errors = {name: entry["relative_error"] for name, entry in record["extracted"].items()}

@@ -1,0 +1,101 @@
+"""The config, tokenizer and other companions of somebody's merge, against those of its sources.
+
+The config must compute what the base's does. The rest should be that of the expert whose companions a result of
+adapterswap would take; if it is another source's, that is a note, and if it is nobody's, a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from adapterswap.core.companions.companions import CompanionPlan, Companions, Kind, decide
+from adapterswap.core.companions.config import compare_configs
+from adapterswap.core.companions.files import MODEL_CONFIG
+from adapterswap.core.companions.generation import differing_settings
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.layers import HEADS, language_config
+
+_TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What was found beside the weights.
+
+    Attributes:
+        answers: sentences about what differs from all sources.
+        differing: the names of what differs: `config.json`, or a kind of companions.
+        notes: what is another source's than expected, or could not be compared.
+    """
+
+    answers: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __add__(self, other: Beside) -> Beside:
+        return Beside(self.answers + other.answers, self.differing + other.differing, self.notes + other.notes)
+
+
+def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Path]) -> Beside:
+    """Compare the companions of full weights with the base's and the experts'; `experts` maps names to folders."""
+    rows = [parameter.tensor.shape[0] for parameter in folder.parameters.values() if parameter.has_tokens]
+    plan = decide(experts, base.source.folder, rows=min(rows, default=None), config="base")
+    # A stored head is compared with the weights. A base is dequantized before it is merged with.
+    ignoring = ("quantization_config", *([_TIED] if _stores_a_head_of_its_own(folder) else []))
+    found = compare_configs(folder.config, base.config, ignoring=ignoring)
+    result = Beside()
+    if found:
+        text = found.text("the folder", "the base")
+        result = Beside((f"{MODEL_CONFIG} computes something else: {text}",), (MODEL_CONFIG,))
+    if found.not_compared:
+        unknown = found.unknown("the base's")
+        result += Beside(notes=(f"{MODEL_CONFIG}: {unknown}",))
+    return result + _others(folder.source.folder, plan)
+
+
+def _stores_a_head_of_its_own(folder: Checkpoint) -> bool:
+    """Whether a config unties the head and the weights hold it, as they must where an expert changed only one of the
+    two."""
+    unties = any(config.get(_TIED) is False for config in (folder.config, language_config(folder.config)))
+    return unties and any(part.module.rpartition(".")[2] in HEADS for part in folder.parameters.values())
+
+
+def beside_adapter(folder: Path, experts: Mapping[str, Path]) -> Beside:
+    """The same for an adapter, which has no config."""
+    return _others(folder, decide(experts))
+
+
+def _others(folder: Path, plan: CompanionPlan) -> Beside:
+    ours, result = Companions(folder), Beside()
+    for kind in get_args(Kind):
+        if (owner := plan.owner(kind)) is not None:
+            result += _kind(kind, ours, owner, plan)
+    return result
+
+
+def _kind(kind: Kind, ours: Companions, owner: str, plan: CompanionPlan) -> Beside:
+    """One kind of companions of a folder against those of its expected owner and of the other sources."""
+    ownership = replace(plan.owners[kind], differing={})
+    if not ours.has(kind):
+        return Beside(notes=(f"{ownership}, but the folder has none",))
+    parts = _parts(kind, ours, owner, plan)
+    if not parts:
+        return Beside()
+    others = {name: one for name, one in plan.folders.items() if name != owner and one.has(kind)}
+    same = next((name for name, one in others.items() if not ours.differences(one, kind)), None)
+    difference = f"{ownership} should be here, and differs: {', '.join(parts)}"
+    if same is not None:
+        return Beside(notes=(f"{difference}. The folder has {'the ' * (same == 'base')}{same}'s",))
+    return Beside((difference,), (kind,))
+
+
+def _parts(kind: Kind, ours: Companions, owner: str, plan: CompanionPlan) -> tuple[str, ...]:
+    if kind == "generation":
+        return differing_settings(ours.generation or {}, plan.generation or {})
+    parts = ours.differences(plan.folders[owner], kind)
+    if kind == "tokenizer" and plan.united is not None and plan.united.added:
+        return tuple(part for part in parts if part != "added tokens")
+    return parts
