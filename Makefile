@@ -73,7 +73,6 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
-	$(BIN)/python scripts/wording.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
