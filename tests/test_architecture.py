@@ -48,7 +48,7 @@ CEILINGS = {
     "core.experts": 41,
     "experiments.sweeps": 37,
     "core.methods": 19,
-    "core.companions": 16,
+    "core.companions": 17,
     "engines.serving": 19,
     "experiments.reporting": 16,
     "experiments.lab": 15,

@@ -40,13 +40,14 @@ def verify_command(
     are those of a converted adapter, if an SVD or a pickle was involved, and its source's; and those of an adapter that
     was trained from another one (--expert start=PATH). Exits with 1 if anything differs.
 
-    Without a record, as after another tool's merge, say what PATH should be: pass the --base-model, and the experts
-    that should be in it. The answer says what it is, within the rounding of its dtype: which expert, how much of it, in
-    which layers.
+    If PATH has no record, as after another tool's merge, say what to compare it with: pass the --base-model, and the
+    experts that should be in it. The answer says what it is, within the rounding of its dtype: which expert, how much
+    of it, in which layers.
 
     Args:
         experts: The folder of a source; repeatable.
-        rules: Without a record: what PATH should be, as for `compose`; repeatable.  [default: the only expert]
+        rules: If PATH has no record: the composition to compare it with, as for `compose`; repeatable.  [default: the
+            only expert]
         base_model: The base model, if it came from a folder.
     """
     from adapterswap.cli.composition_options import parsed_rules

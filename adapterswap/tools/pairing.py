@@ -14,7 +14,7 @@ from typing import Literal
 
 from adapterswap.core.changes.copies import is_one_weight, stored_weight
 from adapterswap.core.changes.kinds import Whole
-from adapterswap.core.companions.config import ConfigDifferences, compare_configs
+from adapterswap.core.companions.config import ConfigDifferences, compare_configs, pads_only_to_generate
 from adapterswap.core.experts.adapter import compare_shapes
 from adapterswap.core.model.base import Base, Weight, base_at
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
@@ -221,7 +221,7 @@ def pair(
         num_layers = num_layers_in_config(base.config)
     except AdapterswapError as error:
         raise error.recast(parameter="base_model") from None
-    tuned_side, side = _sides(full, base, any_config=config_from is not None)
+    tuned_side, side = _sides(full, base)
     num_layers = known_depth(num_layers, base.name, "Pass another base")
     problems = Problems(BaseModelError)
     towers: Mapping[str, StoredTensor] = {}
@@ -269,6 +269,8 @@ def pair(
     )
     compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
+    if config_from is None:
+        _check_configs(full, base)
     for matrix in matrices:
         _check_tying(matrix.weight)
     if not matrices:
@@ -283,14 +285,25 @@ def pair(
 
 def config_differences(full: Checkpoint, base: Checkpoint) -> ConfigDifferences:
     """Where the configs of two models with one decoder differ, apart from ties: of two classes, the decoder's."""
-    parts = [checkpoint.config for checkpoint in (full, base)]
+    configs = parts = [checkpoint.config for checkpoint in (full, base)]
     if parts[0].get("model_type") != parts[1].get("model_type"):
-        parts = [dict(language_config(config)) for config in parts]
-    return compare_configs(*parts, ignoring=("tie_word_embeddings",))
+        parts = [language_config(config) for config in parts]
+    padding = ("pad_token_id",) if all(map(pads_only_to_generate, configs)) else ()
+    return compare_configs(*parts, ignoring=("tie_word_embeddings", *padding))
 
 
-def _sides(full: Checkpoint, base: Checkpoint, *, any_config: bool) -> tuple[Side, Side]:
-    """Both models, which must have one decoder, compute alike (unless `any_config`), and agree on tied heads."""
+def _check_configs(full: Checkpoint, base: Checkpoint) -> None:
+    if differences := config_differences(full, base):
+        raise BaseModelError(
+            f"The configs of {full.name} and its base {base.name} compute differently, and an adapter holds no config: "
+            f"{differences.text(full.name, base.name)}",
+            f"{_REMEDY}. If the adapter is meant for the base's config, pass `config_from=base`",
+            parameter="config_from",
+        )
+
+
+def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
+    """Both models, which must have one decoder and agree whether it ties its head."""
     problems = Problems(BaseModelError)
     for checkpoint, parameter in ((full, "full"), (base, "base_model")):
         if checkpoint.quantization is not None:
@@ -308,13 +321,6 @@ def _sides(full: Checkpoint, base: Checkpoint, *, any_config: bool) -> tuple[Sid
             parameter="base_model",
         )
     problems.raise_if_any()
-    if not any_config and (differences := config_differences(full, base)):
-        raise BaseModelError(
-            f"The configs of {full.name} and its base {base.name} compute differently, and an adapter holds no config: "
-            f"{differences.text(full.name, base.name)}",
-            f"{_REMEDY}. If the adapter is meant for the base's config, pass `config_from=base`",
-            parameter="config_from",
-        )
     try:
         tuned = read_side(full)
     except AdapterswapError as error:  # which names the base

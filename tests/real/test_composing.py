@@ -51,6 +51,11 @@ def expected(base: Path, prompts: list[torch.Tensor]) -> dict[str, list[torch.Te
     return result
 
 
+def composed(name: str, base: Path) -> asw.Plan:
+    composition = asw.parse_composition(name).model_copy(update={"base_model": str(base)})
+    return asw.compose(composition, EXPERTS)
+
+
 def same(actual: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     for one, other in zip(actual, right, strict=True):
         close(one, other, depth=LAYERS)
@@ -66,7 +71,7 @@ def test_live_and_in_peft(
             same(logits(composer.model, prompts), right)
         assert all((one - other).abs().max() > 0.1 for one, other in zip(right, before, strict=True))
     for number, (name, right) in enumerate(expected.items()):
-        written = asw.compose(name, EXPERTS).write(tmp_path / f"composed-{number}")
+        written = composed(name, base).write(tmp_path / f"composed-{number}")
         fresh = AutoModelForCausalLM.from_pretrained(base).eval()
         same(logits(PeftModel.from_pretrained(fresh, written).eval(), prompts), right)
 
@@ -75,7 +80,7 @@ def test_merged(
     base: Path, prompts: list[torch.Tensor], expected: dict[str, list[torch.Tensor]], tokenizer: Any, tmp_path: Path
 ) -> None:
     name = next(iter(SHARES))
-    merged = asw.compose(name, EXPERTS).merge(tmp_path / "merged", base_model=str(base))
+    merged = composed(name, base).merge(tmp_path / "merged", base_model=str(base))
     same(logits(AutoModelForCausalLM.from_pretrained(merged).eval(), prompts), expected[name])
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
@@ -83,8 +88,8 @@ def test_merged(
 def test_verify_suggest_and_analyze(base: Path, tmp_path: Path) -> None:
     swap = asw.layer_swap(EXPERTS["math"], EXPERTS["french"], bottom=8, top=0, base_model=str(base))
     written = swap.write(tmp_path / "swap")
-    assert asw.verify(written, experts={name: str(path) for name, path in EXPERTS.items()}, base_model=str(base)).ok
-    suggestion = asw.suggest(EXPERTS["math"], EXPERTS["french"])
+    assert asw.verify(written, experts={name: str(path) for name, path in EXPERTS.items()}, base_model=str(base)).equal
+    suggestion = asw.suggest(EXPERTS["math"], EXPERTS["french"], base_model=str(base))
     assert 0 <= suggestion.composition["bottom"] + suggestion.composition["top"] <= LAYERS
     analysis = asw.analyze({name: str(path) for name, path in EXPERTS.items()})
     for change, path in zip(analysis.changes, EXPERTS.values(), strict=True):
@@ -104,7 +109,7 @@ def test_in_llama_cpp(
     command = [sys.executable, EXAMPLE / "base.py", base, "--gguf", gguf, "--outtype", "f32"]
     subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
     name = next(iter(SHARES))
-    adapter = asw.compose(name, EXPERTS).export(tmp_path / "swap.gguf", base_model=str(base)).files[0].path
+    adapter = composed(name, base).export(tmp_path / "swap.gguf", base_model=str(base)).files[0].path
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = str(gguf), 256, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1

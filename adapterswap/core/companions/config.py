@@ -124,7 +124,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, 
 
 def _computing(config: Mapping[str, Any], ignoring: Collection[str]) -> dict[str, Any]:
     """The computing part of a config, flat: `text_config.rope_parameters.rope_theta` → value."""
-    left_out = {*NEUTRAL, *_ELSEWHERE, *ignoring, *({_PAD} if _pads_only_to_generate(config) else ())}
+    left_out = {*NEUTRAL, *_ELSEWHERE, *ignoring, *({_PAD} if pads_only_to_generate(config) else ())}
     return dict(_flat(config, left_out, ""))
 
 
@@ -139,7 +139,7 @@ def _flat(config: Mapping[str, Any], left_out: Collection[str], prefix: str) -> 
             yield f"{prefix}{key}", value
 
 
-def _pads_only_to_generate(config: Mapping[str, Any]) -> bool:
+def pads_only_to_generate(config: Mapping[str, Any]) -> bool:
     """Whether the model ignores its padding token, except to generate: a classifier finds a text's end by it."""
     classes = config.get("architectures")
     if not isinstance(classes, list) or not classes:

@@ -30,8 +30,9 @@ def under_canonical_names(adapter: Adapter, base: Base, expert: str, base_name: 
             raise ExpertError(
                 f"{expert} adapts {module.name}, but {base_name} has no module of this shape under this or an older "
                 "name",
-                "Pass the base that the experts adapt as `base_model`, or save the expert again with this version of "
-                "transformers",
+                module.misnamed
+                or "Pass the base that the experts adapt as `base_model`, or save the expert again with this version "
+                "of transformers",
                 parameter="base_model",
             )
         mapping[module.name] = canonical

@@ -313,7 +313,7 @@ def _checkpoint(reference: str | None) -> Checkpoint | None:
 
 
 def is_on_top(fingerprints: Mapping[str, str]) -> bool:
-    """Whether the base that an expert's record names is one with an adapter in it, which only training had."""
+    """Whether the recorded base had another adapter merged in during training."""
     return WEIGHTS in fingerprints
 
 

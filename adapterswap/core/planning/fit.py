@@ -19,9 +19,16 @@ from typing import Any, NamedTuple
 from adapterswap.core.changes.locating import Located
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
 from adapterswap.core.experts.keys import TASK_HEADS, TOKENS, is_bias
-from adapterswap.core.model.base import Base, base_at
+from adapterswap.core.model.base import Base, base_at, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.layers import HEADS, is_vocabulary, language_config
+from adapterswap.core.model.layers import (
+    HEADS,
+    is_ahead,
+    is_vocabulary,
+    language_config,
+    stack_of,
+    stacked_layers_in_config,
+)
 from adapterswap.core.model.sources import cached_base_config, cached_base_folder
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import Stamps, stamps
@@ -82,8 +89,8 @@ def fit(experts: Mapping[str, Adapter], reference: str | None) -> Fit:
     checkpoint, result = _opened(folder), Fit(reference, {}, {}, {})
     for name, adapter in experts.items():
         by_files = dict(_by_headers(adapter, checkpoint, config) if checkpoint else _by_config(adapter, config))
-        others = [part for part in adapter.parts.values() if part.name not in by_files]
-        model = _model(folder, reference) if others else None
+        others = [part for part in adapter.parts.values() if part.name not in by_files and not _is_deep(part, config)]
+        model = _model(folder, reference, adapter.config.task_type) if others else None
         by_model = {part.name: _in_model(part, adapter, model) for part in others if model is not None}
         result.unknown[name] = [part for part in others if part.name not in by_model]
         result.missing[name] = [part for part in others if by_model.get(part.name, ()) is None]
@@ -207,10 +214,19 @@ def _read(folder: Path, files: Stamps) -> Checkpoint | None:
     return None
 
 
-def _model(folder: Path, reference: str) -> Base | None:
-    """The base as transformers builds it; None if it cannot."""
+def _is_deep(part: Part, config: Mapping[str, Any]) -> bool:
+    """Whether it is behind the layers of the language model, where transformers loads nothing; `checks` count them."""
+    depth, stack = stacked_layers_in_config(config), stack_of(part.name)
+    count = depth if depth is None or isinstance(depth, int) else depth.get(stack) if stack else None
+    return is_ahead(part.name, part.layer, count)
+
+
+def _model(folder: Path, reference: str, task_type: str | None) -> Base | None:
+    """The base as transformers builds it, in the class for the adapter's task; None if it cannot."""
     with suppress(AdapterswapError, ImportError):
-        return base_at(folder, reference)
+        if task_type in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
+            return base_at(folder, reference)
+        return Base(empty_model(folder, reference, task_type=task_type))
     return None
 
 

@@ -209,7 +209,7 @@ def check_values(values: object) -> None:
         json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except (RecursionError, ValueError):
         raise ArgumentError(
-            "The page sent half a character, a number that is not finite, or lists that are too deep",
+            "The page sent an incomplete character, a number that is not finite, or lists that are too deep",
             "Correct the last input",
         ) from None
     if _names_file(values):

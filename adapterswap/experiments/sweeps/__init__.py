@@ -1,4 +1,4 @@
-"""Sweeps: evaluate many compositions over one loaded base, in a folder that can be resumed and read back.
+"""Sweeps: evaluate many compositions over one loaded base, in a folder that can be resumed and read again.
 
 `sweep` runs a recipe, `read_run` reads its folder, and `summarize` reduces it to a row for each family. Imports neither
 torch nor lm-evaluation-harness until something is evaluated.

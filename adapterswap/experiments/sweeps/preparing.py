@@ -355,8 +355,12 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
         )
 
 
+_MOST_KEPT = 128  # plans, which take about 1 kB for each module
+
+
 class Plans(Mapping[str, "Plan | None"]):
-    """Cell → its plan; None for the base. A plan is made when it is read, and only the latest is kept.
+    """Cell → its plan; None for the base. A plan is made once, when it is checked or read, unless there are very many:
+    then only the first ones and the latest are kept.
 
     Args:
         recipe, experts, num_layers: see `PreparedSweep`.
@@ -375,6 +379,7 @@ class Plans(Mapping[str, "Plan | None"]):
         self._recipe, self._experts, self._num_layers, self._stored = recipe, experts, num_layers, stored
         self._cells = {cell.cell: cell for cell in cells}
         self._latest: tuple[str, Plan | None] = ("", None)
+        self._kept: dict[str, Plan | None] = {}
         self._regular = {name for name, expert in experts.items() if _is_regular(expert, num_layers)}
         self._live: dict[str, bool] = {}
         self._zones: dict[str, set[Any]] = {}
@@ -382,8 +387,17 @@ class Plans(Mapping[str, "Plan | None"]):
 
     def __getitem__(self, cell: str) -> Plan | None:
         if self._latest[0] != cell:
-            self._latest = cell, self._plan(self._cells[cell])
+            self._latest = cell, self._made(cell)
         return self._latest[1]
+
+    def _made(self, cell: str) -> Plan | None:
+        """The plan of a cell, made unless it is kept."""
+        if cell in self._kept:
+            return self._kept[cell]
+        plan = self._plan(self._cells[cell])
+        if len(self._kept) < _MOST_KEPT:
+            self._kept[cell] = plan
+        return plan
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._cells)
@@ -404,7 +418,7 @@ class Plans(Mapping[str, "Plan | None"]):
             if parts is not None and parts <= seen:
                 continue
             with problems.collect():
-                plan = self._plan(cell)
+                plan = self._made(cell.cell)
                 seen |= parts or set()
                 self._live[settings] = self._live.get(settings, True) and _is_live(plan)
             self.checked.append(cell)

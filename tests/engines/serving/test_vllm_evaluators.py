@@ -24,6 +24,7 @@ TASKS = "own_write_sw,own_choice_sw"
 
 
 @pytest.mark.skipif(find_spec("tenacity") is None, reason="needs `pip install 'lm_eval[api]'`")
+@pytest.mark.full  # `make test` asks vLLM in test_vllm_server.py
 def test_lm_eval_evaluates_a_composition_by_its_name(tmp_path: Path) -> None:
     world = make_world(tmp_path, "llama")
     experts = tmp_path / "experts"

@@ -29,6 +29,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.full  # `make test` asks vLLM in test_vllm_server.py
 def test_the_engine_answers_as_the_fine_tune_does(served_base: Callable[[str], Path], tmp_path: Path) -> None:
     """Ranks that are no squares and differ by module, so that alpha is no whole number and stands in patterns."""
     base = served_base("llama")
@@ -49,6 +50,7 @@ def test_the_engine_answers_as_the_fine_tune_does(served_base: Callable[[str], P
     assert [answer["tokens"] for answer in answers["extracted"]] != [greedy(plain, prompt) for prompt in PROMPTS[:3]]
 
 
+@pytest.mark.full  # `make test` asks vLLM in test_vllm_server.py
 def test_modules_trained_in_full_are_served_as_lora(served_base: Callable[[str], Path], tmp_path: Path) -> None:
     """`modules_to_save` with a change of rank 4: LoRA of that rank is the same model."""
     base = served_base("llama")

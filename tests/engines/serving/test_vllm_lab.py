@@ -23,6 +23,7 @@ COMPOSITIONS = {
 LENGTH = 6
 
 
+@pytest.mark.full  # `make test` asks vLLM in test_vllm_server.py
 def test_a_shipped_base_answers_in_vllm_as_full_weights_do(tmp_path: Path) -> None:
     base, experts = tmp_path / "base", tmp_path / "experts"
     base.mkdir()

@@ -123,11 +123,9 @@ def test_local_files_need_no_network(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("adapterswap.experiments.evaluation.tasks._KEPT", {})
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     load_tasks(["own_usual"], Settings(include_path=folder / "files"))
-    rows: dict[str, Any] = {"path": str(folder / "rows.json"), "text": "{text}"}
-    for more in ({}, {"streaming": True, "samples": 1, "split": "train[:1]"}):
-        load_table(DatasetSource(**rows, **more), folder, seed=0)
     (folder / "rows.csv").write_text("text\na\n")
-    load_table(DatasetSource(path=str(folder / "rows.csv"), text="{text}"), folder, seed=0)
+    for name, more in (("rows.json", {}), ("rows.csv", {}), ("rows.csv", {"streaming": True, "samples": 1})):
+        load_table(DatasetSource(path=str(folder / name), text="{text}", **more), folder, seed=0)
     assert hosts == []
 
 

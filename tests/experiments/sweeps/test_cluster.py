@@ -103,6 +103,7 @@ def test_two_workers_one_killed_write_what_one_process_writes(
 
 
 @needs_ray
+@pytest.mark.full  # `make test` runs test_two_workers_one_killed_write_what_one_process_writes
 def test_errors_of_workers_are_reported_unchanged(
     content: Content, tmp_path: Path, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from adapterswap import compose, open_adapter
+from adapterswap import compose, make_plan, open_adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live import why_not_live
-from adapterswap.experiments.sweeps import SweepRecipe
+from adapterswap.experiments.sweeps import SweepRecipe, preparing
 from adapterswap.experiments.sweeps.grid import composition_of
 from adapterswap.experiments.sweeps.judging import way_of
 from adapterswap.experiments.sweeps.preparing import prepare
@@ -54,3 +54,20 @@ def test_an_expert_without_some_layers_has_every_cell_checked(
     language = {"sw1": str(tmp_path / "sw1")}
     prepared = prepare(recipe(baselines=[], language_experts=language, compositions=[ZONES]))
     assert len(prepared.plans.checked) == len(prepared.grid.cells)
+
+
+def test_a_cell_is_planned_once(
+    recipe: Callable[..., SweepRecipe], world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Any] = []
+
+    def counting(composition: Any, *arguments: Any, **options: Any) -> Plan:
+        planned.append(composition)
+        return make_plan(composition, *arguments, **options)
+
+    monkeypatch.setattr(preparing, "make_plan", counting)
+    prepared = prepare(recipe(baselines=[], compositions=[{"method": ["soup", "layer_swap"]}]))
+    for cell in (*prepared.grid.cells, *prepared.grid.cells):
+        way_of(prepared, cell)
+        assert prepared.plans[cell.cell] is not None
+    assert len(planned) == len(prepared.grid.cells) > 1
