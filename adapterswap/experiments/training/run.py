@@ -194,7 +194,8 @@ class _Prepared:
 def _prepare(
     recipe: TrainRecipe, scratch: Path, processes: int, *, trust_task_code: bool, tell: Callable[[str], None]
 ) -> _Prepared:
-    from adapterswap.core.model.loading import empty_model, open_base
+    from adapterswap.core import open_base
+    from adapterswap.core.model.loading import empty_model
     from adapterswap.experiments.training.data import load_data, sequences
     from adapterswap.experiments.training.start import open_start
     from adapterswap.experiments.training.targets import find_targets
