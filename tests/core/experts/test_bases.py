@@ -28,8 +28,10 @@ CONFIG, RECORD = "adapter_config.json", "adapterswap.json"
 
 
 @pytest.fixture
-def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], None]:
-    """`hub_base(6, "main")` puts a config of 6 layers into an otherwise empty Hub cache, as `org/base`."""
+def hub_base(
+    base: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int, str], None]:
+    """`hub_base(6, "main")` puts the experts' base, as a config of 6 layers, into an empty Hub cache, as `org/base`."""
     cache = tmp_path / "cache"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
@@ -39,7 +41,7 @@ def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, 
         (repository / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / revision).write_text(commit)
-        config = {"model_type": "llama", "num_hidden_layers": layers}
+        config = {**json.loads((base("llama") / "config.json").read_text()), "num_hidden_layers": layers}
         (repository / "snapshots" / commit / "config.json").write_text(json.dumps(config))
 
     return make
