@@ -20,7 +20,10 @@ BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3":
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # name → dtype, shape, bytes
 
-BASE_CONFIG = {"model_type": "llama", "num_hidden_layers": 4}
+BASE_CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 4,  # and the sizes of `tensors`
+    "hidden_size": 4, "intermediate_size": 8, "num_attention_heads": 2, "head_dim": 4,
+}  # fmt: skip
 
 
 def tensors(layers: int = 4, rank: int = 2, seed: int = 0, dtype: str = "F32", width: int = 4) -> Tensors:

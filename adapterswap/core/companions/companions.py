@@ -8,6 +8,7 @@ owner, and the ids in it and in the generation settings are those of the result'
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -263,8 +264,8 @@ class CompanionPlan:
         copy_files(files_matching(owner.folder, LEGAL_FILES), owner.folder, target)
         self.write(target)
         changed = config_with_ids(config, *self._ids(self.config))
-        if changed == owner.config:
-            copy_files([owner.folder / MODEL_CONFIG], owner.folder, target)
+        if changed == owner.config:  # the same bytes; it may be a link, since it was read as this config before
+            shutil.copyfile(owner.folder / MODEL_CONFIG, target / MODEL_CONFIG)
         else:
             write_json(target / MODEL_CONFIG, changed, allow_nan=True)  # Mamba's configs hold Infinity
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_damage(damage: str, run: Run, pair: tuple[Path, Path], tmp_path: Path) 
 
 def test_another_architecture(run: Run, pair: tuple[Path, Path], model: Callable[..., Path], tmp_path: Path) -> None:
     stderr = stderr_of(run, (pair[0], model("qwen2", seed=1)), tmp_path)
-    assert "model_type is llama" in stderr
+    assert "model_type is 'llama'" in stderr
     assert "fine-tuned from one base" in stderr
 
 
@@ -210,7 +211,7 @@ def test_an_adapter_of_another_base(
     run: Run, expert: Callable[..., Path], model: Callable[..., Path], tmp_path: Path
 ) -> None:
     result = run("merge", expert(seed=1), "--base-model", model("gpt2"), "-o", tmp_path / "out", exit_code=3)
-    assert "base stores no such weight" in result.stderr
+    assert "has no such module" in result.stderr
     assert not (tmp_path / "out").exists()
     with refused(BaseModelError, "base_model"):
         adapterswap.merge(expert(seed=1), model("gpt2"), out_path=tmp_path / "out")
@@ -282,8 +283,8 @@ def test_a_config_of_other_weights(
     ):
         result = run(*command, "-o", tmp_path / "out")
         assert (result.exit_code, result.stdout) == (3, "")
-        # An adapter deeper than its base is refused before the base's weights are read.
-        assert message in result.stderr or "the base has 5 layers" in result.stderr
+        # An adapter that is deeper or narrower than its base is refused before the base's weights are read.
+        assert message in result.stderr or re.search(r"the base has 5 layers|but (64|16) in the base", result.stderr)
         assert not (tmp_path / "out").exists()
 
 
