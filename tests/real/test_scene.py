@@ -221,7 +221,7 @@ def test_twenty_steps_are_those_of_plain_trl(base: Path, tokenizer: Any, tmp_pat
         AutoModelForCausalLM.from_pretrained(base),
         SFTConfig(
             str(tmp_path / "trl"), per_device_train_batch_size=1, max_steps=20, learning_rate=5e-4,
-            lr_scheduler_type="linear", warmup_steps=0, use_cpu=True, bf16=False, gradient_checkpointing=False,
+            lr_scheduler_type="linear", warmup_steps=0, use_cpu=True, bf16=False, activation_checkpointing=False,
             logging_steps=1, report_to=[], seed=3, data_seed=3, save_strategy="no", completion_only_loss=True,
             max_length=128, disable_tqdm=True,
         ),
