@@ -228,7 +228,8 @@ def test_twenty_steps_are_those_of_plain_trl(base: Path, tokenizer: Any, tmp_pat
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=LoraConfig(
-            r=16, lora_alpha=16, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM",
+            r=16, lora_alpha=16, use_rslora=True, task_type="CAUSAL_LM",
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
             layers_to_transform=list(range(20, 30)), lora_dropout=0.0,
         ),
     )  # fmt: skip
