@@ -71,7 +71,11 @@ def write_inputs(folder: Path, cache: Path, *, local: bool) -> None:
 
     base = folder / "base" if local else cache / "models--org--base" / "snapshots" / ("0" * 40)
     base.mkdir(parents=True)
-    (base / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": LAYERS}))
+    config = {
+        "model_type": "llama", "num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": WIDTH,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 96,
+    }  # fmt: skip
+    (base / "config.json").write_text(json.dumps(config))
     if not local:
         (cache / "models--org--base" / "refs").mkdir()
         (cache / "models--org--base" / "refs" / "main").write_text("0" * 40)

@@ -76,6 +76,7 @@ def _composition(
     experts: tuple[NamedExpert, ...] = (),
     num_layers: Annotated[Count, "L"] | None = None,
     task_type: Annotated[str, _TASK_TYPES, "TYPE"] | None = None,
+    tokenizer: Annotated[str, "NAME"] | None = None,
     config_from: Annotated[str, "NAME"] | None = None,
     chains: Annotated[tuple[str, ...], "--chain", "NAME=A,B"] = (),
     rules: tuple[RuleText, ...] = (),
@@ -123,6 +124,8 @@ def _composition(
         stack: In a model with an encoder and a decoder: where zones and partitions apply.  [default: both]
         outside: Embeddings, heads and towers in a layer swap: averaged, or a side's.  [default: average]
         task_type: PEFT task type of the result, such as CAUSAL_LM, if the experts' is wrong.
+        tokenizer: Whose tokenizer and chat templates the result takes: an expert's name, or `base`.  [default: the
+            experts' where they agree, else the task expert's]
         config_from: Whose config full weights take, if those of full checkpoints compute differently: an expert's
             name or `base`.  [default: they must agree]
         allow_negative: Allow negative weights (unlearning).
@@ -155,12 +158,13 @@ def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None
 
     if path is None or path.endswith((".yaml", ".yml")):
         return any_plan_from_options(options, recipe=path, base_model=base_model)
-    if used := [key for key, value in options.items() if key != "num_layers" and value not in (None, (), False)]:
+    fitting = {"num_layers", "tokenizer"}
+    if used := [key for key, value in options.items() if key not in fitting and value not in (None, (), False)]:
         raise ArgumentError(
             f"`{used[0]}` only applies to a composition, not to the adapter {path}",
             "Leave out the option or the adapter", parameter=used[0],
         )  # fmt: skip
-    return adapter_plan(path, base_model, options["num_layers"])
+    return adapter_plan(path, base_model, options["num_layers"], tokenizer=options["tokenizer"])
 
 
 def composition_from_options(
@@ -180,7 +184,9 @@ def composition_from_options(
     fields |= {"chains": chains} if (chains := _chains(fields.pop("chains", ()))) else {}
     tasks, languages = options["task_expert"], options["language_expert"]
     if recipe:
-        others = fields.keys() - {"base_model", "num_layers", "allow_negative", "task_type", "config_from"}
+        others = fields.keys() - {
+            "base_model", "num_layers", "allow_negative", "task_type", "tokenizer", "config_from",
+        }  # fmt: skip
         if tasks or languages or experts or rules or others:
             raise click.UsageError("A recipe says what to compose: pass either a recipe or these options, not both.")
         return _from_recipe(recipe).model_copy(update=fields)

@@ -72,6 +72,9 @@ def _settings(
     gen_kwargs: Annotated[str, "K=V,…"] | None = None,
     apply_chat_template: bool = False,
     system_instruction: Text | None = None,
+    enable_thinking: Annotated[bool, "--enable-thinking/--disable-thinking"] | None = None,
+    think_end_token: Text | None = None,
+    date: Annotated[str, "YYYY-MM-DD"] | None = None,
     truncate: bool = False,
     language_fidelity: bool = False,
     include_path: Folder | None = None,
@@ -91,6 +94,9 @@ def _settings(
         gen_kwargs: Override the tasks' generation settings, as in temperature=0.6,do_sample=true.
         apply_chat_template: Format prompts as a chat, with a turn per shot.
         system_instruction: System message at the start of every prompt.
+        enable_thinking: Have the chat template turn reasoning on or off.  [default: as the template does]
+        think_end_token: What ends the reasoning, such as </think> or a token's id: only the rest is scored.
+        date: What the chat template takes for today.  [default: today]
         truncate: Cut the beginning of prompts that do not fit.
         language_fidelity: Also score how much of each answer is in the task's language.
         include_path: A folder with your own lm-eval task files.
@@ -121,6 +127,7 @@ def evaluate_command(
     recipe: Annotated[str, RecipePath("compose"), "PATH"] | None = None,
     tasks: Annotated[str, _TaskList(), "TASKS"],
     settings: Annotated[Any, Options(_settings)],
+    chat_template_from: Annotated[str, "NAME"] | None = None,
     compare_engines: bool = False,
     device: Device = "auto",
     dtype: BaseDtype = "auto",
@@ -144,6 +151,8 @@ def evaluate_command(
         adapter: An adapter to load on top of it.
         recipe: A recipe (YAML) of a composition, as for compose.
         tasks: Comma-separated tasks, such as mgsm_native_cot_sw or mgsm_*_te.
+        chat_template_from: Whose chat template prompts have: an expert's name, `adapter` or `base`.  [default: the
+            experts' where they agree, else the task expert's]
         compare_engines: Evaluate in transformers and in vLLM, and print how they differ.
         out_path: Folder to write: results.json and samples.jsonl.
         dry_run: Check everything and print the first prompt, without loading weights.
@@ -160,9 +169,14 @@ def evaluate_command(
     _phase("reading the tasks")
     with working("reading the tasks", shown=is_first()):
         prepared = prepare_evaluation(
-            base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
-            out_path=out_path, overwrite=overwrite,
+            base_model, tasks, adapter=adapter, plan=plan, chat_template_from=chat_template_from, max_rank=max_rank,
+            max_error=max_error, settings=settings, out_path=out_path, overwrite=overwrite,
         )  # fmt: skip
+    if is_first():
+        for line in prepared.companions.prompt_lines:
+            note(line)
+    if (date := prepared.settings.date) != settings.date and is_first():
+        note(f"the chat template prints today's date: pass --date {date} to get the same prompts again")
     unscored = [name for name in prepared.tasks["tasks"] if name.startswith("multijail_")]
     if unscored and out_path is None and not dry_run:
         raise click.UsageError(f"{unscored[0]} has no score: pass --out-path to keep the responses for a judge.")

@@ -44,8 +44,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Method": ("method", "task_weight", "language_weight", "weights", "more_parameters", "allow_negative"),
     "Options": (),
     "Output": (
-        "out_path", "layout", "names", "max_rank", "max_error", "max_shard_size", "dequantize", "outtype", "pieces",
-        "by", "overwrite", "dry_run", "as_json",
+        "out_path", "layout", "names", "tokenizer", "max_rank", "max_error", "max_shard_size", "dequantize", "outtype",
+        "pieces", "by", "overwrite", "dry_run", "as_json",
     ),
     "Hub": ("push_to_hub", "private", "revision", "commit_message"),
     "General": ("quiet", "verbose", "--help"),

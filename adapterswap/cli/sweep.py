@@ -133,6 +133,8 @@ def sweep_command(
         prepared = prepare(
             sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
         )
+    for line in prepared.notes if is_first() else ():
+        note(line)
     if freeze:
         from adapterswap.experiments.sweeps.recording import freeze as register
 

@@ -34,7 +34,8 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: Any, arguments: Mapping[str, Any] | None = None, *, date: datetime.date | None = None
     ) -> None:
-        self._tokenizer, self._arguments, self._date = tokenizer, dict(arguments or {}), date
+        self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        self._date = date
         self.asked_date = False
 
     def __call__(
@@ -67,6 +68,11 @@ class ChatTemplate:
     def reads(self, name: str) -> bool:
         """Whether a template reads a variable of this name, such as `tools`."""
         return any(name in _variables(text) for text in self._texts)
+
+    @property
+    def today(self) -> datetime.date:
+        """The date that a template sees."""
+        return self._date or datetime.date.today()
 
     @staticmethod
     def may_set(name: str) -> bool:
@@ -101,6 +107,15 @@ class ChatTemplate:
             yield
         finally:
             chat_template_utils.datetime = before
+
+
+def as_date(value: Any) -> Any:
+    """A date as text such as 2026-11-27, which YAML reads as a date; a ValueError for another form of text."""
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    if isinstance(value, str) and not re.fullmatch(r"\d{4}-\d\d-\d\d", value):
+        raise ValueError(f"{value!r} is not a date in the form 2026-11-27")
+    return datetime.date.fromisoformat(value).isoformat() if isinstance(value, str) else value
 
 
 @lru_cache(maxsize=16)

@@ -107,6 +107,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
         r"^adapterswap report|import sweep|recipe\.yaml",
         "evaluates for hours: tests/experiments/sweeps evaluates a little",
     ),
+    ("docs/operations.md", r"^(sudo|journalctl|docker) ", "needs root, systemd or a container engine"),
     ("docs/serving.md", r"^# experts\.yaml", "tests/engines/serving/test_manifest.py"),
     ("*", r"convert_hf_to_gguf|^ollama ", "needs llama.cpp's sources or Ollama: tests/engines/exporting has llama.cpp"),
     ("docs/scripts.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),

@@ -28,16 +28,18 @@ from adapterswap.core.companions.files import (
     files_matching,
 )
 from adapterswap.core.companions.generation import config_with_ids, differing_settings, read_generation, with_ids
-from adapterswap.core.companions.templates import read_templates
+from adapterswap.core.companions.parts import TOKEN_PARTS, special_ids
+from adapterswap.core.companions.templates import Templates, read_templates, write_templates
 from adapterswap.core.companions.tokenizer import (
     BASE_FOLDER,
     United,
-    special_ids,
+    has_tokenizer,
     tokenizer_differences,
     tokenizer_files,
     unite,
     write_united,
 )
+from adapterswap.kit.errors import ArgumentError
 from adapterswap.kit.files.text import read_json, write_json
 
 Kind = Literal["tokenizer", "chat_template", "generation", "processor", "pooling"]
@@ -62,7 +64,8 @@ class Companions:
         return tokenizer_files(self.folder)
 
     @cached_property
-    def templates(self) -> str | None:
+    def templates(self) -> Templates | None:
+        """The chat templates, by name."""
         return read_templates(self.folder)
 
     @cached_property
@@ -87,7 +90,7 @@ class Companions:
     def has(self, kind: Kind) -> bool:
         """Whether the folder has companions of a kind."""
         held = {
-            "tokenizer": self.tokenizer, "chat_template": self.templates, "generation": self.generation,
+            "tokenizer": has_tokenizer(self.folder), "chat_template": self.templates, "generation": self.generation,
             "processor": self.processor, "pooling": self.pooling,
         }  # fmt: skip
         return bool(held[kind])
@@ -198,6 +201,17 @@ class CompanionPlan:
         return f"code: not copied ({', '.join(names)}); copy it yourself if you trust it"
 
     @property
+    def prompt_record(self) -> dict[str, str]:
+        """Whose tokenizer and chat templates are taken, for records; without those that nobody has."""
+        kinds: tuple[Kind, Kind] = ("tokenizer", "chat_template")
+        return {kind: self.owners[kind].owner for kind in kinds if kind in self.owners}
+
+    @property
+    def prompt_lines(self) -> list[str]:
+        """The lines on what prompts depend on."""
+        return [str(one) for kind in ("tokenizer", "chat_template") if (one := self.owners.get(kind)) and one.differing]
+
+    @property
     def record(self) -> dict[str, str]:
         """The owners by kind, for adapterswap.json."""
         config = {} if self.config is None else {"config": self.config}
@@ -223,6 +237,9 @@ class CompanionPlan:
         """Write everything that goes beside an adapter into the folder `target`."""
         if self.united is not None:
             write_united(self.united, {name: one.folder for name, one in self.folders.items()}, target)
+        template = self.owner("chat_template")
+        if template is not None:
+            write_templates(self.folders[template].templates or {}, target)
         for kind in ("processor", "pooling"):
             if (owner := self.owner(kind)) is not None:
                 source = self.folders[owner]
@@ -255,7 +272,7 @@ class CompanionPlan:
         """The special tokens' ids in the result's tokenizer, if it is another one than the owner's, and in the
         owner's. An id without a row in the embedding is left out."""
         tokenizer = self.owner("tokenizer")
-        if tokenizer is None or tokenizer == owner:
+        if tokenizer is None or tokenizer == owner or tokenizer not in self.folders:
             return {}, {}
         ids = self.folders[tokenizer].special_ids
         with_rows = {key: number for key, number in ids.items() if self.rows is None or number < self.rows}
@@ -269,6 +286,8 @@ def decide(
     beside: Path | None = None,
     rows: int | None = None,
     config: str | None = None,
+    tokenizer: str | None = None,
+    template: str | None = None,
     models: Iterable[str] = (),
 ) -> CompanionPlan:
     """Decide whose companions a result takes.
@@ -279,22 +298,41 @@ def decide(
         beside: the base's folder, if it is only compared.
         rows: the embedding's number of rows, if known: tokenizers with larger ids are not used.
         config: the owner of the config, for full weights.
+        tokenizer: whose tokenizer and chat templates are taken: an expert's or the `base`'s; by default see above.
+        template: whose chat templates are taken, if not those beside the tokenizer.
         models: the experts that are full checkpoints, whose configs are compared with the owner's.
+
+    Raises:
+        ArgumentError: there is no such expert, or it has no tokenizer or no chat template.
     """
     folders = {name: Companions(folder) for name, folder in experts.items()}
     if base is not None:
         folders[BASE_FOLDER] = Companions(base)
     compared = folders | ({BASE_FOLDER: Companions(beside)} if base is None and beside is not None else {})
     owners: dict[Kind, Ownership] = {}
-    united = unite(experts, base, rows=rows)
-    if united is not None:
+    is_chosen_elsewhere = tokenizer == BASE_FOLDER and base is None
+    if is_chosen_elsewhere:  # an adapter without a tokenizer has that of its base
+        differing = _differing("tokenizer", BASE_FOLDER, compared) if BASE_FOLDER in compared else {}
+        owners["tokenizer"] = Ownership("tokenizer", BASE_FOLDER, differing)
+    elif tokenizer is not None:
+        _check_chosen("tokenizer", tokenizer, folders)
+    if template is not None:
+        _check_chosen("chat_template", template, folders)
+    united = None if is_chosen_elsewhere else unite(experts, base, rows=rows, chosen=tokenizer)
+    if united is not None and tokenizer is not None:
+        owners["tokenizer"] = _tokenizer(united, compared)
+    elif united is not None:
         united = replace(
             united, owner=_plainest("tokenizer", united.owner, folders) if not united.added else united.owner
         )
         owners["tokenizer"] = _tokenizer(united, compared)
     for kind in get_args(Kind)[1:]:
         names = [name for name, one in folders.items() if one.has(kind)]
-        if names:
+        if kind == "chat_template" and (tokenizer or template):
+            # Whoever is chosen without a template of its own was trained with the base's, if any.
+            names = [name for name in (template, tokenizer, BASE_FOLDER) if name in names]
+            owners |= {kind: Ownership(kind, names[0], _differing(kind, names[0], compared))} if names else {}
+        elif names:
             owner = _plainest(kind, names[0], folders)
             owners[kind] = Ownership(kind, owner, _differing(kind, owner, compared))
     compared_configs = {
@@ -304,6 +342,44 @@ def decide(
     }
     others = {name: found for name, found in compared_configs.items() if found or found.not_compared}
     return CompanionPlan(folders, config, others, owners, united, rows)
+
+
+def decide_prompts(
+    experts: Mapping[str, Path],
+    base: Path,
+    *,
+    rows: int | None = None,
+    tokenizer: str | None = None,
+    template: str | None = None,
+) -> CompanionPlan:
+    """Decide whose tokenizer and chat templates prompts have, as full weights would; the arguments are `decide`'s.
+
+    The base's files are only read if an expert has some of its own.
+    """
+    chosen = tokenizer is not None or template is not None
+    if not chosen and not any(tokenizer_files(folder) for folder in experts.values()):
+        return CompanionPlan({}, None, {}, {}, None, rows)
+    return decide(experts, base, rows=rows, tokenizer=tokenizer, template=template)
+
+
+_CHOICES: Mapping[Kind, str] = {"tokenizer": "tokenizer", "chat_template": "chat_template_from"}  # their parameters
+
+
+def _check_chosen(kind: Kind, name: str, folders: Mapping[str, Companions]) -> None:
+    """Refuse the choice of somebody who takes no part, or has no companions of this kind."""
+    parameter = _CHOICES[kind]
+    if name not in folders:
+        raise ArgumentError(
+            f"`{parameter}` is {name!r}, which is not an expert here",
+            f"Choose from {', '.join(dict.fromkeys((*folders, BASE_FOLDER)))}",
+            parameter=parameter,
+        )
+    if not folders[name].has(kind):
+        raise ArgumentError(
+            f"`{parameter}` is {name!r}, whose folder has no {_LABELS.get(kind, kind)}",
+            "Save it there with tokenizer.save_pretrained(FOLDER), or choose another",
+            parameter=parameter,
+        )
 
 
 def _plainest(kind: Kind, owner: str, folders: Mapping[str, Companions]) -> str:
@@ -325,7 +401,7 @@ def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
     """The ownership of the tokenizer. One whose tokens are all in the result's does not differ by having fewer."""
     differing = {}
     for name, parts in _differing("tokenizer", united.owner, folders).items():
-        left = parts if name in united.others else tuple(part for part in parts if part != "added tokens")
+        left = parts if name in united.others else tuple(part for part in parts if part not in TOKEN_PARTS)
         if left:
             differing[name] = left
     return Ownership(

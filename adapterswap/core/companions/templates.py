@@ -1,31 +1,101 @@
-"""Chat templates: where they stand in a folder, whether two folders have the same ones, and writing them."""
+"""Chat templates, as one set wherever they stand in a folder: read, compared and written.
+
+transformers looks in `chat_template.jinja` with `additional_chat_templates/*.jinja`, and only if there are none in
+`tokenizer_config.json`, where they are one text or a list with names. Older processors have a `chat_template.json`.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from adapterswap.kit.files.inside import text_inside
-from adapterswap.kit.files.text import exists, read_json
+from adapterswap.core.companions.files import files_matching
+from adapterswap.kit.errors import ExpertError
+from adapterswap.kit.files.inside import read_inside, text_inside
+from adapterswap.kit.files.text import exists, parse_json
 
-JINJA = "chat_template.jinja"
-_SETTINGS = "tokenizer_config.json"
+JINJA, MORE, LEGACY = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
+SETTINGS = "tokenizer_config.json"
+_KEY, _DEFAULT, _PROCESSOR = "chat_template", "default", "processor's"
 _MOST = 2**20  # bytes of a template; real ones have some 10 kB
 _REMEDY = "Save the tokenizer again, with tokenizer.save_pretrained(FOLDER)"
 
+Templates = Mapping[str, str]
+"""A set of chat templates: name → text. The one that is used unless another is chosen is the `default`."""
 
-def read_templates(folder: Path | None) -> str | None:
-    """The chat template of the tokenizer in a folder; None if there is none."""
+
+def read_templates(folder: Path | None) -> Templates | None:
+    """The chat templates in a folder, which transformers would read; None if there is none."""
     if folder is None:
         return None
-    if (template := text_inside(folder, JINJA, limit=_MOST)) is not None:
-        return template
-    if not exists(folder / _SETTINGS):
-        return None
-    listed = read_json(folder / _SETTINGS, _REMEDY).get("chat_template")
-    return listed if isinstance(listed, str) else None
+    templates = _files(folder) or _entries(_settings(folder).get(_KEY), folder / SETTINGS)
+    legacy = _entries(_object(folder, LEGACY).get(_KEY), folder / LEGACY)
+    if not templates:
+        return legacy or None
+    if legacy.get(_DEFAULT, templates.get(_DEFAULT)) != templates.get(_DEFAULT):
+        templates = {**templates, _PROCESSOR: legacy[_DEFAULT]}
+    return templates
 
 
-def write_templates(templates: str, target: Path) -> None:
-    """Write the chat templates of another folder into `target`, in place of those that its tokenizer has."""
-    if templates != read_templates(target):
-        (target / JINJA).write_text(templates, encoding="utf-8")  # takes precedence over tokenizer_config.json
+def write_templates(templates: Templates, target: Path) -> None:
+    """Write chat templates into the folder `target`, in place of all that stand there."""
+    only_for_processors = exists(target / LEGACY) and _PROCESSOR not in templates
+    if templates == (read_templates(target) or {}) and not only_for_processors:
+        return
+    settings = _settings(target)
+    if settings.pop(_KEY, None) is not None:
+        (target / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name in (JINJA, LEGACY):
+        (target / name).unlink(missing_ok=True)
+    shutil.rmtree(target / MORE, ignore_errors=True)
+    for name, text in templates.items():
+        if name == _PROCESSOR:
+            (target / LEGACY).write_text(json.dumps({_KEY: text}, ensure_ascii=False) + "\n", encoding="utf-8")
+            continue
+        place = target / JINJA if name == _DEFAULT else target / MORE / f"{name}.jinja"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(text, encoding="utf-8", newline="")
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """The templates that are files of their own."""
+    places = {_DEFAULT: JINJA}
+    places |= {path.stem: f"{MORE}/{path.name}" for path in files_matching(folder, [f"{MORE}/*.jinja"])}
+    texts = {name: text_inside(folder, place, limit=_MOST) for name, place in places.items()}
+    return {name: _one_newline(text) for name, text in texts.items() if text is not None}
+
+
+def _entries(value: Any, path: Path) -> dict[str, str]:
+    """The templates in a JSON file: one text, or a list or an object with names."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {_DEFAULT: _one_newline(value)}
+    if isinstance(value, list):
+        entries = [entry if isinstance(entry, dict) else {} for entry in value]
+        named = [(entry.get("name"), entry.get("template")) for entry in entries]
+    else:
+        named = list(value.items()) if isinstance(value, dict) else [(None, None)]
+    for name, text in named:
+        if not isinstance(name, str) or not isinstance(text, str) or not re.fullmatch(r"[\w-][\w. -]*", name):
+            raise ExpertError(f"{path} has a chat template without a name or a text", _REMEDY)
+    return {str(name): _one_newline(str(text)) for name, text in named}
+
+
+def _one_newline(text: str) -> str:
+    """A template as Jinja reads it, for which every kind of newline is the same."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return _object(folder, SETTINGS)
+
+
+def _object(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a folder; an empty one if there is no file."""
+    content = read_inside(folder, name)
+    return {} if content is None else parse_json(content, str(folder / name), _REMEDY)

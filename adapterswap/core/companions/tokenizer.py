@@ -12,21 +12,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from adapterswap.core.companions.files import TEMPLATE_FILES, TOKENIZER_FILES, copy_files, files_matching
-from adapterswap.core.companions.templates import read_templates, write_templates
+from adapterswap.core.companions.parts import FAST, TOKEN_PARTS, differing_parts
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.hashes import stamp
-from adapterswap.kit.files.text import exists, open_regular, read_json
+from adapterswap.kit.files.inside import read_inside
+from adapterswap.kit.files.text import exists
 
 Tokens = Mapping[int, str]
 
 BASE_FOLDER = "base"  # no expert can have this name
-_FAST, _SETTINGS, _SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
-_SECTIONS = {  # of tokenizer.json
-    "model": "vocabulary", "normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer",
-    "post_processor": "post-processor", "decoder": "decoder", "added_tokens": "added tokens",
-}  # fmt: skip
-_CALLS = frozenset({"truncation", "padding"})  # sections that each call of a tokenizer replaces
 _REMEDY = "Save the tokenizer beside the adapter again, with tokenizer.save_pretrained(FOLDER)"
 
 
@@ -37,16 +31,12 @@ class United:
     Attributes:
         owner: the expert, or `base`, whose files are copied.
         added: tokens that the owner lacks: id → the folder of an expert that has it.
-        template: the expert, or `base`, whose chat template is used; None if none has one.
         others: the experts whose tokenizers clash with it, or have tokens of the base that it replaced.
-        other_templates: the experts whose chat templates differ from the one used.
     """
 
     owner: str
     added: Mapping[int, Path] = field(default_factory=dict)
-    template: str | None = None
     others: tuple[str, ...] = ()
-    other_templates: tuple[str, ...] = ()
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -56,13 +46,13 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def tokenizer_bytes(folder: Path) -> bytes | None:
     """The content of the tokenizer.json in a folder, to compare without parsing; None if it has none."""
-    path = folder / _FAST
+    path = folder / FAST
     return path.read_bytes() if path.is_file() else None
 
 
 def read_tokens(folder: Path) -> Tokens | None:
     """The tokens of a folder's tokenizer.json, by id; None if there is none that the tokenizers library can read."""
-    path = folder / _FAST
+    path = folder / FAST
     if not exists(path):
         return None
     return _read(path, stamp(path.stat()))
@@ -72,8 +62,7 @@ def read_tokens(folder: Path) -> Tokens | None:
 def _read(path: Path, version: tuple[int, ...]) -> Tokens | None:
     from tokenizers import Tokenizer
 
-    with open_regular(path, _REMEDY) as file:
-        content = file.read()
+    content = read_inside(path.parent, path.name) or b""
     try:
         vocabulary = Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
     except Exception:  # the library raises Exception itself
@@ -81,52 +70,14 @@ def _read(path: Path, version: tuple[int, ...]) -> Tokens | None:
     return {number: token for token, number in vocabulary.items()}
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """A tokenizer's special tokens by role, such as `eos_token`."""
-    found: dict[str, str] = {}
-    for name in (_SPECIAL, _SETTINGS):
-        content = read_json(folder / name, _REMEDY) if exists(folder / name) else {}
-        for role in _ROLES:
-            value = content.get(role)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                found[role] = text
-    return found
-
-
-def special_ids(folder: Path) -> dict[str, int]:
-    """The ids of a tokenizer's special tokens: `eos_token_id` → id; without those that it does not know."""
-    tokens = special_tokens(folder)
-    ids = {token: number for number, token in (read_tokens(folder) or {}).items()}
-    if not ids and exists(folder / _SETTINGS):
-        listed = read_json(folder / _SETTINGS, _REMEDY).get("added_tokens_decoder")
-        entries = listed.items() if isinstance(listed, dict) else ()
-        ids = {str(entry.get("content")): int(i) for i, entry in entries if isinstance(entry, dict) and i.isdecimal()}
-    return {f"{role}_id": ids[token] for role, token in tokens.items() if token in ids}
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer, and not only chat templates."""
+    return bool(files_matching(folder, TOKENIZER_FILES))
 
 
 def tokenizer_differences(one: Path, other: Path) -> tuple[str, ...]:
     """In what two folders' tokenizers differ, as words such as `eos` or `pre-tokenizer`; nothing if one has none."""
-    if not all(files_matching(folder, TOKENIZER_FILES) for folder in (one, other)):
-        return ()
-    ours, theirs = special_tokens(one), special_tokens(other)
-    parts = [role.removesuffix("_token") for role in _ROLES if ours.get(role) != theirs.get(role)]
-    contents = tokenizer_bytes(one), tokenizer_bytes(other)
-    if None not in contents and contents[0] != contents[1]:
-        parts += _differing_sections(*(content or b"" for content in contents))
-    return tuple(parts)
-
-
-def _differing_sections(one: bytes, other: bytes) -> list[str]:
-    """The sections of two tokenizer.json that differ, in words."""
-    try:
-        ours, theirs = json.loads(one), json.loads(other)
-    except ValueError:
-        return [_FAST]
-    if not isinstance(ours, dict) or not isinstance(theirs, dict):
-        return [_FAST]
-    keys = dict.fromkeys([*_SECTIONS, *ours, *theirs])
-    return [_SECTIONS.get(key, key) for key in keys if key not in _CALLS and ours.get(key) != theirs.get(key)]
+    return differing_parts(one, other) if has_tokenizer(one) and has_tokenizer(other) else ()
 
 
 def clashes(one: Tokens, other: Tokens) -> list[str]:
@@ -138,33 +89,31 @@ def clashes(one: Tokens, other: Tokens) -> list[str]:
     return [f"{t!r} is {ids[t]} and {others[t]}" for t in sorted(ids.keys() & others.keys()) if ids[t] != others[t]]
 
 
-def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | None = None) -> United | None:
+def unite(
+    experts: Mapping[str, Path], base: Path | None = None, *, rows: int | None = None, chosen: str | None = None
+) -> United | None:
     """The tokenizer of a composition.
 
-    It is that of the first expert with all tokens, or the base's if only that has all, or else the first one with the
-    others' added tokens. An expert may replace tokens of the base. The chat template is that of the first expert that
-    has one.
+    It is that of the first expert that has one, or `chosen`, with the added tokens of the others. If it lacks such
+    tokens, and another one that differs in nothing else has them all, it is that one. An expert may replace tokens of
+    the base.
 
     Args:
         experts: expert → its folder, in the order of the plan.
         base: the base's folder, for full weights.
         rows: the embedding's number of rows, if known: tokenizers with larger ids are not used.
+        chosen: the expert, or `base`, whose tokenizer it is.
 
     Returns:
         The tokenizer; None if no folder holds one.
     """
     folders = {**experts, **({} if base is None else {BASE_FOLDER: base})}
-    holders = {name: folder for name, folder in folders.items() if tokenizer_files(folder)}
+    holders = {name: folder for name, folder in folders.items() if has_tokenizer(folder)}
     if not holders:
         return None
-    templates = {
-        name: text for name in (*experts, BASE_FOLDER) if (text := read_templates(holders.get(name))) is not None
-    }
-    template = next(iter(templates), None)
-    odd = tuple(name for name in templates if name != BASE_FOLDER and templates[name] != templates[str(template)])
-    fast = {name: (folder / _FAST).read_bytes() for name, folder in holders.items() if exists(folder / _FAST)}
+    fast = {name: content for name, folder in holders.items() if (content := tokenizer_bytes(folder)) is not None}
     if len(set(fast.values())) < 2:  # reading a large vocabulary takes longer than composing adapters
-        return United(next(iter(fast or holders)), {}, template, (), odd)
+        return United(chosen or next(iter(holders)))
     tokens = {name: read_tokens(holders[name]) or {} for name in fast}
     beyond = {name for name, own_tokens in tokens.items() if rows is not None and max(own_tokens, default=0) >= rows}
     within = [name for name in tokens if name not in beyond] or list(tokens)
@@ -179,18 +128,22 @@ def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | 
         has_all = all(tokens[name].items() >= wanted[other].items() for other in within)
         return has_all, tokens[name].items() >= replaced.items()
 
-    first = max(within, key=fits)
+    first = chosen or next(name for name in holders if name in within or name not in fast)
+    if chosen is None and first in tokens:
+        alike = [name for name in within if TOKEN_PARTS.issuperset(differing_parts(holders[first], holders[name]))]
+        first = max(alike, key=fits)
     added: dict[int, Path] = {}
-    all_tokens, others = dict(tokens[first]), []
+    all_tokens, others = dict(tokens.get(first, {})), []
     for name, own_tokens in wanted.items():
         if name not in (first, BASE_FOLDER) and len(own_tokens) < len(tokens[name]):
             others.append(name)
         if (name in beyond and name != first) or clashes(all_tokens, own_tokens):
             others.append(name)
             continue
-        added |= dict.fromkeys(own_tokens.keys() - all_tokens.keys(), holders[name])
-        all_tokens |= own_tokens
-    return United(first, added, template, tuple(dict.fromkeys(others)), odd)
+        if first in tokens:
+            added |= dict.fromkeys(own_tokens.keys() - all_tokens.keys(), holders[name])
+            all_tokens |= own_tokens
+    return United(first, added, tuple(dict.fromkeys(others)))
 
 
 def _replaced(tokens: Mapping[str, Tokens]) -> Tokens:
@@ -203,20 +156,17 @@ def write_united(united: United, folders: Mapping[str, Path], target: Path) -> N
     """Write the files of a united tokenizer into the folder `target`; `folders` maps experts to their folders."""
     owner = folders[united.owner]
     copy_files(tokenizer_files(owner), owner, target)
-    templates = None if united.template is None else read_templates(folders[united.template])
-    if templates is not None:
-        write_templates(templates, target)
     if not united.added:
         return
-    content = json.loads((target / _FAST).read_text(encoding="utf-8"))
+    content = json.loads((target / FAST).read_text(encoding="utf-8"))
     entries = {entry["id"]: entry for entry in content["added_tokens"]}
     expected = dict(read_tokens(folders[united.owner]) or {})
     for number, folder in united.added.items():
-        theirs = json.loads((folder / _FAST).read_text(encoding="utf-8"))["added_tokens"]
+        theirs = json.loads((folder / FAST).read_text(encoding="utf-8"))["added_tokens"]
         entries |= {entry["id"]: entry for entry in theirs if entry["id"] == number}
         expected[number] = (read_tokens(folder) or {})[number]
     content["added_tokens"] = [entries[number] for number in sorted(entries)]
-    (target / _FAST).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+    (target / FAST).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
     if read_tokens(target) != expected:
         raise UnsupportedError(
             "The experts' added tokens leave gaps between their ids, which a tokenizer.json cannot hold",

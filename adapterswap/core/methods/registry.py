@@ -80,7 +80,7 @@ RESERVED = frozenset(
         "expert", "experts", "full_rank",
         "language", "language_weight", "layers", "max_error", "max_rank", "method", "modules", "name",
         "norms", "normalize", "num_layers", "optional", "outside", "parameters", "partition", "row_threshold", "rules",
-        "stack", "task", "task_type", "task_weight", "top", "top_transition", "weights",
+        "stack", "task", "task_type", "task_weight", "top", "tokenizer", "top_transition", "weights",
     }
 )  # fmt: skip
 """Names with another meaning in compositions, rules or sweeps, which no parameter may have."""

@@ -9,15 +9,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from adapterswap.core.companions.companions import CompanionPlan
+from adapterswap.core.companions.files import GENERATION_CONFIG, MODEL_CONFIG
+from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.model.base import empty_language_model, read_config
 from adapterswap.core.model.checkpoints import check_alone
 from adapterswap.core.model.sources import Source, find_source
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, reason_of
+from adapterswap.kit.files.folders import scratch_folder
+from adapterswap.kit.files.inside import read_inside
 from adapterswap.kit.files.tensorfile import FLOAT_NAMES
 from adapterswap.kit.files.text import check_pointers
 
@@ -35,13 +40,45 @@ class OpenedBase:
         reference: the folder or Hub id that the user passed.
         source: where its files are; outputs record its name and revision.
         config: the transformers config.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer, or that of the experts on it.
+        generation: the generation settings that go with that; None for the base's own.
     """
 
     reference: str
     source: Source
     config: Any
     tokenizer: Any
+    generation: Any = None
+
+    def with_companions(self, companions: CompanionPlan) -> OpenedBase:
+        """The base with the tokenizer, the chat templates and the ends of answers that full weights would have.
+
+        Args:
+            companions: made with this base's folder.
+
+        Raises:
+            ExpertError: transformers cannot read the tokenizer of an expert.
+        """
+        from transformers import AutoTokenizer, GenerationConfig
+
+        owners = {kind: companions.owner(kind) for kind in ("tokenizer", "chat_template")}
+        if {*owners.values()} <= {None, BASE_FOLDER}:
+            return self
+        with scratch_folder("tokenizer") as folder:
+            (folder / MODEL_CONFIG).write_bytes(read_inside(self.source.folder, MODEL_CONFIG) or b"{}")
+            companions.write(folder)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            except Exception as error:  # as in `load_weights`
+                raise ExpertError(
+                    f"the tokenizer of {owners['tokenizer']} cannot be opened: {reason_of(error)}",
+                    "Save it again with tokenizer.save_pretrained(FOLDER), or pass `tokenizer=base`",
+                    parameter="tokenizer",
+                ) from None
+            has_settings = (folder / GENERATION_CONFIG).is_file()
+            generation = GenerationConfig.from_pretrained(folder) if has_settings else None
+        tokenizer.name_or_path = self.tokenizer.name_or_path  # no path of a folder that is gone
+        return replace(self, tokenizer=tokenizer, generation=generation)
 
 
 def open_base(reference: str) -> OpenedBase:
@@ -82,7 +119,10 @@ def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> An
     folder = base.source.folder
     if base.source.revision is not None:  # on the Hub, of which only the small files are here
         folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
-    return _load(AutoModelForCausalLM, folder, base.reference, dtype=dtype, **options)
+    model = _load(AutoModelForCausalLM, folder, base.reference, dtype=dtype, **options)
+    if base.generation is not None:
+        model.generation_config = base.generation
+    return model
 
 
 def load_as_saved(folder: Path, name: str, *, config: Any, **options: Any) -> Any:
@@ -140,6 +180,8 @@ def generation_config(base: OpenedBase) -> Any:
     """The model's own generation settings, as `load_weights` would find them."""
     from transformers import GenerationConfig
 
+    if base.generation is not None:
+        return base.generation
     if (base.source.folder / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(base.source.folder)
     return GenerationConfig.from_model_config(base.config)

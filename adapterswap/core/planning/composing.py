@@ -377,9 +377,16 @@ def _compose(
 
 
 def adapter_plan(
-    reference: Adapter | str | Path, base_model: str | Path | None = None, num_layers: int | None = None
+    reference: Adapter | str | Path,
+    base_model: str | Path | None = None,
+    num_layers: int | None = None,
+    *,
+    tokenizer: str | None = None,
 ) -> Plan:
-    """The plan that takes every module from one adapter; of a slice, those that it has."""
+    """The plan that takes every module from one adapter; of a slice, those that it has.
+
+    With `tokenizer="base"` the result has the base's tokenizer, not the adapter's.
+    """
     adapter = reference if isinstance(reference, Adapter) else open_expert(reference)
     if isinstance(adapter, Checkpoint):
         raise UnsupportedError(
@@ -390,6 +397,7 @@ def adapter_plan(
         allocation=whole_rules(name, adapter),
         base_model=None if base_model is None else str(base_model),
         num_layers=num_layers,
+        tokenizer=tokenizer,
     )
     return make_plan(composition, {name: adapter})
 

@@ -190,6 +190,11 @@ class Composition(MethodFields):
     task_type: TaskType | None = Field(
         default=None, description="PEFT's task type of the result, if the experts' task types are wrong or differ."
     )
+    tokenizer: str | None = Field(
+        default=None,
+        description="Whose tokenizer and chat templates the result takes: an expert's name, or `base`. Default: the "
+        "experts' where they agree, else the task expert's.",
+    )
     config_from: str | None = Field(
         default=None,
         description="Full weights: whose config the result takes, if the configs of full experts and the base compute "
@@ -568,6 +573,7 @@ class Composition(MethodFields):
                 zones = {} if self.partition else self._settled_zones(num_layers)
         fields |= {"seed"} if self.is_random else set()
         fields |= {"task_type"} if self.task_type else set()
+        fields |= {"tokenizer"} if self.tokenizer else set()
         fields |= {"config_from"} if self.config_from else set()
         fields |= {"chains"} if self.chains else set()
         fields |= {"allow_negative"} if self.allow_negative else set()

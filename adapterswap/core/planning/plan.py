@@ -198,6 +198,7 @@ class Plan:
             base,
             beside=None if beside is None else beside.folder,
             rows=min(sizes, default=None),
+            tokenizer=self.composition.tokenizer,
             config=self.config_owner if self.is_model else None,
             models=self.checkpoints,
         )

@@ -103,7 +103,8 @@ def must_reduce(module: Slot, form: Form) -> bool:
     """Whether a module must be reduced: it is nonlinear, its rank is too high, or the form allows an error."""
     if not module.terms:
         return False
-    too_high = form.max_rank is not None and total_rank(module) > form.max_rank
+    has_rank = all(term.change.lora is not None for term in module.terms)  # (IA)³, OFT … have none, and are copied
+    too_high = form.max_rank is not None and has_rank and total_rank(module) > form.max_rank
     return not module.is_linear or too_high or (form.max_error is not None and not module.owner)
 
 

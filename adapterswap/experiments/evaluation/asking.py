@@ -177,10 +177,8 @@ class _Paper(EvaluatedModel):
         super().__init__(
             stand_in,
             padded(base.tokenizer),
+            settings=settings,
             batch_size=1,
-            max_gen_toks=settings.max_gen_toks,
-            truncate=settings.truncate,
-            seed=settings.seed,
             processes=Processes(),
             check=lambda: check_texts(loaded["tasks"]),
             on_begin=None,

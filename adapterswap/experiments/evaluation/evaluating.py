@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
 from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.evaluation.stock_tasks import code_allowed, explained_task_errors, rendering
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, load_tasks
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.errors import RunError
+from adapterswap.kit.errors import ArgumentError, RunError
 from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
@@ -129,26 +130,15 @@ def preview(
     settings: Settings | None = None,
 ) -> list[TaskPreview]:
     """Build the prompts that `evaluate` would send to a model with this config; the arguments are `evaluate`'s."""
-    settings = settings or Settings()
-    settings.check(tokenizer)
-    loaded = load_tasks(tasks, settings)
+    settings = (settings or Settings()).dated(tokenizer)
+    loaded = tasks_to_evaluate(tokenizer, tasks, settings)
 
     from lm_eval.evaluator_utils import get_sample_size
     from lm_eval.models.utils import has_bos_prefix, resolve_max_length
 
     from adapterswap.experiments.evaluation.harness import output_limit
 
-    def as_chat(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
-
-    context = resolve_max_length(config, tokenizer)
+    context, vocabulary = resolve_max_length(config, tokenizer), Vocabulary(config, tokenizer)
     previews = []
     with (
         silenced(),
@@ -163,17 +153,20 @@ def preview(
                 system_instruction=settings.system_instruction,
                 apply_chat_template=settings.apply_chat_template,
                 fewshot_as_multiturn=settings.apply_chat_template,
-                chat_template=as_chat if settings.apply_chat_template else None,
+                chat_template=chat_prompts(tokenizer, settings) if settings.apply_chat_template else None,
             )
             check_texts({name: task})
             requests, task._instances = task.instances, None
             prompts = [str(request.args[0]) for request in requests]
             # A chat template may already have added the start token: the harness adds it once.
             begun = has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
-            longest = max(map(len, tokenizer(prompts, add_special_tokens=not begun)["input_ids"]))
+            encoded = tokenizer(prompts, add_special_tokens=not begun)["input_ids"]
+            longest = max(map(len, encoded))
             generates = task.OUTPUT_TYPE == "generate_until"
             scored = ["".join(request.args) for request in requests if request.request_type == "loglikelihood"]
             whole = tokenizer(scored, add_special_tokens=not begun)["input_ids"] if scored else []
+            for ids in (*encoded, *whole):
+                vocabulary.check(ids)
             previews.append(
                 TaskPreview(
                     name=name,
@@ -227,7 +220,8 @@ def evaluate(
     """
     import torch
 
-    loaded = tasks_to_evaluate(tokenizer, tasks, settings := settings or Settings())
+    settings = (settings or Settings()).dated(tokenizer)
+    loaded = tasks_to_evaluate(tokenizer, tasks, settings)
     processes = processes or Processes()
     done = 0
 
@@ -249,10 +243,8 @@ def evaluate(
         harness_model = EvaluatedModel(
             model,
             padded(tokenizer),
+            settings=settings,
             batch_size=settings.batch_size,
-            max_gen_toks=settings.max_gen_toks,
-            truncate=settings.truncate,
-            seed=settings.seed,
             processes=processes,
             check=lambda: check_texts(loaded["tasks"]),
             on_begin=begin if on_progress else None,
@@ -284,6 +276,14 @@ def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str] | LoadedTasks, settin
     loaded = load_tasks(tasks, settings)
     if settings.language_fidelity:
         require("languages")
+    if settings.enable_thinking:
+        scored = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
+        if scored:
+            raise ArgumentError(
+                f"`enable_thinking` is for answers that are generated, but {', '.join(scored)} compares likelihoods",
+                "Evaluate such tasks without it",
+                parameter="enable_thinking",
+            )
     return loaded
 
 

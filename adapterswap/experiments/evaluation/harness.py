@@ -26,6 +26,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from adapterswap.experiments.evaluation.answers import extract_answer
 from adapterswap.experiments.evaluation.choices import SharedContexts, answer_shared, shared_contexts
 from adapterswap.experiments.evaluation.mgsm import mgsm_task
+from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
+from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.kit.errors import ArgumentError, DataError
 from adapterswap.kit.processes import Processes
 
@@ -216,10 +218,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         model: Any,
         tokenizer: Any,
         *,
+        settings: Settings,
         batch_size: int,
-        max_gen_toks: int,
-        truncate: bool,
-        seed: int,
         processes: Processes,
         check: Callable[[], None],
         on_begin: Callable[[], None] | None,
@@ -228,12 +228,17 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         # A loaded model is tied already. If adapters wrap tied embeddings, tying again raises or removes them.
         model.tie_weights = lambda *_, **__: None
         try:
-            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
+            super().__init__(
+                pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal",
+                think_end_token=settings.think_end_token,
+            )  # fmt: skip
         finally:
             del model.tie_weights
-        self._max_gen_toks, self._truncate = max_gen_toks, truncate
+        self._max_gen_toks, self._truncate, self._seed = settings.max_gen_toks, settings.truncate, settings.seed
+        self._vocabulary = Vocabulary(self.config, tokenizer)
+        self._as_chat = chat_prompts(tokenizer, settings)
         self._on_begin, self._on_progress = on_begin, on_progress
-        self._seed, self._processes = seed, processes
+        self._processes = processes
         self._check = lru_cache(maxsize=1)(check)  # once for all kinds of requests
         self._cut_in_batch: list[bool] = []  # in the harness's order
         self._cut_of: dict[str, list[bool]] = {}  # by the request's key; equal requests keep their order
@@ -292,6 +297,16 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         by_text = {"".join(pair): length for pair, length in lengths.items()}
         batches = in_batches(requests, self.batch_size, lambda texts: [by_text[text] for text in texts])
         return self._answers(requests, batches, super().loglikelihood)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """See the harness, which leaves out a system turn that the template refuses; here that is an error."""
+        return self._as_chat(chat_history, add_generation_prompt)
+
+    def tok_encode(self, string: str, *args: Any, **options: Any) -> list[int]:
+        """See the harness. Tokens without a row in the embedding are refused."""
+        ids: list[int] = super().tok_encode(string, *args, **options)
+        self._vocabulary.check(ids)
+        return ids
 
     def _length(self, pair: tuple[str, str]) -> int:
         """The tokens of a context and its continuation, as the harness scores them."""
@@ -359,14 +374,25 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         return super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
-        tokens = self._tokens(context, max_length, stop, **kwargs)
+        """See the harness. A text that ends the answer does not end the reasoning before it."""
+        thinks = self.think_end_token is not None
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        tokens = self._tokens(context, max_length, [eos] if thinks else stop, **kwargs)
         output = tokens[:, context.shape[1] :]
         ends = self.model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._cut_in_batch += [
             len(row) >= max_length - context.shape[1]
             and not ends.intersection(row)
-            and not any(word in self.tokenizer.decode(row) for word in stop)
+            and not any(word in self._answer(row) for word in stop)
             for row in output.tolist()
         ]
         return tokens
+
+    def _answer(self, row: list[int]) -> str:
+        """The text of an output after its reasoning; all of it if that does not end, and nothing ends the answer."""
+        end = self.think_end_token
+        if isinstance(end, int):
+            row = row[len(row) - row[::-1].index(end) :] if end in row else []
+        text = str(self.tokenizer.decode(row))
+        return text.rpartition(end)[2] if isinstance(end, str) and end in text else "" if isinstance(end, str) else text

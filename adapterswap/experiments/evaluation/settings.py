@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from adapterswap.experiments.chat import ChatTemplate, as_date
 from adapterswap.experiments.evaluation.results import broken_texts
 from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems
 from adapterswap.kit.files.text import expand
@@ -47,6 +49,9 @@ class Settings:
         gen_kwargs: generation settings that override the tasks' own (`do_sample`, `temperature`, `max_gen_toks`, …).
         apply_chat_template: format the prompt as a chat, with a turn per shot.
         system_instruction: a text before everything else.
+        enable_thinking: have the chat template turn reasoning on or off; by default as the template does.
+        think_end_token: what ends the reasoning in an answer, as text or a token's id; only what follows is scored.
+        date: what the chat template takes for today, as 2026-11-27; by default the real date.
         truncate: cut the beginning of prompts that do not fit, and count them; without it they are refused.
         include_path: a folder with the user's own task files.
         trust_task_code: let task files in `include_path` run their Python code; without it such files are refused, and
@@ -66,6 +71,9 @@ class Settings:
     gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
     apply_chat_template: bool = False
     system_instruction: str | None = None
+    enable_thinking: bool | None = None
+    think_end_token: str | int | None = None
+    date: str | None = None
     truncate: bool = False
     include_path: str | Path | None = None
     trust_task_code: bool = False
@@ -75,10 +83,37 @@ class Settings:
     engine: str = "transformers"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
+    WHERE_SET: ClassVar[frozenset[str]] = frozenset({"engine", "enable_thinking", "think_end_token", "date"})
+    """The settings that `described` leaves out where they have their defaults."""
+
     @property
     def sandboxed(self) -> bool:
         """Whether templates are rendered in a sandbox, because they are the user's and not trusted."""
         return self.include_path is not None and not self.trust_task_code
+
+    @property
+    def day(self) -> datetime.date | None:
+        """`date` as a date."""
+        return None if self.date is None else datetime.date.fromisoformat(self.date)
+
+    def chat(self, tokenizer: Any) -> ChatTemplate:
+        """The tokenizer's chat template with these variables and this date."""
+        variables = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return ChatTemplate(tokenizer, variables, date=self.day)
+
+    def dated(self, tokenizer: Any) -> Settings:
+        """With today's date if the chat template asks for it and there is none, so that results record it."""
+        if not (self.apply_chat_template and tokenizer.chat_template) or self.date is not None:
+            return self
+        from jinja2 import TemplateError
+
+        template = self.chat(tokenizer)
+        system = [{"role": "system", "content": self.system_instruction}] if self.system_instruction else []
+        try:
+            template([*system, {"role": "user", "content": "?"}], add_generation_prompt=True)
+        except TemplateError:
+            return self  # the first prompt reports it
+        return replace(self, date=template.today.isoformat()) if template.asked_date else self
 
     def check(self, tokenizer: Any) -> None:
         """Check the settings against the base's tokenizer, and report all problems together.
@@ -128,12 +163,42 @@ class Settings:
                 "Leave out `apply_chat_template`, or save a chat template with the base's tokenizer",
                 parameter="apply_chat_template",
             )
+        self._check_thinking(tokenizer, problems)
+        try:
+            as_date(self.date)
+        except ValueError as error:
+            problems.add(f"`date`: {error}", "Write it as year, month and day: 2026-11-27", parameter="date")
         problems.raise_if_any()
+
+    def _check_thinking(self, tokenizer: Any, problems: Problems) -> None:
+        if self.enable_thinking and self.think_end_token is None:
+            problems.add(
+                "`enable_thinking` is set, but not what ends the reasoning",
+                "Pass `think_end_token` too, such as </think>",
+                parameter="think_end_token",
+            )
+        if self.enable_thinking is None or not tokenizer.chat_template:
+            return
+        if not self.apply_chat_template:
+            problems.add(
+                "`enable_thinking` is a variable of the chat template, which is not used",
+                "Pass `apply_chat_template` too",
+                parameter="enable_thinking",
+            )
+        elif not ChatTemplate(tokenizer).reads("enable_thinking"):
+            problems.add(
+                "`enable_thinking` has no effect: the chat template does not read it",
+                "Leave it out",
+                parameter="enable_thinking",
+            )
 
     def described(self) -> dict[str, Any]:
         """As plain data for publication, without paths and without trust, which changes no result."""
         content = asdict(self) | {"gen_kwargs": dict(self.gen_kwargs)}
         del content["include_path"], content["trust_task_code"], content["engine"], content["engine_args"]
+        for name in self.WHERE_SET & content.keys():
+            if content[name] is None:
+                del content[name]
         if self.engine != ENGINES[0]:  # whose results stay as they were before there was a choice
             content["engine"] = {"name": self.engine, "arguments": dict(self.engine_args)}
         if self.limit is not None and self.limit >= 1:
@@ -154,11 +219,25 @@ class EvaluationOptions(FiniteModel):
     max_gen_toks: int = Field(default=512, ge=1, description="Maximum length of an output, in tokens.")
     apply_chat_template: bool = Field(default=False, description="Format prompts as a chat, with a turn per shot.")
     system_instruction: str | None = Field(default=None, description="System message at the start of every prompt.")
+    enable_thinking: bool | None = Field(
+        default=None, description="Have the chat template turn reasoning on or off. Default: as the template does."
+    )
+    think_end_token: str | int | None = Field(
+        default=None, description="What ends the reasoning, such as </think>, or a token's id: only the rest is scored."
+    )
+    date: str | None = Field(
+        default=None, description="What the chat template takes for today, such as '2026-11-27'. Default: today."
+    )
     truncate: bool = Field(default=False, description="Cut the beginning of prompts that do not fit.")
     language_fidelity: bool = Field(
         default=False, description="Also score how much of each answer is in the task's language."
     )
     include_path: str | None = Field(default=None, description="A folder with your own lm-eval task files.")
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        return as_date(value)
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
         """As `Settings`.

@@ -31,6 +31,8 @@ from adapterswap.core import (
     num_layers_in_config,
     open_base,
 )
+from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
+from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.experts.adapter import read_adapter
 from adapterswap.core.experts.config import is_plain
 from adapterswap.core.experts.keys import KINDS, LORA, TRAINABLE_TOKENS
@@ -48,6 +50,7 @@ from adapterswap.core.model.sources import (
 from adapterswap.core.writing.records import CompositionRecord, composition_record, read_record
 from adapterswap.experiments.evaluation import evaluating
 from adapterswap.experiments.evaluation.languages import check_languages
+from adapterswap.experiments.evaluation.prompts import Vocabulary
 from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.experiments.evaluation.settings import SEED, Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
@@ -286,6 +289,7 @@ class Evaluation:
         tasks: the loaded tasks.
         settings: how they are evaluated.
         subject: a description of what is evaluated, as plain data.
+        companions: whose tokenizer and chat template the prompts have: as those of the merged model.
         adapter: the adapter on the base, if any.
         plan: the composition on the base, if any.
         max_rank, max_error: see `write_adapter`.
@@ -296,6 +300,7 @@ class Evaluation:
     tasks: LoadedTasks
     settings: Settings
     subject: Mapping[str, Any]
+    companions: CompanionPlan
     adapter: Source | None = None
     plan: Plan | None = None
     max_rank: int | None = None
@@ -383,6 +388,7 @@ def evaluate(
     *,
     adapter: Adapter | str | Path | None = None,
     plan: Plan | None = None,
+    chat_template_from: str | None = None,
     max_rank: int | None = None,
     max_error: float | None = None,
     num_fewshot: int | None = None,
@@ -392,6 +398,9 @@ def evaluate(
     gen_kwargs: Mapping[str, Any] | None = None,
     apply_chat_template: bool = False,
     system_instruction: str | None = None,
+    enable_thinking: bool | None = None,
+    think_end_token: str | int | None = None,
+    date: str | None = None,
     truncate: bool = False,
     include_path: str | Path | None = None,
     trust_task_code: bool = False,
@@ -416,10 +425,12 @@ def evaluate(
         tasks: names of tasks, as a list or separated by commas.
         adapter: an adapter of any kind that PEFT can load: opened, a folder or a Hub id.
         plan: a composition of adapters, instead of `adapter`. With neither, the base alone is evaluated.
+        chat_template_from: whose chat template prompts are rendered with: an expert's name, `adapter` or `base`. By
+            default as of the merged model: the experts' where they agree, else the task expert's.
         max_rank, max_error: truncate the composition; see `write_adapter`.
-        num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction, truncate,
-            include_path, trust_task_code, confirm_run_unsafe_code, language_fidelity, engine, engine_args: see
-            `Settings` in `adapterswap.experiments.evaluation`.
+        num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction,
+            enable_thinking, think_end_token, date, truncate, include_path, trust_task_code, confirm_run_unsafe_code,
+            language_fidelity, engine, engine_args: see `Settings` in `adapterswap.experiments.evaluation`.
         sampling_seed: for shots and for sampling.
         device: where torch computes: auto, cpu, cuda, cuda:N or mps.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
@@ -445,17 +456,35 @@ def evaluate(
     settings = Settings(
         num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks,
         gen_kwargs=gen_kwargs or {}, apply_chat_template=apply_chat_template, system_instruction=system_instruction,
-        truncate=truncate, include_path=include_path, trust_task_code=trust_task_code,
-        confirm_run_unsafe_code=confirm_run_unsafe_code, seed=sampling_seed, language_fidelity=language_fidelity,
-        engine=engine, engine_args=engine_args or {},
+        enable_thinking=enable_thinking, think_end_token=think_end_token, date=date, truncate=truncate,
+        include_path=include_path, trust_task_code=trust_task_code, confirm_run_unsafe_code=confirm_run_unsafe_code,
+        seed=sampling_seed, language_fidelity=language_fidelity, engine=engine, engine_args=engine_args or {},
     )  # fmt: skip
     prepared = prepare_evaluation(
-        base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
-        out_path=out_path, overwrite=overwrite,
+        base_model, tasks, adapter=adapter, plan=plan, chat_template_from=chat_template_from, max_rank=max_rank,
+        max_error=max_error, settings=settings, out_path=out_path, overwrite=overwrite,
     )  # fmt: skip
     return prepared.run(
         device=device, dtype=dtype, out_path=out_path, overwrite=overwrite, processes=processes, on_progress=on_progress
     )
+
+
+def _companions(
+    base: OpenedBase, adapter: Source | None, plan: Plan | None, chat_template_from: str | None
+) -> CompanionPlan:
+    """Whose tokenizer and chat template the merged model would have."""
+    folders = {name: expert.source.folder for name, expert in plan.experts.items()} if plan is not None else {}
+    folders |= {"adapter": adapter.folder} if adapter is not None else {}
+    return decide_prompts(
+        folders, base.source.folder, rows=getattr(base.config.get_text_config(), "vocab_size", None),
+        tokenizer=plan.composition.tokenizer if plan is not None else None, template=chat_template_from,
+    )  # fmt: skip
+
+
+def described_companions(companions: CompanionPlan) -> dict[str, Any]:
+    """Whose tokenizer and chat template prompts have, as plain data; nothing if they are the base's."""
+    others = {kind: owner for kind, owner in companions.prompt_record.items() if owner != BASE_FOLDER}
+    return {"companions": others} if others else {}
 
 
 def prepare_evaluation(
@@ -464,6 +493,7 @@ def prepare_evaluation(
     *,
     adapter: Adapter | str | Path | None = None,
     plan: Plan | None = None,
+    chat_template_from: str | None = None,
     max_rank: int | None = None,
     max_error: float | None = None,
     settings: Settings | None = None,
@@ -495,9 +525,19 @@ def prepare_evaluation(
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     base = open_base(str(base_model))
     check_subject(base, source, plan)
+    companions = _companions(base, source, plan, chat_template_from)
+    base = base.with_companions(companions)
     settings.check(base.tokenizer)
+    settings = settings.dated(base.tokenizer)
     loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
     if settings.language_fidelity:
         check_languages(loaded["tasks"])
     subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
-    return Evaluation(base, loaded, settings, subject, source, plan, max_rank, max_error, (*inputs, base.source.folder))
+    subject |= described_companions(companions)
+    inputs.append(base.source.folder)
+    evaluation = Evaluation(
+        base, loaded, settings, subject, companions, source, plan, max_rank, max_error, tuple(inputs)
+    )  # fmt: skip
+    if Vocabulary(base.config, base.tokenizer).may_lack_rows:
+        evaluation.preview()  # refuses prompts with such tokens
+    return evaluation

@@ -25,7 +25,7 @@ Painted = Mapping[tuple[int, Kind], str]
 """(layer, kind of module) → the expert that owns it, or `base`."""
 
 _KINDS: tuple[Kind, ...] = ("attention", "mlp", "other")
-_KEPT = {"experts", "base_model", "task_type", "num_layers", "row_threshold", "allow_negative"}
+_KEPT = {"experts", "base_model", "task_type", "tokenizer", "num_layers", "row_threshold", "allow_negative"}
 
 
 def paint(composition: Composition, painted: Painted, num_layers: int) -> Composition:

@@ -29,6 +29,7 @@ from adapterswap.core import (
     open_base,
     own_name,
 )
+from adapterswap.core.companions.companions import decide_prompts
 from adapterswap.engines.live import LiveComposer, stream
 from adapterswap.engines.live.inventory import layers_of_base
 from adapterswap.engines.serving.names import check_expert_name, read_manifest
@@ -357,6 +358,8 @@ def open_workspace(
             faults[name] = error.within(name)
     if not opened:
         raise next(iter(faults.values()))
+    folders = {name: adapter.source.folder for name, adapter in opened.items()}
+    base = base.with_companions(decide_prompts(folders, base.source.folder))
     composer, not_live = _load(load_weights(base, dtype=dtype).to(target).eval(), opened)
     references = {name: _short(reference) for name, reference in named.items()}
     return Workspace(

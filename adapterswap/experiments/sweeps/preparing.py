@@ -32,7 +32,9 @@ from adapterswap.core import (
     open_checkpoint,
     open_expert,
 )
+from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
 from adapterswap.core.companions.files import MODEL_CONFIG
+from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.model.checkpoints import model_fingerprints
 from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.sources import WEIGHTS
@@ -218,6 +220,7 @@ class PreparedSweep:
         settings: how tasks are evaluated.
         grid: the cells.
         plans: cell → its plan, made when it is read; None for the base.
+        companions: whose tokenizer and chat template the prompts of all cells have.
         described: all of it as plain data, without paths of this machine: the content of sweep.json before the judge
             adds the versions and the settings of the model.
     """
@@ -232,7 +235,17 @@ class PreparedSweep:
     settings: Settings
     grid: Grid
     plans: Plans
+    companions: CompanionPlan
     described: Mapping[str, Any]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on the prompts, for the user."""
+        notes = self.companions.prompt_lines
+        if self.settings.date != self.recipe.settings.date:
+            date = self.settings.date
+            notes.append(f"the chat template prints today's date: set settings.date to {date} to resume another day")
+        return notes
 
     def loaded(self, names: Iterable[str] | None = None) -> LoadedTasks:
         """These tasks, or all, in the form of `load_tasks`."""
@@ -305,8 +318,14 @@ def prepare(
     settings = recipe.settings.as_settings(
         confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
     )
+    companions = decide_prompts(
+        {name: expert.source.folder for name, expert in experts.items()}, base.source.folder,
+        rows=getattr(base.config.get_text_config(), "vocab_size", None), template=recipe.settings.chat_template_from,
+    )  # fmt: skip
+    base = base.with_companions(companions)
     with problems.collect():
         settings.check(base.tokenizer)
+        settings = settings.dated(base.tokenizer)
     with problems.collect():
         tasks_of_sweep, tasks, harness_tasks = find_tasks(recipe, settings)
     with problems.collect():
@@ -321,7 +340,9 @@ def prepare(
     plans.check(problems)
     problems.raise_if_any()
     sides = {name: side for name, (_, side) in places.items()}
-    prepared = PreparedSweep(recipe, base, num_layers, experts, sides, tasks, harness_tasks, settings, grid, plans, {})
+    prepared = PreparedSweep(
+        recipe, base, num_layers, experts, sides, tasks, harness_tasks, settings, grid, plans, companions, {}
+    )  # fmt: skip
     return replace(prepared, described=_describe(prepared))
 
 
@@ -538,6 +559,9 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
         "task_files": task_files(prepared.settings.include_path),
+        "companions": {
+            kind: prepared.companions.owner(kind) or BASE_FOLDER for kind in ("tokenizer", "chat_template")
+        },
         "settings": prepared.settings.described(),
         "cells": [cell.as_json() for cell in prepared.grid.cells],
     }  # fmt: skip

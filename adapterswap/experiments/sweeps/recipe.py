@@ -51,6 +51,11 @@ class EngineByKind(StrictModel):
 class SweepSettings(EvaluationOptions):
     """How tasks are evaluated: the options of `evaluate`, and some that only sweeps have."""
 
+    chat_template_from: str | None = Field(
+        default=None,
+        description="Whose chat template the prompts of all cells have: an expert's name, or `base`. Default: the "
+        "experts' where they agree, else the first task expert's.",
+    )
     gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings that override the tasks' own.")
     seed: int = Field(default=SEED, ge=0, description="The seed of shots and sampling.")
     engine: Literal["transformers", "vllm"] | EngineByKind = Field(

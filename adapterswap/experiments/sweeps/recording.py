@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
+from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.experiments.sweeps.results import (
     CELLS,
@@ -104,7 +105,7 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
         earlier = value if key == "recipe" else stored.get(key)
         if key in ("settings", "versions", "task_files") and isinstance(earlier, dict):
             # What only a loaded model tells is in the folder alone. A recipe without an engine has transformers.
-            names = value.keys() | earlier.keys() & (earlier.keys() if key == "task_files" else {"engine"})
+            names = value.keys() | earlier.keys() & (earlier.keys() if key == "task_files" else Settings.WHERE_SET)
             changed = [f"{key}.{name}" for name in names if value.get(name) != earlier.get(name)]
         else:
             changed = [] if value == earlier else [key]

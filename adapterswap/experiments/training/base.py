@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core import OpenedBase, load_weights, open_base
+from adapterswap.core import OpenedBase, load_weights
 from adapterswap.experiments.training.recipe import Quantization, TrainingOptions, TrainRecipe
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import BaseModelError, DependencyError, Problems, RunError, UnsupportedError
@@ -79,9 +79,9 @@ def check_libraries(recipe: TrainRecipe) -> None:
     problems.raise_if_any()
 
 
-def open_trainable(reference: str) -> OpenedBase:
-    """Open the base's config and tokenizer, and add a pad token if there is none."""
-    base = open_base(reference)
+def with_padding(base: OpenedBase) -> OpenedBase:
+    """The base, whose tokenizer gets a token for padding if it has none. It must have one for the end."""
+    reference = base.reference
     if base.tokenizer.eos_token_id is None:
         raise BaseModelError(
             f"The tokenizer of {reference} has no end-of-sequence token, so the expert could not learn to stop",

@@ -9,9 +9,10 @@ the whole. All sources are joined, shuffled with the data seed, and the validati
 from __future__ import annotations
 
 import csv
+import datetime
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -543,6 +544,7 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
         boundary_moved=int(np.sum(np.array(counts.boundary_moved)[used_rows])),
         without_end=int(np.sum(np.array(counts.without_end)[used_rows])),
         longest=counts.longest,
+        date=counts.date,
         tokens=len(train.ids),
         trained_tokens=int(train.trained.sum() - train.trained[train.starts[:-1]].sum()),  # nothing predicts a first
         sha256=train.sha256(),
@@ -570,11 +572,13 @@ def _tokens(
     options = recipe.training
     parts, sources, total = [], [], TokenCounts()
     ends = end_tokens(base)
+    day = None if recipe.date is None else datetime.date.fromisoformat(recipe.date)
+    chat = ChatTemplate(base.tokenizer, date=day) if base.tokenizer.chat_template else None
     loaded = load_rows(
         datasets,
         recipe.folder,
         seed=options.data_seed,
-        chat=ChatTemplate(base.tokenizer) if base.tokenizer.chat_template else None,
+        chat=chat,
         chat_prompts=recipe.chat_template,
         separator=recipe.separator,
         screen=Screen(recipe.hygiene, recipe.folder) if recipe.hygiene else None,
@@ -598,7 +602,7 @@ def _tokens(
             parameter="base_model",
         )
     sides = np.repeat([source.side or "" for source in datasets], [len(part) for part in parts])
-    return joined, sides, sources, total
+    return joined, sides, sources, replace(total, date=chat.today.isoformat() if chat and chat.asked_date else None)
 
 
 def end_tokens(base: OpenedBase) -> frozenset[int]:

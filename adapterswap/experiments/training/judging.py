@@ -66,7 +66,7 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
     """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are reported before training."""
     options = recipe.judged_by
     assert options is not None
-    settings = options.as_settings(recipe.folder, trust_task_code=trust_task_code)
+    settings = options.as_settings(recipe.folder, trust_task_code=trust_task_code).dated(base.tokenizer)
     loaded = load_tasks(options.tasks, settings)
     previews = preview(base.tokenizer, base.config, loaded, settings)
     problems = Problems(FieldError)

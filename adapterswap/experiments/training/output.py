@@ -13,7 +13,6 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.core import OpenedBase, identity_of, open_base
-from adapterswap.core.companions.tokenizer import tokenizer_files
 from adapterswap.core.model.sources import TRAINING_RECORD
 from adapterswap.core.writing.adapter import ADAPTER_FILES
 from adapterswap.experiments.training.recipe import ChainStart, TrainRecipe
@@ -47,12 +46,12 @@ def write_expert(
     """Write the trained weights (see `write_weights`), the record and the model card into `folder`.
 
     Args:
-        start: where the adapter started, whose tokenizer is copied; None for zero.
+        start: where the adapter started, whose tokenizer and chat templates are copied; None for zero.
         weights: the model's state dict, if its own parameters are not complete.
     """
     write_weights(folder, model, recipe, base, targets, weights=weights)
-    for file in tokenizer_files(start.adapter.source.folder) if start and not start.on_top else ():
-        (folder / file.name).write_bytes(file.read_bytes())
+    if start:
+        start.write_companions(folder)
     record = describe(recipe, base, targets, report, start)
     if start:
         record["sha256"] = {name: sha256_of(folder / name) for name in ADAPTER_FILES}
@@ -143,7 +142,7 @@ def describe(
             # Composing compares them: other bases may have this name, and one with the start in it is another base.
             "fingerprints": identity_of(base.source) | (start.record.sha256 if start and start.on_top else {}),
         },
-        **({"start": start.record.content()} if start else {}),
+        **({"start": start.record.content(), "companions": start.companions.prompt_record} if start else {}),
         "target_modules": targets.ends,
         "layers": targets.layers,
         "trainable_parameters": report.trainable_parameters,

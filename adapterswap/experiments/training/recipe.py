@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from adapterswap.core import SIDES, Composition, Partition, Side, format_layers, parse_layers
+from adapterswap.experiments.chat import as_date
 from adapterswap.experiments.permitted import foreign_source
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
@@ -416,6 +417,9 @@ class TrainRecipe(StrictModel):
         default=False,
         description="Render prompt and completion as a user's and an assistant's turn with the tokenizer's template.",
     )
+    date: str | None = Field(
+        default=None, description="What a chat template takes for today, such as '2026-11-27'. Default: the real date."
+    )
     separator: str = Field(
         default="", description="Text between prompt and completion, if no chat template separates them."
     )
@@ -430,6 +434,11 @@ class TrainRecipe(StrictModel):
     )
 
     _folder: Path = PrivateAttr(default=Path())
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        return as_date(value)
 
     @field_validator("adapter", mode="before")
     @classmethod

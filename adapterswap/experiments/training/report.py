@@ -193,6 +193,7 @@ class RowCounts:
         longest: tokens of the longest row of the sources, used or not, before it was cut.
         tokens, trained_tokens: tokens in one pass over the training rows: all, and those that the loss is computed on.
         sha256: the hash of the training rows' tokens.
+        date: the date that the chat template wrote as today's; None if it writes none.
     """
 
     sources: list[dict[str, Any]]
@@ -211,6 +212,7 @@ class RowCounts:
     tokens: int
     trained_tokens: int
     sha256: str
+    date: str | None = None
 
     @property
     def dropped(self) -> int:
@@ -229,6 +231,8 @@ class RowCounts:
     def notes(self) -> list[str]:
         """Sentences about rows that were dropped or cut, for the user."""
         messages = []
+        if self.date:
+            messages.append(f"the chat template writes the date, {self.date}: `date` in the recipe fixes it")
         if self.empty:
             messages.append(f"{self.empty} rows dropped: a value is missing or there is nothing to train on")
         if self.math:

@@ -22,7 +22,7 @@ from adapterswap.experiments.training.base import (
     check_libraries,
     device_and_dtype,
     load_trainable,
-    open_trainable,
+    with_padding,
 )
 from adapterswap.experiments.training.recipe import TrainRecipe, read_train_recipe
 from adapterswap.experiments.training.report import TrainEstimate, TrainReport
@@ -194,15 +194,17 @@ class _Prepared:
 def _prepare(
     recipe: TrainRecipe, scratch: Path, processes: int, *, trust_task_code: bool, tell: Callable[[str], None]
 ) -> _Prepared:
+    from adapterswap.core import open_base
     from adapterswap.core.model.loading import empty_model
     from adapterswap.experiments.training.data import load_data, sequences
     from adapterswap.experiments.training.start import open_start
     from adapterswap.experiments.training.targets import find_targets
 
-    base = open_trainable(recipe.base_model)
+    base = open_base(recipe.base_model)
     # A model without weights is enough to report a wrong name before rows and weights are read.
     model = empty_model(base)
     start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
+    base = with_padding(base.with_companions(start.companions) if start else base)
     targets = find_targets(model, recipe, base.config, start)
     tell("reading rows")
     data = load_data(recipe, base)

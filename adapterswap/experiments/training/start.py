@@ -26,6 +26,7 @@ from adapterswap.core import (
     read_composition,
     write_adapter,
 )
+from adapterswap.core.companions.companions import CompanionPlan, decide, decide_prompts
 from adapterswap.core.companions.tokenizer import clashes, read_tokens
 from adapterswap.core.experts.adapter import and_more
 from adapterswap.core.experts.names import under_canonical_names
@@ -45,17 +46,24 @@ class Start:
     Attributes:
         adapter: the adapter, under the base's names for its modules.
         record: its identity, for the record of what is trained.
+        companions: whose tokenizer and chat templates are trained with: the start's, unless it has none.
         on_top: what is trained lies on top of it.
     """
 
     adapter: Adapter
     record: SourceRecord
+    companions: CompanionPlan
     on_top: bool
+
+    def write_companions(self, folder: Path) -> None:
+        """Write the tokenizer and the chat templates that the start has beside it into a folder."""
+        decide({"start": self.adapter.source.folder}).write(folder)
 
     def describe(self, targets: TrainingTargets) -> str:
         """What training takes over, adds and keeps, in a line."""
+        others = [f"its {line}" for line in self.companions.lines]
         if self.on_top:
-            return f"on top of {self.record}"
+            return ", ".join([f"on top of {self.record}", *others])
         started = self.adapter.modules.keys()
         ranks = sorted({module.rank for module in self.adapter.modules.values()})
         rank = f"rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
@@ -63,7 +71,7 @@ class Start:
         parts = [f"{self.record}: {len(started)} modules of {rank}"]
         parts += [f"{added} more start at zero"] if added else []
         parts += [f"{kept} of them are not trained"] if kept else []
-        return ", ".join(parts)
+        return ", ".join([*parts, *others])
 
 
 def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: Any, scratch: Path) -> Start:
@@ -86,7 +94,9 @@ def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: A
         record = adapter_source(adapter, sha256_of(adapter.file.path))
         if on_top:
             record = record.model_copy(update={"mode": "chain"})
-        return Start(under_canonical_names(adapter, Base(model), "the start", str(base.source)), record, on_top)
+        named = under_canonical_names(adapter, Base(model), "the start", str(base.source))
+        companions = decide_prompts({"start": adapter.source.folder}, base.source.folder)
+        return Start(named, record, companions, on_top)
     except AdapterswapError as error:
         raise error.recast(parameter="start") from None
 

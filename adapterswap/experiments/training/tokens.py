@@ -33,6 +33,7 @@ class TokenCounts:
         truncated: for each remaining row, whether it was cut to max_length.
         boundary_moved: for each remaining row, whether its prompt ends in other tokens alone than with its completion.
             The model then trains on a context that it does not see when it answers the prompt.
+        date: the date that a chat template wrote, if one did.
         without_end: for each remaining row, whether what is trained on last has no token at which the model stops.
     """
 
@@ -42,6 +43,7 @@ class TokenCounts:
     truncated: list[bool] = field(default_factory=list)
     boundary_moved: list[bool] = field(default_factory=list)
     without_end: list[bool] = field(default_factory=list)
+    date: str | None = None
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(

@@ -17,7 +17,7 @@ from adapterswap.core.experts.keys import factor_key
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.architectures import architecture_of
 from adapterswap.core.writing import loadable
-from adapterswap.kit.errors import UnsupportedError
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, UnsupportedError
 from core.matrix.architectures import ARCHITECTURES, LAYERS, build
 
 MIXTURES = [name for name, architecture in ARCHITECTURES.items() if architecture.v4_experts is not None]
@@ -62,12 +62,17 @@ def test_bases_known_to_be_fused_are_fused(name: str, tmp_path: Path) -> None:
         assert not trial.dropped
 
 
-@pytest.mark.parametrize("wrong", [{"count": 3}, {"inner": 24}])
-def test_another_base_is_not_known(wrong: Any, tmp_path: Path) -> None:
-    """PEFT is asked then, and refuses."""
+@pytest.mark.parametrize(
+    ("wrong", "kind", "parameter"),
+    [({"count": 3}, UnsupportedError, None), ({"inner": 24}, BaseModelError, "base_model")],
+)
+def test_another_base_is_not_known(
+    wrong: Any, kind: type[AdapterswapError], parameter: str | None, tmp_path: Path
+) -> None:
+    """PEFT is asked about the number of experts, and refuses; the base's files show their width."""
     build(ARCHITECTURES["qwen3_moe"]).save_pretrained(tmp_path / "base")
     adapter = lora(tmp_path / "math", of_experts("qwen3_moe", **wrong), base=tmp_path / "base")
-    with refused(UnsupportedError):
+    with refused(kind, parameter):
         adapterswap.layer_swap(adapter, adapter, bottom=1, top=1).write(tmp_path / "out")
 
 
@@ -82,7 +87,13 @@ def test_what_peft_cannot_fuse_is_refused(case: str, tmp_path: Path) -> None:
     build(ARCHITECTURES["qwen3_moe"]).save_pretrained(tmp_path / "base")
     shapes = {new: shape for name, shape in of_experts("qwen3_moe").items() if (new := UNFUSED[case](name))}
     expert = lora(tmp_path / "math", shapes, base=tmp_path / "base")
-    with refused(UnsupportedError, match="PEFT on transformers 5"):
+    lacks = case == "a shared expert"  # which this base does not have
+    kind, parameter, match = (
+        (BaseModelError, "base_model", "no such module")
+        if lacks
+        else (UnsupportedError, None, "PEFT on transformers 5")
+    )
+    with refused(kind, parameter, match=match):
         adapterswap.layer_swap(expert, expert, bottom=1, top=1).write(tmp_path / "out")
 
 

@@ -263,6 +263,8 @@ def test_ia3_finds_its_feedforward_modules_again(base: Base, tmp_path: Path) -> 
     out = composed(experts).write(tmp_path / "out")
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["feedforward_modules"] == [f"model.layers.{n}.mlp.down_proj" for n in range(LAYERS)]
+    ranked = composed(experts).write(tmp_path / "ranked", max_rank=4)  # there is no rank to reduce
+    assert (ranked / "adapter_model.safetensors").read_bytes() == (out / "adapter_model.safetensors").read_bytes()
 
 
 Call = Callable[[dict[str, Path], Path], object]

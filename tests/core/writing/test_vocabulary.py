@@ -395,7 +395,7 @@ def test_another_chat_template_is_reported_and_tokens_without_rows_are_not_follo
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     shutil.copyfile(trained("both+2") / "tokenizer.json", tmp_path / "chatty" / "tokenizer.json")
     result = run("merge", tmp_path / "chatty", "-o", tmp_path / "merged", exit_code=0)
-    assert "tokenizer: the base's (" in result.stderr
+    assert "tokenizer: the base's (chatty's differs: " in result.stderr
     assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
 

@@ -347,7 +347,7 @@ def test_the_longest_prompt_is_counted_like_the_harness(byte_model: tuple[Any, A
     settings = Settings(num_fewshot=0, limit=1, max_gen_toks=2, apply_chat_template=chat)
     (previewed,) = preview(tokenizer, byte_model[0].config, ["mgsm_direct_sw"], settings)
     harness = EvaluatedModel(
-        byte_model[0], tokenizer, batch_size=1, max_gen_toks=2, truncate=False, seed=0, processes=Processes(),
+        byte_model[0], tokenizer, settings=settings, batch_size=1, processes=Processes(),
         check=lambda: None, on_begin=None, on_progress=None,
     )  # fmt: skip
     requested = harness.tok_encode(previewed.prompt)

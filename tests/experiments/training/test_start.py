@@ -17,7 +17,7 @@ from peft import OFTConfig, PeftModel
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import near
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import adapterswap
 import adapterswap.engines.live
@@ -83,6 +83,35 @@ def test_before_the_first_step_it_is_the_start(tmp_path: Path, make_recipe: Make
     assert {n: (m.rank, m.alpha, m.scale) for n, m in opened.modules.items()} == {
         n: (m.rank, m.alpha, m.scale) for n, m in before.modules.items()
     }
+
+
+@pytest.mark.parametrize("on_top", [False, True])
+def test_it_is_trained_with_the_starts_template_and_tokenizer(
+    tmp_path: Path, make_recipe: MakeRecipe, pico: Any, on_top: bool
+) -> None:
+    """The rows are those that transformers renders with the start's folder, which is also what is saved."""
+    start = make_expert(pico(), tmp_path / "start")
+    tokenizer = AutoTokenizer.from_pretrained(pico())
+    tokenizer.chat_template = (
+        "{% for m in messages %}w90 {{ m.content }} {{ eos_token }} {% endfor %}"
+        "{% if add_generation_prompt %}w90 {% endif %}"
+    )
+    tokenizer.eos_token = "w91"
+    tokenizer.save_pretrained(start)
+    rows = [{"m": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": f"w{i}"}]} for i in range(8)]
+    place: Any = {"adapter": str(start), "mode": "chain"} if on_top else str(start)
+    recipe = make_recipe(
+        start=place, rows=rows, datasets=[{"path": str(tmp_path / "rows.jsonl"), "messages": "m"}],
+        training={"max_steps": 1},
+    )  # fmt: skip
+    report = train(recipe, out_path=tmp_path / "out", progress=False)
+    written = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (written.chat_template, written.eos_token) == (tokenizer.chat_template, "w91")
+    expected = [written.apply_chat_template(row["m"], return_dict=False) for row in rows]
+    assert report.rows.tokens == sum(map(len, expected))
+    assert report.rows.without_end == 0
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert record["companions"] == {"tokenizer": "start", "chat_template": "start"}
 
 
 def test_it_learns_from_there(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:

@@ -119,12 +119,13 @@ def test_steps_of_a_run_in_turns() -> None:
 
 
 def test_validation_is_half_of_either_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    from adapterswap.experiments.training.base import open_trainable
+    from adapterswap.core.model.loading import open_base
+    from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data
 
     def held_out(**validation: Any) -> tuple[int, int]:
         recipe = make_recipe(datasets=two_sides(tmp_path), simultaneous={"partition": "B"}, validation=validation)
-        data = load_data(recipe, open_trainable(recipe.base_model))
+        data = load_data(recipe, with_padding(open_base(recipe.base_model)))
         assert data.validation is not None
         words = [{WORDS[i] for i in data.validation.row(row)[0].tolist()} for row in range(len(data.validation))]
         task = sum(bool(row & {f"w{i}" for i in range(8)}) for row in words)
@@ -150,13 +151,14 @@ def test_an_epoch_ends_with_the_longer_side(tmp_path: Path, make_recipe: MakeRec
 
 
 def test_packed_sequences_hold_rows_of_one_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    from adapterswap.experiments.training.base import open_trainable
+    from adapterswap.core.model.loading import open_base
+    from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data, sequences
 
     recipe = make_recipe(
         datasets=two_sides(tmp_path), simultaneous={"partition": "B"}, training={"packing": True, "max_length": 21}
     )
-    data = load_data(recipe, open_trainable(recipe.base_model))
+    data = load_data(recipe, with_padding(open_base(recipe.base_model)))
     rows, parts = sequences(data, recipe.training)
     assert len(rows) == sum(parts)
     assert parts[0] == -(-64 // 3)
@@ -189,11 +191,12 @@ def test_conflicting_settings_are_refused(
 
 def test_without_turns_sides_are_mixed(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     """Data mixing: one run over both sources, whose rows are joined and shuffled."""
-    from adapterswap.experiments.training.base import open_trainable
+    from adapterswap.core.model.loading import open_base
+    from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data
 
     recipe = make_recipe(datasets=two_sides(tmp_path))
-    data = load_data(recipe, open_trainable(recipe.base_model))
+    data = load_data(recipe, with_padding(open_base(recipe.base_model)))
     assert data.parts == (64 + 32,)
     task = [np.isin(data.train.row(row)[0], range(4, 12)).any() for row in range(96)]
     assert sum(task) == 64

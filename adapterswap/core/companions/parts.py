@@ -1,0 +1,204 @@
+"""What a tokenizer does, read from its files part by part, so that two tokenizers can be compared.
+
+Formatting, the order of keys, paths and versions are no part of it, and neither are chat templates. tokenizer.json is
+JSON, so neither tokenizers nor transformers is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from adapterswap.core.companions.files import files_matching
+from adapterswap.core.companions.templates import SETTINGS
+from adapterswap.kit.errors import ExpertError
+from adapterswap.kit.files.hashes import stamp
+from adapterswap.kit.files.inside import read_inside
+from adapterswap.kit.files.text import exists, parse_json
+
+FAST, _ADDED, _SPECIAL = "tokenizer.json", "added_tokens.json", "special_tokens_map.json"
+_REMEDY = "Save the tokenizer again, with tokenizer.save_pretrained(FOLDER)"
+
+# Files that slow tokenizers are built from. Where both folders have a tokenizer.json, only those in both are compared.
+_SLOW = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "*.spm")
+
+# The words for parts; any other is called by its key.
+_WORDS = {
+    "vocab": "vocabulary", "pre_tokenizer": "pre-tokenizer", "post_processor": "post-processor",
+    "added_tokens": "added tokens", "bos_token": "bos", "eos_token": "eos", "pad_token": "pad", "unk_token": "unk",
+    "special_tokens": "special tokens", "padding_side": "padding side", "truncation_side": "truncation side",
+}  # fmt: skip
+
+# Keys of tokenizer_config.json that say where a tokenizer came from, or that are compared elsewhere.
+_NEUTRAL = frozenset({
+    "name_or_path", "is_local", "local_files_only", "backend", "transformers_version", "tokenizer_file", "vocab_file",
+    "merges_file", "special_tokens_map_file", "files_loaded", "device_map", "processor_class", "slow_tokenizer_class",
+    "chat_template", "added_tokens_decoder",
+})  # fmt: skip
+
+# Keys that one version of transformers writes and another leaves out: they differ only where both files have them.
+_WHERE_BOTH_SAY = frozenset({
+    "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "legacy", "tokenizer_class", "use_fast",
+})  # fmt: skip
+
+_DEFAULTS: Mapping[str, Any] = {"padding_side": "right", "truncation_side": "right", "errors": "replace"}
+_UNLIMITED = 10**18  # transformers writes 10**30 where a text may have any length
+_SAME_CLASS = {"PreTrainedTokenizer": "TokenizersBackend"}  # the class of any fast tokenizer in transformers 4 and 5
+_ALSO_SPECIAL = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+TOKEN_PARTS = frozenset({"vocabulary", "merges", "added tokens", "special tokens"})
+"""The parts in which a tokenizer that has more tokens differs from one that has fewer."""
+
+
+def differing_parts(one: Path, other: Path) -> tuple[str, ...]:
+    """What differs between the tokenizers of two folders, in words such as `eos` and `added tokens`."""
+    folders = one, other
+    settings, files = [_settings(folder) for folder in folders], [_slow_files(folder) for folder in folders]
+    are_fast = [exists(folder / FAST) for folder in folders]
+    said_once = {key for key in _WHERE_BOTH_SAY if not all(key in content for content in settings)}
+    lacking = files[0].keys() ^ files[1].keys() if all(are_fast) else frozenset()
+    names = [*_different(*settings, but=said_once), *_different(*files, but=lacking)]
+    added = [_added_elsewhere(folder) for folder in folders]
+    if not all(are_fast) or added[0] != added[1] or _fast_bytes(one) != _fast_bytes(other):
+        # Parsing a large vocabulary takes longer than composing adapters.
+        sections = [dict(_sections(folder)) for folder in folders]
+        for content, own in zip(sections, added, strict=True):
+            content["added_tokens"] = {**content.get("added_tokens", {}), **own}
+        names += _different(*sections)
+    return tuple(dict.fromkeys(_WORDS.get(name, name) for name in names))
+
+
+def _different(one: Mapping[str, Any], other: Mapping[str, Any], *, but: Collection[str] = ()) -> list[str]:
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name) and name not in but)
+
+
+def special_ids(folder: Path) -> dict[str, int]:
+    """The ids of a tokenizer's special tokens, as `eos_token_id` → id, without those that it does not know."""
+    settings = _settings(folder)
+    tokens = {f"{role}_id": settings.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    named = {key: token for key, token in tokens.items() if isinstance(token, str)}
+    ids: dict[str, int] = {token["content"]: number for number, token in _added_elsewhere(folder).items()}
+    if any(token not in ids for token in named.values()):
+        sections = _sections(folder)
+        vocabulary = sections.get("vocab")
+        if isinstance(vocabulary, list):  # Unigram's, with a score for each token
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        listed = {token["content"]: number for number, token in sections.get("added_tokens", {}).items()}
+        ids = {**(vocabulary or {}), **listed, **ids}
+    return {key: ids[token] for key, token in named.items() if token in ids}
+
+
+def _object(folder: Path, name: str) -> dict[str, Any]:
+    content = read_inside(folder, name)
+    return {} if content is None else parse_json(content, str(folder / name), _REMEDY)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json and special_tokens_map.json say, alike for every version of transformers."""
+    plain: dict[str, Any] = {}
+    special: set[str] = set()
+    for key, value in {**_object(folder, _SPECIAL), **_object(folder, SETTINGS)}.items():
+        if key in _ALSO_SPECIAL and isinstance(value, dict):
+            plain |= {name: _text(token) for name, token in value.items()}
+        elif key in _ALSO_SPECIAL:
+            special |= {str(_text(token)) for token in value or ()}
+        elif key not in _NEUTRAL:
+            plain[key] = _text(value)
+    plain["special_tokens"] = sorted(special)
+    if isinstance(name := plain.get("tokenizer_class"), str):
+        name = name.removesuffix("Fast")
+        plain["tokenizer_class"] = _SAME_CLASS.get(name, name)
+    if isinstance(most := plain.get("model_max_length"), int | float) and most >= _UNLIMITED:
+        del plain["model_max_length"]
+    return {key: value for key, value in plain.items() if not _is_default(key, value)}
+
+
+def _text(token: Any) -> Any:
+    """A token as text: files hold it as text, or as an object with its flags. Other values stay."""
+    return token["content"] if isinstance(token, dict) and isinstance(token.get("content"), str) else token
+
+
+def _is_default(key: str, value: Any) -> bool:
+    """Whether a setting says what its absence says."""
+    if key in _WHERE_BOTH_SAY:
+        return value is None
+    return bool(value == _DEFAULTS[key]) if key in _DEFAULTS else not value
+
+
+def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
+    """The added tokens that other files than tokenizer.json list: id → the token and its flags."""
+    decoder = _object(folder, SETTINGS).get("added_tokens_decoder")
+    if isinstance(decoder, dict) and all(isinstance(token, dict) and key.isdecimal() for key, token in decoder.items()):
+        return {int(key): _flagged(token) for key, token in decoder.items()}
+    if exists(folder / FAST):
+        return {}
+    listed = {key: number for key, number in _object(folder, _ADDED).items() if isinstance(number, int)}
+    return {number: _flagged({"content": text}) for text, number in listed.items()}
+
+
+def _flagged(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {"content": token.get("content"), **{flag: bool(token.get(flag)) for flag in _FLAGS}}
+
+
+def _slow_files(folder: Path) -> dict[str, Any]:
+    """The files of slow tokenizers, by name: JSON and lines by what they hold, others by their hashes."""
+    contents = {path.name: read_inside(folder, path.name) for path in files_matching(folder, _SLOW)}
+    return {name: _held(name, content) for name, content in contents.items() if content is not None}
+
+
+def _held(name: str, content: bytes) -> Any:
+    if name.endswith(".json"):
+        return _parsed(content, name)
+    if name.endswith(".txt"):
+        return [line for line in content.splitlines() if not line.startswith(b"#version")]
+    return hashlib.sha256(content).hexdigest()
+
+
+def _fast_bytes(folder: Path) -> bytes | None:
+    return read_inside(folder, FAST)
+
+
+def _parsed(content: bytes, where: str) -> Any:
+    """JSON of any size: a vocabulary has more lists than a config may have."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ExpertError(f"{where} is not JSON in UTF-8: {str(error)[:200]}", _REMEDY) from None
+
+
+def _sections(folder: Path) -> Mapping[str, Any]:
+    """The sections of tokenizer.json, the model's own among them; nothing if there is no such file."""
+    path = folder / FAST
+    return _read_sections(path, stamp(path.stat())) if exists(path) else {}
+
+
+@lru_cache(maxsize=4)
+def _read_sections(path: Path, version: tuple[int, ...]) -> Mapping[str, Any]:
+    content = _parsed(_fast_bytes(path.parent) or b"", str(path))
+    if not isinstance(content, dict):
+        raise ExpertError(f"{path} is not a JSON object", _REMEDY)
+    sections = {key: _plain(value) for key, value in content.items() if key not in ("version", "model", "added_tokens")}
+    model = content.get("model") if isinstance(content.get("model"), dict) else {}
+    assert isinstance(model, dict)
+    own = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
+    sections["model"] = {key: value for key, value in own.items() if value is not None and value is not False}
+    sections["vocab"] = model.get("vocab")
+    sections["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+    added = [token for token in content.get("added_tokens") or () if isinstance(token, dict)]
+    sections["added_tokens"] = {token.get("id"): _flagged(token) for token in added}
+    return sections
+
+
+def _plain(section: Any) -> Any:
+    """A section with what it means where it is silent: ByteLevel splits by its regex unless it says otherwise."""
+    if isinstance(section, list):
+        return [_plain(item) for item in section]
+    if not isinstance(section, dict):
+        return section
+    said = {key: _plain(value) for key, value in section.items()}
+    return {"use_regex": True, **said} if section.get("type") == "ByteLevel" else said
