@@ -216,7 +216,8 @@ def verify(
             else:
                 _write_adapter(record, composition, opened, again)
         except AdapterswapError as error:
-            changed, _ = _changed_files(record.experts, experts or {}, WEIGHTS)
+            adapters = {name: source for name, source in record.experts.items() if WEIGHTS in source.sha256}
+            changed, _ = _changed_files(adapters, experts or {}, WEIGHTS)
             if not changed:
                 raise
             reason = error.problems[0].message

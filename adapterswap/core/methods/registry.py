@@ -77,8 +77,8 @@ for _method in BUILT_IN.values():
 RESERVED = frozenset(
     {
         "allocation", "allow_negative", "averages", "base_model", "blend", "bottom", "bottom_transition", "chains",
-        "expert", "experts", "full_rank",
-        "language", "language_weight", "layers", "max_error", "max_rank", "method", "modules", "name",
+        "config_from", "expert", "experts", "full_rank", "language", "language_weight",
+        "layers", "max_error", "max_rank", "method", "modules", "name",
         "norms", "normalize", "num_layers", "optional", "outside", "parameters", "partition", "row_threshold", "rules",
         "stack", "task", "task_type", "task_weight", "top", "tokenizer", "top_transition", "weights",
     }

@@ -545,8 +545,13 @@ def _check_owned(rows: _Rows) -> None:
 
 
 def _check_shrunk(rows: _Rows) -> None:
-    """Raise if an expert has fewer rows than the base, and other rows enter that it lacks."""
+    """Raise if an expert has fewer rows than the base, and an adapter would have to hold others that it lacks.
+
+    Full weights give each row to the experts that have it.
+    """
     slot, size = rows.slot, rows.table.size
+    if slot.is_stored:
+        return
     shrunk = next((name for name, count in rows.sizes.items() if size is not None and count < size), None)
     if shrunk is None or slot.owner == shrunk:
         return
@@ -636,7 +641,7 @@ def _notes(
 ) -> tuple[str, ...]:
     size = max(sizes.values(), default=0)
     grows = table.size is not None and size > table.size
-    if table.size is not None and 0 < size < table.size:
+    if table.size is not None and 0 < size < table.size and not (is_model and new):
         shrinkage = f"the vocabulary shrinks from {table.size} to {size} rows"
         return (shrinkage if is_model else f"{shrinkage}: {_resize(size)}",)
     if not grows and not (is_model and new):

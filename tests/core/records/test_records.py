@@ -24,8 +24,9 @@ from adapterswap.tools.verification import verify
 
 def make_base(folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 6}))
-    weights = np.random.default_rng(seed).standard_normal((4, 4), np.float32)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 6, **sizes}))
+    weights = np.random.default_rng(seed).standard_normal((4, 32), np.float32)
     save_file({"model.embed_tokens.weight": weights}, folder / "model.safetensors")
     return folder
 

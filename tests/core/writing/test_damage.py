@@ -504,7 +504,7 @@ def test_an_invalid_record_is_ignored(pair: tuple[Path, Path], run: Callable[...
     record = {"num_layers": 4, "experts": experts, "modules": {Q0.removeprefix(PREFIX): "\x1b[31mred\n"}}
     (pair[0] / "adapterswap.json").write_text(json.dumps(record))
     output = run("inspect", pair[0]).stdout
-    assert r"\x1b[31mred\n from a\x07b" in output
+    assert r"\u001b[31mred\n from a\u0007b" in output
     assert output.replace("\n", "").isprintable()
 
 
