@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crafting import Tensors, file_bytes, parts
+from crafting import BASE_CONFIG, Tensors, file_bytes, parts
 
 Crashing = Callable[..., dict[str, Any]]
 
@@ -31,7 +31,7 @@ def checkpoint(folder: Path, seed: int) -> Path:
         (folder / file).write_bytes(file_bytes(*parts(content)))
         weight_map |= dict.fromkeys(content, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 4}))
+    (folder / "config.json").write_text(json.dumps(BASE_CONFIG))
     return folder
 
 
