@@ -695,7 +695,7 @@ def check_precision(model: Checkpoint, base: Checkpoint, changed: Container[str]
     dtype = base.rounded_from(model, without=changed)
     if dtype is not None:
         raise BaseModelError(
-            f"the base {base.name} is the model that {model.name} was made from, but rounded to {dtype}",
+            f"The base {base.name} is the model that {model.name} was made from, but rounded to {dtype}",
             "Pass the base in the dtype in which it was merged",
             parameter="base_model",
         )

@@ -71,7 +71,7 @@ class OpenedBase:
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             except Exception as error:  # as in `load_weights`
                 raise ExpertError(
-                    f"the tokenizer of {owners['tokenizer']} cannot be opened: {reason_of(error)}",
+                    f"The tokenizer of {owners['tokenizer']} cannot be opened: {reason_of(error)}",
                     "Save it again with tokenizer.save_pretrained(FOLDER), or pass `tokenizer=base`",
                     parameter="tokenizer",
                 ) from None

@@ -311,7 +311,7 @@ class Inventory:
         file = TensorFile(Path(name), {}, 0, 0, b"", ())
         bare = Adapter(Source(Path(name), name), config, file, {}, None)
         with problems.collect():
-            check_expert(bare, f"the adapter {name!r}", Target.LIVE)
+            check_expert(bare, f"The adapter {name!r}", Target.LIVE)
         layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
         saved_modules = {
             module: wrapper.modules_to_save[name]
@@ -354,7 +354,7 @@ class Inventory:
     def _read_config(self, name: str) -> AdapterConfig:
         """The adapter's config, checked by the rules for adapter_config.json."""
         content = json.dumps(self._configs[name].to_dict(), default=sorted)  # sets, of module names, become lists
-        return parse_adapter_config(content.encode(), f"the adapter {name!r}")
+        return parse_adapter_config(content.encode(), f"The adapter {name!r}")
 
 
 def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:

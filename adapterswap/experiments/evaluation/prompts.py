@@ -38,18 +38,18 @@ def _refusal(history: Sequence[Turn], error: Exception, settings: Settings) -> A
     """The error for turns that the chat template refuses: a task's own system turn is its description."""
     if history[0].get("role") != _SYSTEM:
         return ArgumentError(
-            f"the chat template refuses a prompt: {error}",
+            f"The chat template refuses a prompt: {error}",
             "Leave out `apply_chat_template`, or use another chat template",
             parameter="apply_chat_template",
         )
     if settings.system_instruction is not None:
         return ArgumentError(
-            f"the chat template refuses a system turn: {error}",
+            f"The chat template refuses a system turn: {error}",
             "Leave out `system_instruction`, or use a model whose chat template takes system turns",
             parameter="system_instruction",
         )
     return ArgumentError(
-        f"the chat template refuses a system turn, which is the task's description: {error}",
+        f"The chat template refuses a system turn, which is the task's description: {error}",
         "Leave out `apply_chat_template`, or use a model whose chat template takes system turns",
         parameter="apply_chat_template",
     )
@@ -73,7 +73,7 @@ class Vocabulary:
         beyond = max(ids, default=0) if self.may_lack_rows else 0
         if self._rows is not None and beyond >= self._rows:
             raise BaseModelError(
-                f"a prompt has the token {self._tokenizer.convert_ids_to_tokens(beyond)!r}, whose id is {beyond}, but "
+                f"A prompt has the token {self._tokenizer.convert_ids_to_tokens(beyond)!r}, whose id is {beyond}, but "
                 f"the model's vocabulary has {self._rows} tokens",
                 "Use the tokenizer that belongs to the model",
                 parameter="base_model",

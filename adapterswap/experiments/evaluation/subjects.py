@@ -223,7 +223,7 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     file = read_header(adapter.folder / WEIGHTS)
     modules = dict(model.named_modules())
     _check_regexes(adapter, list(modules))
-    check_copies(file, f"the adapter {adapter}", modules)
+    check_copies(file, f"The adapter {adapter}", modules)
     try:
         with quiet_peft(), folder_without_copies(file) as folder:
             # Keys that the file lacks, or that PEFT renames so that it loses them (for laguna, among other types).

@@ -182,7 +182,7 @@ def plan_french(
     folder = find_experts() if experts is None else expand(experts)
     if folder is None:
         raise NotFoundError(
-            "the scene's experts are in the repository, not in the installed package",
+            "The scene's experts are in the repository, not in the installed package",
             "Run this in a checkout, or pass `experts` with a folder that contains math and french",
             parameter="experts",
         )

@@ -456,7 +456,7 @@ def _row_filter(source: DatasetSource, screen: Screen | None, counts: SourceCoun
             counts.math += 1
         elif reason is not None and screen.refuses:
             raise DataError(
-                f"it shares 13 words in a row, or a whole line, with {reason}: {shown(read_text(row))}",
+                f"A row shares 13 words in a row, or a whole line, with {reason}: {shown(read_text(row))}",
                 "Remove such rows from the data, or set hygiene.on_overlap: drop",
                 parameter="datasets",
             )
