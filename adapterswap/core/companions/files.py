@@ -22,9 +22,12 @@ GENERATION_CONFIG = "generation_config.json"
 _LABELS = frozenset({"transformers_version", "processor_class", "__version__"})  # keys of JSON files that do nothing
 _REMEDY = "Save the model again, or remove the file"
 
+VOCABULARY_FILES = (
+    "tokenizer.json", "tekken.json", "*.model", "tokenizer.model.v*", "*.tiktoken", "vocab.json", "vocab.txt",
+    "vocab.bpe",
+)  # fmt: skip
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tekken.json", "special_tokens_map.json", "added_tokens.json",
-    "*.model", "tokenizer.model.v*", "*.tiktoken", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt",
+    *VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
 )  # fmt: skip
 TEMPLATE_FILES = ("*.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 PROCESSOR_FILES = ("*processor_config.json",)

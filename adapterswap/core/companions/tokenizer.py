@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from adapterswap.core.companions.files import TEMPLATE_FILES, TOKENIZER_FILES, copy_files, files_matching
+from adapterswap.core.companions.files import (
+    TEMPLATE_FILES,
+    TOKENIZER_FILES,
+    VOCABULARY_FILES,
+    copy_files,
+    files_matching,
+)
 from adapterswap.core.companions.parts import FAST, TOKEN_PARTS, differing_parts
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.hashes import stamp
@@ -75,9 +81,16 @@ def has_tokenizer(folder: Path) -> bool:
     return bool(files_matching(folder, TOKENIZER_FILES))
 
 
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a folder has more of a tokenizer than its settings."""
+    return bool(files_matching(folder, VOCABULARY_FILES))
+
+
 def tokenizer_differences(one: Path, other: Path) -> tuple[str, ...]:
     """In what two folders' tokenizers differ, as words such as `eos` or `pre-tokenizer`; nothing if one has none."""
-    return differing_parts(one, other) if has_tokenizer(one) and has_tokenizer(other) else ()
+    if not (has_tokenizer(one) and has_tokenizer(other)):
+        return ()
+    return differing_parts(one, other) if has_vocabulary(one) == has_vocabulary(other) else ("only settings",)
 
 
 def clashes(one: Tokens, other: Tokens) -> list[str]:
@@ -96,7 +109,7 @@ def unite(
 
     It is that of the first expert that has one, or `chosen`, with the added tokens of the others. If it lacks such
     tokens, and another one that differs in nothing else has them all, it is that one. An expert may replace tokens of
-    the base.
+    the base. A folder with only a tokenizer's settings counts as having one if no folder has a vocabulary.
 
     Args:
         experts: expert → its folder, in the order of the plan.
@@ -111,6 +124,8 @@ def unite(
     holders = {name: folder for name, folder in folders.items() if has_tokenizer(folder)}
     if not holders:
         return None
+    whole = {name: folder for name, folder in holders.items() if has_vocabulary(folder) or name == chosen}
+    holders = whole or holders
     fast = {name: content for name, folder in holders.items() if (content := tokenizer_bytes(folder)) is not None}
     if len(set(fast.values())) < 2:  # reading a large vocabulary takes longer than composing adapters
         return United(chosen or next(iter(holders)))

@@ -278,6 +278,17 @@ def test_who_has_no_tokenizer_cannot_be_chosen(save: Callable[..., Path], tmp_pa
         decide({"math": save("math"), "swahili": empty}, save("base"), template=chosen)
 
 
+def test_settings_without_a_vocabulary_are_no_tokenizer_where_another_is(save: Callable[..., Path]) -> None:
+    base, math, swahili = save("base"), save("math", eos_token="<unk>"), save("swahili")
+    (math / "tokenizer.json").unlink()
+    plan = decide({"math": math}, base)
+    assert plan.owner("tokenizer") == "base"
+    assert plan.owners["tokenizer"].differing == {"math": ("only settings",)}
+    assert decide({"math": math, "swahili": swahili}).owner("tokenizer") == "swahili"
+    assert decide({"math": math}).owner("tokenizer") == "math"
+    assert decide({"math": math}, base, tokenizer="math").owner("tokenizer") == "math"
+
+
 def put(folder: Path, place: str, text: str) -> None:
     """A chat template in one of the places of a folder."""
     folder.mkdir(exist_ok=True)
