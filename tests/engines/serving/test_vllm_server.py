@@ -105,7 +105,7 @@ def test_the_experts_are_listed_before_any_request(server: Server, folder: Path)
     ("name", "status", "expected"),
     [
         ("nosuch", 404, "There is no expert 'nosuch'. The experts here are: changing, code, fading, math"),
-        ("math+nosuch", 404, "There is no expert 'nosuch'"),
+        ("math+nosuch", 404, "'math+nosuch': there is no expert 'nosuch'"),
         ("../../../etc/passwd", 404, "There is no expert"),
         ("/etc", 404, "There is no expert"),
         ("math+../swahili", 400, "is not the short name of a composition"),
