@@ -130,7 +130,7 @@ def test_progress_is_reported_in_order(run: Run) -> None:
     shares = [share for _, _, share in run.told]
     assert shares == sorted(shares)
     assert [what for what, _ in groupby(what for _, what, _ in run.told)] == [
-        "base", "math expert", "language expert", "development set", "test set", "done"
+        "base", "math expert", "language expert", "development set", "test set"
     ]  # fmt: skip
 
 

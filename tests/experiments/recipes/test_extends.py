@@ -113,7 +113,7 @@ def test_each_mistake_is_reported_with_its_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         model="base_model: 5\nadaptor: {r: 4}",
-        data="datasets:\n  good: {path: a, text: '{t}'}\n  gone: null\n  bad: {path: b, text: '{t', samples: 0}",
+        data="datasets:\n  good: {path: org/a, text: '{t}'}\n  gone: null\n  bad: {path: org/b, text: '{t', samples: 0}",
         more="datasets: {bad: {split: 7}}\nadapter: {r: 0, alpha: 1}",
         recipe="extends: [model.yaml, data.yaml, more.yaml]\nadapter: {alpha: -1}\ndatasets: {new: {text: '{t}'}}",
     )
@@ -169,12 +169,12 @@ def test_local_paths_are_relative_to_the_file_that_contains_them(tmp_path: Path)
 def test_named_sources_are_added_changed_and_removed(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        one="datasets: {a: {path: a, text: '{t}'}, b: {path: b, text: '{t}'}}",
-        two="datasets: {c: {path: c, text: '{t}'}}",
+        one="datasets: {a: {path: org/a, text: '{t}'}, b: {path: org/b, text: '{t}'}}",
+        two="datasets: {c: {path: org/c, text: '{t}'}}",
         recipe="extends: [one.yaml, two.yaml]\nbase_model: b\ndatasets: {a: null, b: {samples: 3}}",
     )
     recipe = read_train_recipe(path, ["datasets.c.samples=5"])
-    assert [(source.path, source.samples) for source in recipe.datasets] == [("b", 3), ("c", 5)]
+    assert [(source.path, source.samples) for source in recipe.datasets] == [("org/b", 3), ("org/c", 5)]
 
 
 def test_compositions_extend_too(
