@@ -76,7 +76,7 @@ def test_parameters_become_arguments_and_options() -> None:
         (["report"], "Missing argument 'RUN…'. See `main report -h`."),
         (["compose", "x", "y"], "Got unexpected extra argument (y). See `main compose -h`."),
         (["evaluate", "--seed", "1"], "No such option '--seed'. Did you mean --method-seed or --sampling-seed?"),
-        (["compose", "--bottem", "1"], "No such option '--bottem'. Did you mean --bottom or --boost?"),
+        (["compose", "--bottem", "1"], "No such option '--bottem'. Did you mean --bottom?"),
         (["recipes", "show"], "No such command 'show'. See `main recipes -h`."),
     ],
 )

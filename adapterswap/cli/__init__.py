@@ -86,7 +86,7 @@ COMMANDS = {
     "report": "Write one HTML page, LaTeX and CSV of a sweep or a lab run.",
     "serve": "Serve compositions by name with vLLM or llama.cpp.",
     "studio": "Explore, try, compare and export compositions on a local page.",
-    "lab": "Run the whole experiment on a tiny built-in model, offline.",
+    "lab": "Run the whole experiment: experts, compositions, a test, a report.",
 }
 
 _FILES = {

@@ -152,6 +152,8 @@ def check_quantized(experts: Mapping[str, Adapter], base: Checkpoint, problems: 
 def check_heads(heads: Heads, problems: Problems) -> None:
     """Report heads of an adapter's task that a base of another class does not have, such as a causal language model."""
     base = heads.base
+    listed = base.config.get("architectures")
+    classes = [str(name) for name in listed] if isinstance(listed, list) else []
     for name, adapter in heads.adapters.items():
         task = adapter.config.task_type or ""
         for part in adapter.saved.values():
@@ -160,7 +162,7 @@ def check_heads(heads: Heads, problems: Problems) -> None:
             labels = next((tensor.shape[0] for tensor in part.tensors.values() if len(tensor.shape) == 2), 2)
             problems.add(
                 f"{name} is an adapter for the task {task} and holds its head {part.name}, but the base {base.name} is "
-                f"{' or '.join(base.config.get('architectures') or ['a model'])}, without such a head",
+                f"{' or '.join(classes) or 'a model'}, without such a head",
                 f"Save the base with one, by {Base.class_for(task)}.from_pretrained(BASE, num_labels={labels})"
                 ".save_pretrained(PATH), and pass `base_model=PATH`: the head's weights are the adapter's",
                 parameter="base_model",
@@ -326,12 +328,13 @@ def _in_full(part: FullModule, tensors: Mapping[str, Tensor]) -> list[Pair] | No
 
 def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> Iterator[tuple[str, list[Pair]]]:
     """The linear modules of plain types of models, with the shapes that their config says."""
-    if config.get("model_type") not in _PLAIN_TYPES:
+    if str(config.get("model_type")) not in _PLAIN_TYPES:
         return
-    sizes = [config.get(key) for key in ("hidden_size", "intermediate_size", "num_attention_heads")]
-    hidden, inner, heads = (size if isinstance(size, int) else 0 for size in sizes)
-    groups = config.get("num_key_value_heads") or heads
-    width = config.get("head_dim") or hidden // max(heads, 1)
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = [config.get(key) for key in keys]
+    hidden, inner, heads, groups, width = (size if isinstance(size, int) else 0 for size in sizes)
+    groups = groups or heads
+    width = width or hidden // max(heads, 1)
     across, grouped = (heads * width, hidden), (groups * width, hidden)
     sides = {"q": across, "k": grouped, "v": grouped, "o": across[::-1]}
     sides |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
