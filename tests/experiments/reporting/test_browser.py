@@ -102,7 +102,9 @@ def test_outputs_are_text(show: Open, written: Written) -> None:
     assert found.examples
     assert page.locator(".example").count() == len(found.examples)
     text = page.locator(".output pre").first.inner_text()
-    assert text == found.examples[0].outputs[0].text
+    raw = found.examples[0].outputs[0].text
+    assert "\u202e" in raw  # a character that turns the direction of what follows, which the page writes out
+    assert text == raw.replace("\u202e", r"\u202e")
     assert "<script>" in text
     assert page.locator("script").count() == 1
     assert page.locator("img").count() == page.locator("figure > img[src^='data:image/svg+xml']").count()
