@@ -113,7 +113,7 @@ def test_each_mistake_is_reported_with_its_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         model="base_model: 5\nadaptor: {r: 4}",
-        data="datasets:\n  good: {path: org/a, text: '{t}'}\n  gone: null\n  bad: {path: org/b, text: '{t', samples: 0}",
+        data="datasets:\n  good: {path: o/a, text: '{t}'}\n  gone: null\n  bad: {path: o/b, text: '{t', samples: 0}",
         more="datasets: {bad: {split: 7}}\nadapter: {r: 0, alpha: 1}",
         recipe="extends: [model.yaml, data.yaml, more.yaml]\nadapter: {alpha: -1}\ndatasets: {new: {text: '{t}'}}",
     )
