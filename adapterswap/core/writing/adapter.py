@@ -154,6 +154,7 @@ def write_prepared(
             base_source(plan.base_source) if plan.base_source else None,
             output=written.output,
             measured=written.measured,
+            companions=companions,
         )
         write_json(folder / CONFIG, written.layout.config)
         record = amend(record, folder)

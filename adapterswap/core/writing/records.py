@@ -302,6 +302,7 @@ def composition_record(
     *,
     output: Mapping[str, Any],
     measured: Mapping[str, Any],
+    companions: bool = True,
 ) -> CompositionRecord:
     """The record of a plan that was carried out.
 
@@ -311,6 +312,7 @@ def composition_record(
         base: the base's identity, if it was declared or needed.
         output: how the result was written; values that are None are left out.
         measured: values that depend on tensors, if there are any: `magnitudes`, `kept_rows` and `reduced`.
+        companions: whether the tokenizer and the like are written; else they are not even read.
     """
     fields: dict[str, Any] = {
         "format": FORMAT, "kind": "adapter", "adapterswap_version": __version__, "num_layers": plan.num_layers,
@@ -322,7 +324,8 @@ def composition_record(
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
     fields |= SliceRecord.of(kept_layers(plan))
     fields["base"] = base
-    fields["companions"] = plan.companions.record
+    if companions:
+        fields["companions"] = plan.companions.record
     rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}
     if rows:
         fields["rows"] = rows
