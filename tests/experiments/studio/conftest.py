@@ -111,7 +111,13 @@ def visit(context: Any, served: Served) -> Iterator[Visit]:
             lambda request: None if request.url.startswith((url, "blob:", "data:")) else said.append(request.url),
         )
         page.goto(url + query)
-        page.locator("#written .answers[aria-busy=false] .answer, #written .problem, #written .timing").first.wait_for()
+        ends = (
+            "#written .answers[aria-busy=false] .answer",
+            "#written .problem",
+            "#written .timing",
+            "#problem .problem",
+        )
+        page.locator(", ".join(f"{end}:visible" for end in ends)).first.wait_for()
         return page
 
     yield opened
