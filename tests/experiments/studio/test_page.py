@@ -599,7 +599,7 @@ def test_two_evaluations_at_once_each_compute_their_own_composition(
         spoken[id(kept[-1])] = language
         return kept[-1]
 
-    monkeypatch.setattr(evaluating, "Questions", noted)
+    monkeypatch.setitem(vars(workspace.lab), "asked", noted)
     monkeypatch.setattr(evaluating, "exact_match", slow)
 
     def evaluated(language: str) -> None:
