@@ -330,7 +330,7 @@ def decide(
     for kind in get_args(Kind)[1:]:
         names = [name for name, one in folders.items() if one.has(kind)]
         if kind == "chat_template" and (tokenizer or template):
-            # Whoever is chosen without a template of its own was trained with the base's, if any.
+            # An expert that is chosen but has no template was trained with the base's, if any.
             names = [name for name in (template, tokenizer, BASE_FOLDER) if name in names]
             owners |= {kind: Ownership(kind, names[0], _differing(kind, names[0], compared))} if names else {}
         elif names:
@@ -425,5 +425,5 @@ def on_the_base(experts: Mapping[str, Path], base: Path | None) -> list[str]:
 
 
 def copy_companions(folder: Path, target: Path) -> None:
-    """Copy everything that stands beside the weights in a folder, except its config and its code."""
+    """Copy a folder's companions of the weights, except its config and its code."""
     copy_files(files_matching(folder, COMPANION_FILES), folder, target)

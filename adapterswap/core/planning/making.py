@@ -99,8 +99,8 @@ def make_plan(
     check(opened, problems)
     aligned = Aligned(opened.adapters) if problems else align(opened.adapters, composition.base_model)
     check(aligned, problems)
-    unasked = base_at_hand or (recorded and composition.base_model is None)
-    seen = Fit() if unasked or problems else fit(aligned.experts, aligned.reference)
+    skipped = base_at_hand or (recorded and composition.base_model is None)
+    seen = Fit() if skipped or problems else fit(aligned.experts, aligned.reference)
     check(seen, problems)
     opened = replace(opened, experts={**based, **aligned.experts})
     if opened.adapters.keys() == opened.experts.keys():
