@@ -202,7 +202,10 @@ class LocalJudge:
         gc.collect()  # the composer's hooks are a reference cycle, and the device has room for only one model
         with written(plan, {}, full=True, base_model=self._prepared.recipe.base_model) as subject:
             assert isinstance(subject, FullWeights)
-            merged = replace(self._prepared.base, reference=str(subject.folder))
+            base = self._prepared.base
+            merged = replace(
+                base, reference=str(subject.folder), source=replace(base.source, folder=subject.folder, revision=None)
+            )
             self._model = load_weights(merged, dtype=self._dtype).to(self._device).eval()
             try:
                 yield
