@@ -130,7 +130,8 @@ class _Page:
     def _draw(self) -> None:
         drawn = self._drawn(self.first)
         self.strip = gr.HTML(drawn.get("strip", ""), js_on_load=_asset("page.js"), elem_id="strip")
-        self.problem = gr.HTML(drawn["problem"], js_on_load=_PROBLEM, elem_id="problem", visible=True)
+        # Empty until the page's own address was read, which may be right where the first composition is not.
+        self.problem = gr.HTML("", js_on_load=_PROBLEM, elem_id="problem", visible=True)
 
     def _compose(self) -> None:
         with gr.Row(equal_height=True):

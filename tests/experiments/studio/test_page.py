@@ -11,6 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -592,9 +593,11 @@ def test_two_evaluations_at_once_each_compute_their_own_composition(
         return exact_match(model, questions)
 
     spoken: dict[int, str] = {}
+    asked: dict[str, list[Any]] = {"xx": [], "en": []}
     kept = []
 
     def noted(problems: Any, language: str) -> Questions:
+        asked[language] += problems
         kept.append(Questions(problems[:2], language))
         spoken[id(kept[-1])] = language
         return kept[-1]
@@ -614,8 +617,11 @@ def test_two_evaluations_at_once_each_compute_their_own_composition(
         list(pool.map(evaluated, requested))
     languages = [language for language, _ in computed]
     assert wanted["xx"] != wanted["en"]
-    assert languages.count("xx") == languages.count("en") == 6
-    assert languages[:6] != ["xx"] * 6
+    problems = draw_problems(SCENES["gap"], "development", 300)
+    assert asked == {"xx": problems, "en": problems}
+    switches = sum(one != other for one, other in pairwise(languages))
+    assert len(kept) == len(languages) > 2
+    assert switches > 1  # one after the other would be 1
     assert [plan for _, plan in computed] == [wanted[language] for language in languages]
     assert workspace.live.plan is None
 
