@@ -172,7 +172,7 @@ def composition_from_options(
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
     from adapterswap.core import Composition
-    from adapterswap.kit.files.yaml import validate
+    from adapterswap.kit.files.models import validate
 
     known = {*Composition.model_fields, *PARAMETERS}
     fields = {key: value for key, value in options.items() if key in known and value not in (None, ())}
@@ -271,7 +271,7 @@ def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
 def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str, Any]) -> Composition:
     """The composition of `--expert` and `--rule`; without rules, of a method that combines all experts."""
     from adapterswap.core import Composition
-    from adapterswap.kit.files.yaml import validate
+    from adapterswap.kit.files.models import validate
 
     if not experts:
         raise click.UsageError("--rule requires the experts that it names: pass --expert NAME=PATH.")

@@ -29,6 +29,7 @@ from adapterswap.kit.errors import (
     did_you_mean,
 )
 from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.models import validate
 from adapterswap.kit.files.yaml import (
     MARKS,
     Layer,
@@ -37,7 +38,6 @@ from adapterswap.kit.files.yaml import (
     load_layers,
     read_content,
     shipped_recipes,
-    validate,
     writer,
 )
 from adapterswap.kit.files.yaml_text import round_trip

@@ -56,10 +56,10 @@ from adapterswap.engines.gguf.reading import REMEDY, GgufFile, is_gguf, open_ggu
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, Problems, check_type
 from adapterswap.kit.files.folders import CARD, LIST, PRINTS, prints_of, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.models import validate
 from adapterswap.kit.files.numbers import open_files
 from adapterswap.kit.files.tensorfile import TensorFile, read_header
 from adapterswap.kit.files.text import exists, expand, is_folder, read_json
-from adapterswap.kit.files.yaml import validate
 from adapterswap.tools.attributing import Attribution, attribute, check_precision
 from adapterswap.tools.comparing import equal_bytes
 from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, reprinted, verify_extracted

@@ -38,8 +38,9 @@ from adapterswap.kit.errors import (
     UnsupportedError,
     check_type,
 )
+from adapterswap.kit.files.models import read_recipe, validate
 from adapterswap.kit.files.text import expand, is_folder
-from adapterswap.kit.files.yaml import find_recipe, read_recipe, validate
+from adapterswap.kit.files.yaml import find_recipe
 
 
 def slice_layers(

@@ -29,8 +29,9 @@ from adapterswap.core.model.sources import parse_hub_id
 from adapterswap.core.planning.parameters import MethodFields, parameter_keys
 from adapterswap.core.planning.rules import BASE, Rule, check_weights, mean_label
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, check_type, did_you_mean
+from adapterswap.kit.files.models import StrictModel, validate
 from adapterswap.kit.files.text import expand_text
-from adapterswap.kit.files.yaml import MEMBER, FieldMistake, StrictModel, validate
+from adapterswap.kit.files.yaml import MEMBER, FieldMistake
 
 SHORT_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 """An expert in a short name such as `math+swahili@top=1`. `+`, `@`, `=` and `,` separate its parts, and a leading `-`

@@ -22,8 +22,9 @@ from adapterswap.core.model.layers import EMBEDDINGS, HEADS, NO_LAYER, format_la
 from adapterswap.core.planning.composition import Composition, expert_name
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
+from adapterswap.kit.files.models import StrictModel, validate
 from adapterswap.kit.files.text import expand, is_folder
-from adapterswap.kit.files.yaml import FieldMistake, StrictModel, read_content, validate
+from adapterswap.kit.files.yaml import FieldMistake, read_content
 
 _MARK = "merge_method"  # a key that every mergekit YAML has, and none of our recipes
 

@@ -28,7 +28,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from adapterswap.core.methods.method import Parameter
 from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, having, own_parameters
-from adapterswap.kit.files.yaml import Numbers, StrictModel
+from adapterswap.kit.files.models import Numbers, StrictModel
 
 
 def parameter_keys(*, in_rules: bool = False) -> list[str]:

@@ -23,7 +23,8 @@ from adapterswap.core.methods.spectral import CoreMethod
 from adapterswap.core.model.layers import NO_LAYER, Kind, Stack, format_layers, parse_layers, stack_of
 from adapterswap.core.planning.parameters import MethodFields, parameter_keys
 from adapterswap.kit.errors import check_type, did_you_mean
-from adapterswap.kit.files.yaml import FieldMistake, validate
+from adapterswap.kit.files.models import validate
+from adapterswap.kit.files.yaml import FieldMistake
 
 if TYPE_CHECKING:
     import numpy as np

@@ -31,8 +31,8 @@ from adapterswap.kit.errors import (
     NotFoundError,
     Problems,
 )
+from adapterswap.kit.files.models import StrictModel, read_recipe
 from adapterswap.kit.files.text import exists, expand, is_folder, shown
-from adapterswap.kit.files.yaml import StrictModel, read_recipe
 
 _LONGEST = 300  # characters; a composition with every setting written out has fewer
 _SHOWN = 30  # experts named in a message

@@ -15,8 +15,8 @@ from pydantic import Field, field_validator
 from adapterswap.experiments.chat import ChatTemplate, as_date
 from adapterswap.experiments.evaluation.results import broken_texts
 from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems
+from adapterswap.kit.files.models import FiniteModel
 from adapterswap.kit.files.text import expand
-from adapterswap.kit.files.yaml import FiniteModel
 
 
 def parsed_arguments(texts: Iterable[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from adapterswap.experiments.reporting.choosing import (
 )
 from adapterswap.experiments.reporting.statistics import Correlation, Ranks, correlate, holm, rank
 from adapterswap.experiments.sweeps import Cell, Run, TaskInfo
-from adapterswap.kit.files.yaml import validate
+from adapterswap.kit.files.models import validate
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _NAMES = {"method", "task", "language", "chains"}

@@ -19,7 +19,7 @@ from adapterswap.core import ZONES, Composition, Kind, Rule, format_layers, pars
 from adapterswap.core.model.layers import NO_LAYER
 from adapterswap.core.planning.parameters import parameter_keys
 from adapterswap.kit.errors import ArgumentError, CompositionError
-from adapterswap.kit.files.yaml import validate
+from adapterswap.kit.files.models import validate
 
 Painted = Mapping[tuple[int, Kind], str]
 """(layer, kind of module) → the expert that owns it, or `base`."""

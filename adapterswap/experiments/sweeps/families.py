@@ -21,7 +21,8 @@ from adapterswap.core.planning.composition import Method, Outside, fits_peft, fi
 from adapterswap.core.planning.parameters import MethodFields, kind_of
 from adapterswap.core.planning.rules import mean_label
 from adapterswap.kit.errors import FieldError
-from adapterswap.kit.files.yaml import FieldMistake, StrictModel
+from adapterswap.kit.files.models import StrictModel
+from adapterswap.kit.files.yaml import FieldMistake
 
 Baseline = Literal["base", "task", "language", "roles", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
 BASELINES: dict[str, tuple[str, dict[str, Any]]] = {

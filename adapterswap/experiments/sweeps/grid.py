@@ -30,7 +30,7 @@ from adapterswap.experiments.sweeps.families import (
 )
 from adapterswap.experiments.sweeps.recipe import SweepRecipe, SweepTasks, extra_experts, pairs_of
 from adapterswap.kit.errors import CompositionError, FieldError, Problems
-from adapterswap.kit.files.yaml import validate
+from adapterswap.kit.files.models import validate
 
 
 class Carrier:

@@ -37,8 +37,9 @@ from adapterswap.experiments.sweeps.families import (
     named_in,
 )
 from adapterswap.kit.errors import FieldError, Problems
+from adapterswap.kit.files.models import StrictModel, read_recipe, validate
 from adapterswap.kit.files.text import exists, expand
-from adapterswap.kit.files.yaml import FieldMistake, StrictModel, read_recipe, validate
+from adapterswap.kit.files.yaml import FieldMistake
 
 
 class EngineByKind(StrictModel):

@@ -31,8 +31,9 @@ from adapterswap.experiments.chat import as_date
 from adapterswap.experiments.permitted import foreign_source
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
+from adapterswap.kit.files.models import FiniteModel, StrictModel, list_values, read_recipe
 from adapterswap.kit.files.text import exists, expand, is_folder
-from adapterswap.kit.files.yaml import MEMBER, FiniteModel, StrictModel, list_values, read_recipe
+from adapterswap.kit.files.yaml import MEMBER
 
 
 class Template:

@@ -1,35 +1,28 @@
-"""Recipes as YAML: read safely, extended from shipped or local fragments, checked against a pydantic model.
+"""Recipes as YAML: read safely, and extended from shipped or local fragments.
 
 Shipped recipes are in `recipes/` of a checkout, and inside the installed package. Those in `train/`, `compose/` and
 `sweep/` are complete; the other folders hold fragments. A recipe extends fragments by a path relative to the file that
 names them, or by the name of a shipped one, without suffix. Fragments are merged in the order listed, and the recipe
 itself comes last: mappings are merged key by key, everything else is replaced (also by `null`).
 
-An unknown key is refused with the most similar known one, and each mistake is reported with the file that it is in.
+`kit.files.models` checks their content. Here pydantic is not imported.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
-
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError, ValidationInfo
-from pydantic_core import PydanticKnownError
+from typing import Any
 
 from adapterswap.kit.errors import (
-    AdapterswapError,
     ArgumentError,
     FieldError,
     NotFoundError,
-    Problem,
     Problems,
-    did_you_mean,
 )
 from adapterswap.kit.files.text import exists, expand, read_small, shown
 
@@ -136,6 +129,8 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
 
 def _near_names(name: str, kind: str = "") -> str:
     """What to use instead of `name`, as the end of a sentence: the most similar shipped names."""
+    import difflib
+
     near = difflib.get_close_matches(name, shipped_recipes(kind), n=3, cutoff=0.4)
     examples = f", such as {', '.join(near)}" if near else ""
     return f"a name that `adapterswap recipes ls` lists{examples}"
@@ -253,60 +248,6 @@ def _sets(content: Any, location: Location) -> bool:
 MEMBER = "\0"
 """What the tag of a union's member begins with, which pydantic names in a mistake's place, and no recipe has."""
 
-_AnyModel = TypeVar("_AnyModel", bound=BaseModel)
-
-
-if TYPE_CHECKING:
-    _Model = BaseModel
-else:
-
-    class _OurErrors(type(BaseModel)):
-        """Makes `Model(...)` raise a `FieldError`.
-
-        Only calls from Python come here. When pydantic creates a model inside another, its own errors remain, so the
-        outer model can report all mistakes at once.
-        """
-
-        def __call__(cls, *args, **fields):
-            try:
-                return super().__call__(*args, **fields)
-            except ValidationError as error:
-                raise _explained(error, fields, cls, cls.__name__, called=True) from None
-
-    class _Model(BaseModel, metaclass=_OurErrors):
-        """A model that raises `FieldError`s."""
-
-
-class Numbers:
-    """Marks a model, or a type in `Annotated`, whose numbers are not read from true and false: pydantic takes these for
-    1 and 0."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        return _without_booleans(handler(source))
-
-
-def _without_booleans(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_without_booleans(item) for item in schema]
-    if not isinstance(schema, dict) or schema.get("function") in _NO_BOOLEANS.values():
-        return schema
-    if isinstance(kind := schema.get("type"), str) and kind in _NO_BOOLEANS:
-        return {"type": "function-before", "function": _NO_BOOLEANS[kind], "schema": schema}
-    return {key: value if key in ("default", "metadata") else _without_booleans(value) for key, value in schema.items()}
-
-
-def _not_boolean(value: Any, *, error: Literal["int_type", "float_type"]) -> Any:
-    if isinstance(value, bool):
-        raise PydanticKnownError(error)
-    return value
-
-
-_NO_BOOLEANS = {
-    "int": {"type": "no-info", "function": partial(_not_boolean, error="int_type")},
-    "float": {"type": "no-info", "function": partial(_not_boolean, error="float_type")},
-}
-
 
 class FieldMistake(ValueError):
     """Raised by a validator of several fields, to name the one at fault and what to do about it."""
@@ -315,64 +256,6 @@ class FieldMistake(ValueError):
         super().__init__(message)
         self.parameter = parameter
         self.remedy = remedy
-
-
-_OVERRIDDEN = "overridden"  # of a validator's context: what `overrides` set, as a file would nest it
-
-
-class StrictModel(Numbers, _Model):
-    """A part of a recipe. Unknown keys are errors, and values cannot be changed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
-
-    _files: tuple[Path, ...] = PrivateAttr(default=())
-
-    @property
-    def recipe_files(self) -> tuple[Path, ...]:
-        """The files that this was read from: the recipe and what it extends. Empty if it was created in Python."""
-        return self._files
-
-    @classmethod
-    def known_keys(cls) -> list[str]:
-        """The keys that a recipe may have here."""
-        return [field.alias or name for name, field in cls.model_fields.items()]
-
-    @staticmethod
-    def from_files(value: Mapping[str, Any], location: Sequence[str], info: ValidationInfo) -> dict[str, Any]:
-        """The part of a mapping that the files of a recipe set, and not its `overrides`; for validators.
-
-        Args:
-            value: the mapping.
-            location: the keys that lead to it.
-            info: of the validator. If Python made the model, nothing is from a file.
-        """
-        nested = (info.context or {}).get(_OVERRIDDEN)
-        for step in location:
-            nested = nested.get(step, {}) if isinstance(nested, dict) else None
-        # None: not from a file, or replaced as a whole.
-        return {} if nested is None else {key: item for key, item in value.items() if key not in nested}
-
-    @classmethod
-    def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """See pydantic; raises a `FieldError`."""
-        try:
-            return super().model_validate(obj, **options)
-        except ValidationError as error:
-            raise _explained(error, obj, cls, cls.__name__, called=True) from None
-
-
-class FiniteModel(StrictModel):
-    """A model whose numbers are finite: `.inf` is valid YAML, but not a valid rate, rank or norm."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
-def list_values(value: Any) -> Any:
-    """A mapping's values that are not null, as a list; for list fields that a recipe may write as a mapping.
-
-    The keys let fragments add an item, change one or remove one (with null); a plain list is replaced as a whole.
-    """
-    return [item for item in value.values() if item is not None] if isinstance(value, dict) else value
 
 
 def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -417,33 +300,7 @@ def _item(place: Any, step: str, override: str) -> Any:
     return place[int(step)]
 
 
-def read_recipe(
-    path: str | Path,
-    model: type[_AnyModel],
-    overrides: Iterable[str] = (),
-    *,
-    paths: Iterable[str] = (),
-    kind: str | None = None,
-) -> _AnyModel:
-    """Read the YAML file at `path` and what it extends, apply `overrides`, and check the result against `model`.
-
-    Args:
-        path: the recipe.
-        model: the model that checks it.
-        overrides: see `apply_overrides`.
-        paths: keys of local paths, such as `datasets.*.path`; see `read_content`.
-        kind: one of `MARKS`; a recipe of another kind is refused as such.
-    """
-    content, layers = read_content(path, overrides, paths=paths)
-    if kind is not None:
-        _check_kind(content, kind, path)
-    recipe = validate(content, model, where=str(path), layers=layers)
-    if isinstance(recipe, StrictModel):
-        recipe._files = tuple(dict.fromkeys(layer.path for layer in layers))
-    return recipe
-
-
-def _check_kind(content: Mapping[str, Any], kind: str, path: str | Path) -> None:
+def check_kind(content: Mapping[str, Any], kind: str, path: str | Path) -> None:
     other = next((name for name, mark in MARKS.items() if mark in content), kind)
     if other != kind and MARKS[kind] not in content:
         raise _other_kind(path, other, kind)
@@ -508,138 +365,3 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
         else:
             place[last] = None
     return nested
-
-
-def validate(content: Any, model: type[_AnyModel], *, where: str = "", layers: Sequence[Layer] = ()) -> _AnyModel:
-    """`content` as a `model`, or a `FieldError` that lists every mistake.
-
-    `where` names the text or the file with the mistake, unless one of `layers` made it: then that file is named.
-    Without it, `content` is arguments, so messages name parameters, which the command line prints as flags.
-    """
-    try:
-        # The recipe's folder, for what a field lists on disk; and what `StrictModel.from_files` needs.
-        context = {"folder": Path(where).parent, _OVERRIDDEN: layers[-1].content if layers else None}
-        return model.__pydantic_validator__.validate_python(content, context=context)  # type: ignore[no-any-return]
-    except ValidationError as error:
-        raise _explained(error, content, model, where, layers) from None
-
-
-def _explained(
-    error: ValidationError,
-    content: Any,
-    model: type[BaseModel],
-    where: str,
-    layers: Sequence[Layer] = (),
-    *,
-    called: bool = False,
-) -> AdapterswapError:
-    """The error; `called` if Python made the model, so that messages name parameters and not keys."""
-    problems = Problems(FieldError)
-    for details in error.errors(include_url=False):
-        file_location = _as_written(details["loc"], content)
-        # A missing key is a mistake of the file that wrote the mapping around it.
-        source = writer(layers, file_location[:-1] if details["type"] == "missing" else file_location)
-        problem = _explain(details, file_location, model)
-        place, message = str(source or where), problem.message
-        if place:
-            message = f"{place}: {message if called else _PARAMETER.sub(_as_key, message)}"
-        problems.add(message, problem.remedy, parameter=problem.parameter)
-    return problems.as_error(FieldError)
-
-
-def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
-    """`location` as written in the recipe, with the keys of mappings that `list_values` turned into lists."""
-    steps: list[int | str] = []
-    for step in location:
-        if isinstance(step, str) and (step.startswith(MEMBER) or step == "[key]"):
-            continue
-        if isinstance(content, dict) and isinstance(step, int) and step not in content:  # else YAML's key is a number
-            step = [key for key, value in content.items() if value is not None][step]
-        if step == "parameters" and isinstance(content, Mapping) and step not in content:
-            continue  # the parameters of a method are next to it (`planning.parameters`)
-        steps.append(step)
-        try:
-            content = content[step]
-        except (KeyError, IndexError, TypeError):  # a missing key, or a step of pydantic's own
-            content = None
-    return tuple(steps)
-
-
-_PARAMETER = re.compile(r"`(?P<name>[a-z][\w.]*)(=(?P<value>[^`]*))?`")
-
-
-def _as_key(match: re.Match[str]) -> str:
-    """A parameter in a message about a file: `method=ties` is written method: ties there; `x=True` is advice."""
-    if match["value"] is None:
-        return match["name"]
-    return match[0] if match["value"] == "True" else f"{match['name']}: {match['value']}"
-
-
-# The rules behind pydantic's kinds of mistakes; the braces are replaced by the limits that it names.
-_RULES = {
-    "greater_than_equal": "{ge:g} or more",
-    "greater_than": "more than {gt:g}",
-    "less_than_equal": "at most {le:g}",
-    "less_than": "less than {lt:g}",
-    "literal_error": "{expected}",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
-    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type"), "a mapping"),
-}
-
-
-def _explain(details: Any, file_location: Location, model: type[BaseModel]) -> Problem:
-    """Turn one pydantic error into a problem that names the key, its value and what is allowed."""
-    location, kind = details["loc"], details["type"]
-    path = ".".join(str(part) for part in file_location)
-    parameter, key = path or None, f"`{path}`" if path else "the recipe"
-    if kind == "extra_forbidden":
-        known_keys = details.get("ctx", {}).get("known") or sorted(_known_keys(model, location))
-        listed = f"Known keys: {', '.join(known_keys)}" if known_keys else "Remove it"
-        remedy = did_you_mean(str(location[-1]), known_keys, listed)
-        return Problem(f"{key} is not a known key", remedy, parameter)
-    if kind == "missing":
-        return Problem(f"{key} is missing", f"Add `{location[-1]}:`", parameter)
-    message, remedy = details["msg"].removeprefix("Value error, "), ""
-    if kind == "value_error" and isinstance(mistake := details["ctx"]["error"], FieldMistake):
-        parameter = ".".join(filter(None, (path, mistake.parameter))) or None
-        remedy = mistake.remedy
-    if kind == "value_error" and not location:  # a rule about several keys names them itself
-        return Problem(message, remedy, parameter)
-    if kind == "foreign_parameter":
-        return Problem(f"{key} {message}", remedy, parameter)
-    value = f"{number:g}" if isinstance(number := details["input"], float) else shown(number)
-    if kind in _RULES:
-        remedy = "If it is text, quote it: YAML reads no, yes, on and off as false and true" * isinstance(number, bool)
-        rule = _RULES[kind].format(**details.get("ctx", {}))
-        return Problem(f"{key} is {value}, but must be {rule}", remedy, parameter)
-    return Problem(f"{key} is {value}: {message[:1].lower()}{message[1:]}", remedy, parameter)
-
-
-def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:
-    """The keys allowed in place of the unknown one at `location`, as far as the models' fields show."""
-    import typing
-
-    current: Any = model
-    for step in location[:-1]:
-        if not (isinstance(current, type) and issubclass(current, BaseModel)):
-            return []
-        if isinstance(step, int) or step not in current.model_fields:
-            continue
-        current = current.model_fields[step].annotation
-        stack = [current]
-        while stack:  # look through list[...], unions and dict[...] for a model
-            candidate = stack.pop()
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                current = candidate
-                break
-            stack.extend(typing.get_args(candidate))
-    if isinstance(current, type) and issubclass(current, StrictModel):
-        return current.known_keys()
-    if isinstance(current, type) and issubclass(current, BaseModel):
-        return [field.alias or name for name, field in current.model_fields.items()]
-    return []

@@ -17,7 +17,8 @@ from adapterswap.core.planning.composing import slice_layers
 from adapterswap.core.planning.composition import Composition, parse_composition, scaled_default
 from adapterswap.core.planning.rules import Rule
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError
-from adapterswap.kit.files.yaml import apply_overrides, read_recipe, validate
+from adapterswap.kit.files.models import read_recipe, validate
+from adapterswap.kit.files.yaml import apply_overrides
 
 
 @given(st.frozensets(st.integers(0, 200)))

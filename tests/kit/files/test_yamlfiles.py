@@ -16,15 +16,8 @@ from refusals import refused
 from adapterswap.core.planning.composition import Composition
 from adapterswap.kit.errors import ArgumentError, FieldError, NotFoundError
 from adapterswap.kit.files import yaml_text
-from adapterswap.kit.files.yaml import (
-    StrictModel,
-    apply_overrides,
-    dump_yaml,
-    load_yaml,
-    parse_yaml,
-    read_recipe,
-    validate,
-)
+from adapterswap.kit.files.models import StrictModel, read_recipe, validate
+from adapterswap.kit.files.yaml import apply_overrides, dump_yaml, load_yaml, parse_yaml
 
 
 class Part(StrictModel):
