@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from adapterswap.core.changes.reading import Factors, read_factors
+from adapterswap.core.companions.companions import Companions
+from adapterswap.core.companions.companions import Kind as CompanionKind
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.model.checkpoints import Checkpoint, hashed, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
@@ -192,6 +194,10 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
         return tuple(differing_keys)  # a changed adapter is reported elsewhere
     if content.get(PRINTS) != reprinted(content, prints_of(folder, [WEIGHTS])):
         differing_keys.append(PRINTS)
+    beside = {kind: _FULL for kind in get_args(CompanionKind) if Companions(folder).has(kind)}
+    added_later = added_files(folder, content) and record.companions.items() <= beside.items()
+    if record.companions != beside and not added_later:
+        differing_keys.append("companions")
     adapter = open_adapter(folder)
     ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
     if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:

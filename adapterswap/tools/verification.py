@@ -328,7 +328,8 @@ def _write_adapter(
         # The base was passed when they were composed; it is not checked again.
         declared = at_revision(record.base_model, revision)
         composition = composition.model_copy(update={"base_model": declared})
-    write_prepared(prepare(make_plan(composition, adapters, recorded=True), Form(**record.output)), again)
+    prepared = prepare(make_plan(composition, adapters, recorded=True), Form(**record.output))
+    write_prepared(prepared, again, companions=bool(record.companions))  # a server writes none
 
 
 def _write_model(

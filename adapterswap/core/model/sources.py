@@ -57,7 +57,7 @@ def cached_models() -> list[str]:
 
 def is_cached(repo: str) -> bool:
     """Whether the Hub's cache has a folder for this model. It may lack files or revisions."""
-    return _home(repo).is_dir()
+    return is_folder(_home(repo))
 
 
 def _home(repo: str) -> Path:
@@ -79,10 +79,13 @@ def cached_snapshot(repo: str, revision: str | None = None) -> Path | None:
     """
     home, commit = _home(repo), revision or "main"
     ref = home / "refs" / commit
-    if ref.is_file():
-        commit = ref.read_text(encoding="utf-8").strip()
+    try:
+        if ref.is_file():
+            commit = ref.read_text(encoding="utf-8").strip()
+    except PermissionError:  # another user's cache is no cache of ours
+        return None
     snapshot = home / "snapshots" / commit
-    return snapshot if re.fullmatch(r"\w+", commit) and snapshot.is_dir() else None
+    return snapshot if re.fullmatch(r"\w+", commit) and is_folder(snapshot) else None
 
 
 _HUB_ID = re.compile(
@@ -273,7 +276,7 @@ def cached_base_folder(reference: str) -> Path | None:
     hub_id = parse_hub_id(reference)
     snapshot = None if hub_id is None or hub_id.subfolder else cached_snapshot(hub_id.repo, hub_id.revision)
     with suppress(BaseModelError):
-        if snapshot is not None and (snapshot / "config.json").is_file():
+        if snapshot is not None and exists(snapshot / "config.json"):
             _check_links(snapshot, reference, BaseModelError)
             return snapshot
     return None

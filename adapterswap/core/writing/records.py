@@ -324,8 +324,7 @@ def composition_record(
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
     fields |= SliceRecord.of(kept_layers(plan))
     fields["base"] = base
-    if companions:
-        fields["companions"] = plan.companions.record
+    fields["companions"] = plan.companions.record if companions else {}
     rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}
     if rows:
         fields["rows"] = rows

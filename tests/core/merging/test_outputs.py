@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def test_the_folder(run: Run, model: Callable[..., Path], tmp_path: Path) -> Non
 
 def test_code_is_not_copied(model: Callable[..., Path], tmp_path: Path) -> None:
     """Whoever loads the result with `trust_remote_code` would run it. What the config refers to is named."""
-    task, language = model(seed=1), model(seed=2)
+    task, language = (shutil.copytree(model(seed=seed), tmp_path / name) for seed, name in ((1, "math"), (2, "sw")))
     for name in ("modeling_own.py", "tokenization_own.py"):
         (task / name).write_text("raise SystemExit")
     for code in (False, True):
@@ -62,7 +63,7 @@ def test_code_is_not_copied(model: Callable[..., Path], tmp_path: Path) -> None:
 
 
 def test_files_of_sentence_transformers_are_copied(model: Callable[..., Path], tmp_path: Path) -> None:
-    task, language = model(seed=1), model(seed=2)
+    task, language = (shutil.copytree(model(seed=seed), tmp_path / name) for seed, name in ((1, "math"), (2, "sw")))
     names = ("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json", "2_Dense/model.safetensors")
     for name in names:
         (task / name).parent.mkdir(exist_ok=True)
