@@ -390,11 +390,12 @@ def check_architecture(
             )
     differences = compare_configs(first.config, other.config)
     if differences and (config_from is None or _TYPE in differences.values):  # what the tensors lack follows from these
+        is_choice = _TYPE not in differences.values and _fit_one_config(first, other)
         remedy = f"{_ONE_BASE}. If one config is right for the result, name its owner: `config_from={name}`"
         problems.add(
             f"The configs of {first_name} and {name} compute differently: {differences.text(first_name, name)}",
-            _ONE_BASE if _TYPE in differences.values else remedy,
-            parameter=None if _TYPE in differences.values else "config_from",
+            remedy if is_choice else _ONE_BASE,
+            parameter="config_from" if is_choice else None,
         )
         return
     ours, theirs = first.parameters, other.parameters
@@ -424,6 +425,18 @@ def check_architecture(
         for tensors in (ours, theirs)
     )
     compare_shapes(*shapes, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
+
+
+def _fit_one_config(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether one config could load both checkpoints: the same tensors in the same shapes, but for rows of tokens."""
+    ours, theirs = (
+        {
+            key: parameter.tensor.shape[0 if parameter.layer is not None else 1 :]
+            for key, parameter in checkpoint.parameters.items()
+        }
+        for checkpoint in (one, other)
+    )
+    return ours == theirs
 
 
 def check_vocabulary(

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.core import flag_of
+from adapterswap.core import BASE, flag_of
 from adapterswap.core.planning.rules import write_rule
 from adapterswap.experiments.evaluation.settings import SEED
 from adapterswap.experiments.reporting.choosing import (
@@ -69,13 +69,16 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     if is_single(cell) or not experts.keys() >= {*expert_names}:
         return None
     words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
-    if "allocation" in content or chains:
+    owners = {key: content[key] for key in ("tokenizer", "config_from") if key in content}
+    if "allocation" in content or chains or {*owners.values()} - {BASE}:  # with -t and -l, names are those of folders
         rules = content.get("allocation")
         if rules is None:
             composition, full = composition_of(cell), any("files" in experts[name] for name in expert_names)
             assert composition is not None
             rules = [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=full)]
-            content = {key: content[key] for key in ("row_threshold", "seed", "allow_negative") if key in content}
+            content = owners | {
+                key: content[key] for key in ("row_threshold", "seed", "allow_negative") if key in content
+            }
         for name in expert_names:
             words += ["--expert", f"{name}={_source(experts[name])}"]
         words += [word for name, parts in chains.items() for word in ("--chain", f"{name}={','.join(parts)}")]

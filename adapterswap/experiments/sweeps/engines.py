@@ -18,6 +18,7 @@ from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import EngineByKind
 from adapterswap.experiments.sweeps.results import CellResult
 from adapterswap.kit.dependencies import require
+from adapterswap.kit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from adapterswap.core import Plan
@@ -200,14 +201,27 @@ def _asked(
 
 
 def _check_merged(prepared: PreparedSweep) -> None:
-    """Check cells that only vLLM needs as full weights; `prepare` has checked the others."""
+    """Check what only vLLM needs of cells: full weights, for the base's config; `prepare` has checked the rest."""
     from adapterswap.core import merge_plan, open_checkpoint
 
     for cell in prepared.plans.checked:
         plan = prepared.plans[cell.cell]
-        if (
-            plan is not None
-            and not (plan.is_model or cell.output.get("full_rank"))
-            and way_of(prepared, cell) == "merged"
-        ):
+        if plan is None or way_of(prepared, cell) != "merged":
+            continue
+        if plan.is_model:
+            _check_config(cell, plan)
+        elif not cell.output.get("full_rank"):
             merge_plan(plan, open_checkpoint(prepared.recipe.base_model))
+
+
+def _check_config(cell: Cell, plan: Plan) -> None:
+    """Refuse full weights for a config that computes differently from the base's: vLLM only loads other weights."""
+    from adapterswap.core import BASE
+
+    if plan.config_owner != BASE and (differences := plan.companions.other_configs.get(BASE)):
+        raise UnsupportedError(
+            f"{cell.short}: the configs of {plan.config_owner} and the base compute differently "
+            f"({', '.join(differences.values)}), but vLLM keeps the base's while it changes weights",
+            "Use `engine=transformers`",
+            parameter="engine",
+        )

@@ -242,13 +242,12 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
     problems = Problems(FieldError)
     everything = tasks.of(recipe.language_experts)
     cells: dict[str, Cell] = {}
-    chains = recipe.chains
     spaces: list[Space] = []
     left_out = repeated = 0
 
     def add(cell: Cell) -> str:
         nonlocal repeated
-        cell = _identified(cell, chains)
+        cell = _identified(cell, recipe, full)
         repeated += cell.cell in cells
         cells.setdefault(cell.cell, cell)
         return cell.cell
@@ -467,14 +466,35 @@ def _make_cell(
     return Cell("", family, task, language, composition, short, default, tasks, output, others)
 
 
-def _identified(cell: Cell, chains: Mapping[str, Sequence[str]]) -> Cell:
-    """The cell with the chains among its experts, and its id."""
+def _identified(cell: Cell, recipe: SweepRecipe, full: Collection[str]) -> Cell:
+    """The cell with the chains among its experts, the owners of its tokenizer and its config, and its id."""
+    chains = recipe.chains
     used = [name for name in (*cell.task_expert, *cell.language_expert, *cell.other_experts) if name in chains]
     if used:
         chained = {"chains": {name: [*chains[name]] for name in used}}
         cell = replace(cell, composition={**cell.composition, **chained})
+    cell = replace(cell, composition={**cell.composition, **_owners(cell, recipe, full)})
     content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
     return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
+
+
+def _owners(cell: Cell, recipe: SweepRecipe, full: Collection[str]) -> dict[str, str]:
+    """The recipe's `tokenizer` and `config_from`, as far as their owners take part in the cell.
+
+    Only compositions of full checkpoints have a config. An expert alone keeps its own.
+    """
+    composition = composition_of(cell)
+    names = () if composition is None else composition.expert_names
+    owners = {}
+    if recipe.tokenizer in (*names, BASE) and names:
+        owners["tokenizer"] = str(recipe.tokenizer)
+    models = [name for name in names if name in full]
+    if recipe.config_from is not None and models:
+        members = recipe.by_role.get(recipe.config_from, (recipe.config_from,))
+        is_alone = cell.composition.get("allocation") == [{"expert": models[0]}]
+        candidates = models if is_alone else [name for name in (*models, BASE) if name in members]
+        owners |= {"config_from": name for name in candidates[:1]}
+    return owners
 
 
 def _short(task: tuple[str, ...], language: tuple[str, ...], content: dict[str, Any], output: dict[str, Any]) -> str:

@@ -185,7 +185,7 @@ class LocalJudge:
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
             place = stack.enter_context(scratch_folder("sweep"))
-            self._composer.load_expert(write_prepared(adapter, place / "composed"), name)
+            self._composer.load_expert(write_prepared(adapter, place / "composed", companions=False), name)
             try:
                 with self._composer.use(name):
                     yield relative_error

@@ -320,7 +320,8 @@ def prepare(
     )
     companions = decide_prompts(
         {name: expert.source.folder for name, expert in experts.items()}, base.source.folder,
-        rows=getattr(base.config.get_text_config(), "vocab_size", None), template=recipe.settings.chat_template_from,
+        rows=getattr(base.config.get_text_config(), "vocab_size", None), tokenizer=recipe.tokenizer,
+        template=recipe.settings.chat_template_from,
     )  # fmt: skip
     base = base.with_companions(companions)
     with problems.collect():
@@ -333,6 +334,7 @@ def prepare(
     problems.raise_if_any()
     full = [name for name, expert in experts.items() if isinstance(expert, Checkpoint)]
     grid = make_cells(recipe, tasks_of_sweep, num_layers, full)
+    _check_config_owner(recipe, grid)
     # The weights of a base on the Hub are downloaded now only if experts are compared with them.
     merged = any(cell.output.get("full_rank") for cell in grid.cells) and base.source.revision is None
     stored = open_checkpoint(recipe.base_model) if full or merged else None
@@ -344,6 +346,16 @@ def prepare(
         recipe, base, num_layers, experts, sides, tasks, harness_tasks, settings, grid, plans, companions, {}
     )  # fmt: skip
     return replace(prepared, described=_describe(prepared))
+
+
+def _check_config_owner(recipe: SweepRecipe, grid: Grid) -> None:
+    """Refuse a `config_from` that decides nothing."""
+    if recipe.config_from is not None and not any("config_from" in cell.composition for cell in grid.cells):
+        raise FieldError(
+            f"config_from is {recipe.config_from!r}, but no composition has a full checkpoint with a config to choose",
+            "Leave it out: adapters run with the base's config",
+            parameter="config_from",
+        )
 
 
 def _field(name: str, recipe: SweepRecipe) -> str:
@@ -520,11 +532,11 @@ def _is_regular(expert: Expert, num_layers: int) -> bool:
 
 
 def _check_vocabulary(plan: Plan) -> None:
-    """Refuse full weights with rows for tokens that the base lacks, because all cells use the base's tokenizer."""
+    """Refuse full weights with rows for tokens that the base lacks, because all cells have one vocabulary."""
     for slot in plan:
         if slot.spans or (slot.base is not None and slot.shape != slot.base.tensor.shape):
             raise UnsupportedError(
-                f"{slot.name} has rows for tokens that the base lacks, but a sweep uses the base's tokenizer",
+                f"{slot.name} has rows for tokens that the base lacks, but all cells of a sweep have one vocabulary",
                 "Write the composition with `adapterswap merge`, and evaluate the result with `adapterswap evaluate`",
             )
 

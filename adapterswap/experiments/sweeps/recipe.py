@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from adapterswap.core import BASE, Place, Rule, chains_of, check_names
 from adapterswap.core.model.layers import MAX_LAYERS
-from adapterswap.core.planning.composition import placed, shared_name
+from adapterswap.core.planning.composition import adapters_of, placed, shared_name
 from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions, Settings
 from adapterswap.experiments.permitted import check_settings
 from adapterswap.experiments.sweeps.families import (
@@ -36,7 +36,7 @@ from adapterswap.experiments.sweeps.families import (
     expert_row,
     named_in,
 )
-from adapterswap.kit.errors import FieldError, Problems
+from adapterswap.kit.errors import FieldError, Problems, did_you_mean
 from adapterswap.kit.files.models import StrictModel, read_recipe, validate
 from adapterswap.kit.files.text import exists, expand
 from adapterswap.kit.files.yaml import FieldMistake
@@ -146,6 +146,16 @@ class SweepRecipe(StrictModel):
     num_layers: int | None = Field(
         default=None, ge=1, le=MAX_LAYERS, description="The base's layers, if its config does not say."
     )
+    tokenizer: str | None = Field(
+        default=None,
+        description="Whose tokenizer and chat templates the prompts of all cells have: an expert's name, or `base`. "
+        "Default: the experts' where they agree, else the first task expert's.",
+    )
+    config_from: str | None = Field(
+        default=None,
+        description="Whose config compositions of full checkpoints take, if theirs or the base's compute differently: "
+        "an expert, or a role such as `task`, for the compositions with it; or `base`. By default they must agree.",
+    )
     task_experts: dict[Name, Place] = Field(
         min_length=1,
         description="Name → folder or Hub id of an adapter or a full checkpoint; {chain: [FIRST, SECOND]} for adapters "
@@ -234,6 +244,7 @@ class SweepRecipe(StrictModel):
         if shared := sorted(self.task_experts.keys() & self.language_experts.keys()):
             raise ValueError(f"{shared[0]!r} is both a task expert and a language expert: rename one")
         self._check_roles()
+        self._check_owners()
         for pair in self.pairs or []:
             for side, names, experts in (
                 ("task", pair.task, self.task_experts),
@@ -253,6 +264,17 @@ class SweepRecipe(StrictModel):
             if self.search.family is not None and self.search.family not in {family.name for family in choices}:
                 raise ValueError(f"search.family: {self.search.family!r} is not a family with a list of values")
         return self
+
+    def _check_owners(self) -> None:
+        """Check the names in `tokenizer` and `config_from`."""
+        experts = [BASE, *(name for members in self.by_role.values() for name in adapters_of(members))]
+        for field, owner, known in (
+            ("tokenizer", self.tokenizer, experts),
+            ("config_from", self.config_from, [*experts, *self.by_role]),
+        ):
+            if owner is not None and owner not in known:
+                remedy = did_you_mean(owner, known, f"Choose from {', '.join(known)}")
+                raise FieldMistake(f"{field} is {owner!r}, which this recipe does not name", field, remedy=remedy)
 
     def _check_roles(self) -> None:
         homes: dict[str, str] = {}

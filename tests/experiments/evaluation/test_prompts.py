@@ -301,6 +301,31 @@ def test_all_cells_of_a_sweep_have_one_template(
     assert prepared.notes
 
 
+@pytest.mark.parametrize(("chosen", "begins"), [("language", "theirs "), ("base", "<user>")])
+def test_all_cells_of_a_sweep_have_the_tokenizer_that_the_recipe_names(
+    byte_base: Path, pair: Callable[..., dict[str, str]], tmp_path: Path, chosen: str, begins: str
+) -> None:
+    """Also cells that are reduced first, and cells without its owner."""
+    from adapterswap.experiments.sweeps import SweepRecipe, prepare, read_run, sweep
+
+    places = pair(OURS, THEIRS)
+    recipe = SweepRecipe.model_validate({
+        "base_model": str(byte_base), "task_experts": {"task": places["task"]},
+        "language_experts": {"language": places["language"]}, "tasks": TASK, "tokenizer": chosen,
+        "compositions": [{"bottom": 1, "top": 1}, {"method": "ties", "density": 0.5, "max_rank": 2}],
+        "settings": {"num_fewshot": 0, "limit": 1, "max_gen_toks": 2, "apply_chat_template": True},
+    })  # fmt: skip
+    prepared = prepare(recipe)
+    (previewed,) = preview(prepared.base.tokenizer, prepared.base.config, prepared.loaded(), prepared.settings)
+    assert previewed.prompt.startswith(begins)
+    assert prepared.described["companions"] == {"tokenizer": chosen, "chat_template": chosen}
+    run = sweep(prepared, tmp_path / "run", device="cpu")
+    assert len(run.results) == 5
+    assert read_run(tmp_path / "run").described["recipe"]["tokenizer"] == chosen
+    composed = {str(result.cell.composition.get("tokenizer")) for result in run.results if "+" in result.cell.short}
+    assert composed == {chosen}
+
+
 def test_a_recipe_sets_them() -> None:
     from adapterswap.experiments.sweeps.recipe import SweepSettings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,54 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_judged(full: Pat
     byte_tokenizer().save_pretrained(tmp_path / "wider")
     with refused(BaseModelError, "base_model", match="32×48 in m, but 32×64"):
         prepare(recipe_of(full, base_model=str(tmp_path / "wider"), compositions=[TIES], baselines=[], **adapters))
+
+
+@pytest.fixture
+def longer(full: Path, tmp_path: Path) -> Path:
+    """A copy of the math checkpoint for a longer context: its rotary embedding has another theta, and so other outputs."""
+    shutil.copytree(full / "full-math", tmp_path / "longer")
+    config = json.loads((tmp_path / "longer" / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 100.0
+    (tmp_path / "longer" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "longer"
+
+
+def test_a_recipe_says_whose_config_compositions_take(full: Path, longer: Path, tmp_path: Path) -> None:
+    """A role names the owner in each pair; an expert alone keeps its own; the commands of a report say the same."""
+    content = {"task_experts": {"math": str(longer)}, "compositions": [{"bottom": 2, "top": 1}]}
+    with refused(ExpertError, "config_from", match="rope_theta is .* and 100"):
+        prepare(recipe_of(full, **content))
+    thetas = {"task": {"math": 100.0, "sw": 10000.0, "math+sw": 100.0}, "base": {"math+sw": 10000.0}}
+    for owner, expected in thetas.items():
+        prepared = prepare(recipe_of(full, config_from=owner, **content))
+        run = sweep(prepared, tmp_path / owner, device="cpu")
+        check_beside_merge(prepared, run, full, tmp_path / f"{owner}-merged")
+        for result in run.results:
+            merged = tmp_path / f"{owner}-merged" / result.cell.cell / "config.json"
+            if (theta := expected.get(result.cell.short.partition("@")[0])) is not None:
+                assert json.loads(merged.read_text())["rope_parameters"]["rope_theta"] == theta
+    judged = read_run(tmp_path / "task")
+    cell = next(one.cell for one in judged.results if "+" in one.cell.short)
+    words = shlex.split(str(compose_command(judged, cell)))
+    assert words[words.index("--config-from") + 1] == "math"
+    assert "math=longer" in words
+    assert judged.described["recipe"]["config_from"] == "task"
+
+
+def test_an_owner_of_configs_that_decides_nothing_is_refused(full: Path) -> None:
+    adapters = {"task_experts": {"m": str(full / "math1")}, "language_experts": {"s": str(full / "sw1")}}
+    with refused(FieldError, "config_from"):
+        prepare(recipe_of(full, config_from="base", compositions=[{"bottom": 1}], **adapters))
+
+
+def test_vllm_keeps_the_bases_config(full: Path, longer: Path) -> None:
+    from adapterswap.experiments.sweeps.engines import _check_merged
+
+    content = {"task_experts": {"math": str(longer)}, "compositions": [{"bottom": 2}], "baselines": ["base"]}
+    settings = {**SETTINGS, "engine": "vllm"}
+    with refused(UnsupportedError, "engine", match="rope_parameters.rope_theta"):
+        _check_merged(prepare(recipe_of(full, config_from="task", settings=settings, **content)))
+    _check_merged(prepare(recipe_of(full, config_from="base", settings=settings, **content)))
 
 
 def test_a_full_disk_names_the_temporary_folder(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,10 +223,12 @@ def test_the_split_is_seeded_and_takes_parallel_documents_alike() -> None:
 def test_settings_are_those_of_evaluate() -> None:
     """But for running code, a model's or a task's, to which no recipe can consent."""
     fields = {field.name for field in dataclasses.fields(Settings)}
-    assert SweepSettings.model_fields.keys() == fields - {"confirm_run_unsafe_code", "trust_task_code"} | {"in_flight"}
+    own = {"in_flight", "chat_template_from"}  # the second is an argument of `evaluate` beside the settings
+    assert SweepSettings.model_fields.keys() == fields - {"confirm_run_unsafe_code", "trust_task_code"} | own
     assert SweepSettings().as_settings() == Settings()
     of_command = find_command("evaluate").make_context("evaluate", ["--base-model", "b", "--tasks", "t"]).params
     of_function = {name: param.default for name, param in signature(adapterswap.evaluate).parameters.items()}
+    assert all("chat_template_from" in defaults for defaults in (of_command, of_function))
     for name, default in dataclasses.asdict(Settings()).items():
         for defaults in (of_command, of_function):
             assert (defaults["sampling_seed" if name == "seed" else name] or default) == default, name
@@ -236,6 +238,8 @@ def test_a_family_takes_the_fields_of_a_composition() -> None:
     elsewhere = {"experts", "chains", "base_model", "num_layers", "task", "language", "allocation", "allow_negative"}
     elsewhere |= {"task_type"}  # of the result, which no score depends on
     elsewhere |= {"stack"}  # causal language models have one
+    elsewhere |= {"tokenizer", "config_from"}  # of the recipe: all cells have one tokenizer
+    assert SweepRecipe.model_fields.keys() >= {"tokenizer", "config_from"}
     assert set(GRID_FIELDS) == Composition.model_fields.keys() - elsewhere
     assert set(GRID_FIELDS) <= Family.model_fields.keys()
 
@@ -270,10 +274,34 @@ BAD = {
     "no task": ({"tasks": []}, "tasks"),
     "a language without tasks": ({"tasks": {"s1": []}}, "s1 has no task"),
     "nothing to evaluate": ({"baselines": [], "compositions": []}, "nothing to evaluate"),
+    "a tokenizer of nobody": ({"tokenizer": "m3"}, "tokenizer is 'm3'"),
+    "a tokenizer of a role": ({"tokenizer": "task"}, "tokenizer is 'task'"),
+    "a config of nobody": ({"config_from": "tusk"}, "Did you mean 'task'"),
     "a row that is there": ({"extra": {"base": "x"}}, "already the name of another row"),
     "a share above 1": ({"selection": {"fraction": 1.5}}, "less than 1"),
     "an unknown baseline": ({"baselines": ["nothing"]}, "baselines"),
 }
+
+
+def test_the_owners_of_a_recipe_are_in_the_compositions_that_they_take_part_in() -> None:
+    """A tokenizer's owner in each with that expert; a config's only where there are full checkpoints."""
+    recipe = recipe_of(
+        tokenizer="m1", config_from="task", baselines=["base", "task", "language"],
+        compositions=[{"bottom": 3}, {"name": "outer", "rules": ["language: 0-2", "base"]}],
+    )  # fmt: skip
+    target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
+    cells = make_cells(recipe, SweepTasks(target, ()), 32, full=["m1", "s1", "s2"]).cells
+    owners = {
+        cell.short: tuple(cell.composition.get(key) for key in ("tokenizer", "config_from"))
+        for cell in cells
+        if not cell.short.startswith(("s3", "m2+s3", "m1+s3"))
+    }
+    assert owners == {
+        "base": (None, None), "m1": ("m1", "m1"), "m2": (None, None), "s1": (None, "s1"), "s2": (None, "s2"),
+        "m1+s1@bottom=3": ("m1", "m1"), "m1+s2@bottom=3": ("m1", "m1"), "m2+s1@bottom=3": (None, None),
+        "m2+s2@bottom=3": (None, None), "s1@rules=language: 0-2; base": (None, None),
+        "s2@rules=language: 0-2; base": (None, None),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
