@@ -492,8 +492,8 @@ def _owners(cell: Cell, recipe: SweepRecipe, full: Collection[str]) -> dict[str,
     if recipe.config_from is not None and models:
         members = recipe.by_role.get(recipe.config_from, (recipe.config_from,))
         is_alone = cell.composition.get("allocation") == [{"expert": models[0]}]
-        candidates = models if is_alone else [name for name in (*models, BASE) if name in members]
-        owners |= {"config_from": name for name in candidates[:1]}
+        if candidates := models if is_alone else [name for name in (*models, BASE) if name in members]:
+            owners["config_from"] = candidates[0]
     return owners
 
 

@@ -224,7 +224,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_judged(full: Pat
 
 @pytest.fixture
 def longer(full: Path, tmp_path: Path) -> Path:
-    """A copy of the math checkpoint for a longer context: its rotary embedding has another theta, and so other outputs."""
+    """A copy of the math checkpoint for a longer context: its rotary embedding has another theta."""
     shutil.copytree(full / "full-math", tmp_path / "longer")
     config = json.loads((tmp_path / "longer" / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 100.0
