@@ -180,6 +180,8 @@ def layer_swap(
     outside: Outside = "average",
     stack: Stacks = "both",
     base_model: str | Path | None = None,
+    tokenizer: str | None = None,
+    config_from: str | None = None,
 ) -> Plan:
     """Take the bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
 
@@ -196,6 +198,9 @@ def layer_swap(
         outside: whether modules outside the layers are averaged, the task's or the language's.
         stack: the stacks of an encoder-decoder that are swapped; the other one is the task's.
         base_model: the experts' base, if they do not name it or name it differently.
+        tokenizer: whose tokenizer and chat templates the result takes: `task`, `language`, an expert by the name of
+            its folder, or `base`; by default the experts' where they agree, else the task expert's.
+        config_from: likewise, whose config full weights take, if those of full checkpoints compute differently.
 
     Returns:
         The plan. If an expert is a full checkpoint, it is a plan of full weights.
@@ -206,8 +211,8 @@ def layer_swap(
     zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
     counts = {key: count for key, count in zones.items() if count is not None}
     return _two_sided(
-        "layer_swap", task, language, task_weight, language_weight, num_layers, base_model,
-        outside=outside, stack=stack, **counts,
+        "layer_swap", task, language, task_weight, language_weight, num_layers, base_model, tokenizer,
+        config_from, outside=outside, stack=stack, **counts,
     )  # fmt: skip
 
 
@@ -219,9 +224,13 @@ def soup(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     base_model: str | Path | None = None,
+    tokenizer: str | None = None,
+    config_from: str | None = None,
 ) -> Plan:
     """Average two experts' ΔW in every module, by their weights. Arguments and errors as for `layer_swap`."""
-    return _two_sided("soup", task, language, task_weight, language_weight, num_layers, base_model)
+    return _two_sided(
+        "soup", task, language, task_weight, language_weight, num_layers, base_model, tokenizer, config_from
+    )
 
 
 def task_arithmetic(
@@ -234,14 +243,16 @@ def task_arithmetic(
     language_weight: float = 1.0,
     allow_negative: bool = False,
     base_model: str | Path | None = None,
+    tokenizer: str | None = None,
+    config_from: str | None = None,
 ) -> Plan:
     """Compute λ·(w_task·ΔW_task + w_lang·ΔW_lang) in every module, with λ = `scale` (Ilharco et al. 2023).
 
     Arguments and errors as for `layer_swap`; negative weights (unlearning) need `allow_negative`.
     """
     return _two_sided(
-        "task_arithmetic", task, language, task_weight, language_weight, num_layers, base_model,
-        scale=scale, allow_negative=allow_negative,
+        "task_arithmetic", task, language, task_weight, language_weight, num_layers, base_model, tokenizer,
+        config_from, scale=scale, allow_negative=allow_negative,
     )  # fmt: skip
 
 
@@ -253,13 +264,17 @@ def slerp(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     base_model: str | Path | None = None,
+    tokenizer: str | None = None,
+    config_from: str | None = None,
 ) -> Plan:
     """Interpolate spherically between two experts' ΔW, module by module (Shoemake 1985).
 
     The interpolation parameter is t = w_lang / (w_task + w_lang): 0 is the task expert, 1 the language expert.
     Arguments and errors as for `layer_swap`.
     """
-    return _two_sided("slerp", task, language, task_weight, language_weight, num_layers, base_model)
+    return _two_sided(
+        "slerp", task, language, task_weight, language_weight, num_layers, base_model, tokenizer, config_from
+    )
 
 
 def ties(
@@ -273,6 +288,8 @@ def ties(
     language_weight: float = 1.0,
     allow_negative: bool = False,
     base_model: str | Path | None = None,
+    tokenizer: str | None = None,
+    config_from: str | None = None,
 ) -> Plan:
     """Trim each ΔW, elect a sign for each entry, and add the entries that agree with it (TIES; Yadav et al. 2023).
 
@@ -282,7 +299,7 @@ def ties(
         task, language: see `layer_swap`.
         density: the share of entries of each ΔW to keep, those with the largest absolute value.
         scale: λ, the factor of the result.
-        num_layers, task_weight, language_weight, base_model: see `layer_swap`.
+        num_layers, task_weight, language_weight, base_model, tokenizer, config_from: see `layer_swap`.
         allow_negative: weights and λ may be negative (unlearning).
 
     Returns:
@@ -292,8 +309,8 @@ def ties(
         AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
     """
     return _two_sided(
-        "ties", task, language, task_weight, language_weight, num_layers, base_model,
-        density=density, scale=scale, allow_negative=allow_negative,
+        "ties", task, language, task_weight, language_weight, num_layers, base_model, tokenizer,
+        config_from, density=density, scale=scale, allow_negative=allow_negative,
     )  # fmt: skip
 
 
@@ -310,6 +327,8 @@ def dare(
     language_weight: float = 1.0,
     allow_negative: bool = False,
     base_model: str | Path | None = None,
+    tokenizer: str | None = None,
+    config_from: str | None = None,
 ) -> Plan:
     """Drop entries of each ΔW at random, rescale the others by 1 / density, and add them up (DARE; Yu et al. 2024).
 
@@ -321,7 +340,7 @@ def dare(
         seed: decides which entries are dropped.
         method: `dare_linear` adds up what is left; `dare_ties` elects signs first, as `ties` does.
         scale: λ, the factor of the result.
-        num_layers, task_weight, language_weight, base_model: see `layer_swap`.
+        num_layers, task_weight, language_weight, base_model, tokenizer, config_from: see `layer_swap`.
         allow_negative: weights and λ may be negative (unlearning).
 
     Returns:
@@ -336,8 +355,8 @@ def dare(
             f"`method` is {method!r}, which is not a DARE method", "Pass dare_linear or dare_ties", parameter="method"
         )
     return _two_sided(
-        method, task, language, task_weight, language_weight, num_layers, base_model,
-        density=density, seed=seed, scale=scale, allow_negative=allow_negative,
+        method, task, language, task_weight, language_weight, num_layers, base_model, tokenizer,
+        config_from, density=density, seed=seed, scale=scale, allow_negative=allow_negative,
     )  # fmt: skip
 
 
@@ -456,6 +475,8 @@ def _two_sided(
     language_weight: float,
     num_layers: NumLayers | None,
     base_model: str | Path | None,
+    tokenizer: str | None,
+    config_from: str | None,
     **options: Any,
 ) -> Plan:
     for side, expert in (("task", task), ("language", language)):
@@ -469,6 +490,12 @@ def _two_sided(
     content = {
         "method": method, **names, "task_weight": task_weight, "language_weight": language_weight,
         "num_layers": num_layers, "base_model": base_model, **options,
+        "tokenizer": _owner(tokenizer, names), "config_from": _owner(config_from, names),
     }  # fmt: skip
     parameters = {names[side]: side for side in ("language", "task")}
     return _compose(validate(content, Composition, where=method), experts, parameters)
+
+
+def _owner(requested: str | None, names: Mapping[str, str]) -> str | None:
+    """The expert that a side (`task`, `language`) means; other names stay. `names` maps sides to their experts."""
+    return requested if requested is None or requested in names.values() else names.get(requested, requested)

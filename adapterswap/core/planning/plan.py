@@ -112,13 +112,16 @@ class Plan:
         max_shard_size: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         dequantize: bool = False,
+        tokenizer: str | None = None,
+        config_from: str | None = None,
         device: str = "cpu",
         overwrite: bool = False,
     ) -> Path:
         """Write full weights to the folder `out_path`: `adapterswap.merge` of this plan.
 
         Args:
-            out_path, base_model, max_shard_size, dtype, dequantize, device, overwrite: see `merge`.
+            out_path, base_model, max_shard_size, dtype, dequantize, tokenizer, config_from, device, overwrite: see
+                `merge`.
 
         Returns:
             The folder's path.
@@ -128,7 +131,7 @@ class Plan:
         """
         return adapterswap.merge(
             self, base_model, out_path=out_path, max_shard_size=max_shard_size, dtype=dtype, dequantize=dequantize,
-            device=device, overwrite=overwrite,
+            tokenizer=tokenizer, config_from=config_from, device=device, overwrite=overwrite,
         )  # fmt: skip
 
     def export(

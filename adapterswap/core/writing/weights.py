@@ -118,6 +118,8 @@ def merge(
     max_shard_size: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     dequantize: bool = False,
+    tokenizer: str | None = None,
+    config_from: str | None = None,
     device: str = "cpu",
     overwrite: bool = False,
 ) -> Path:
@@ -135,6 +137,9 @@ def merge(
         dequantize: merge into the weights that a quantized base computes with, in the model's dtype. The result is not
             quantized. This needs memory for the whole base, and the library that quantized it. Without it, adapters may
             change only what an FP8, MXFP4 or compressed-tensors base stores in floating point; the rest is copied.
+        tokenizer: whose tokenizer and chat templates the result takes: an expert's, by its name in the plan, or the
+            `base`'s; by default the experts' where they agree, else the task expert's.
+        config_from: likewise, whose config the result takes, of full checkpoints and the base; by default the base's.
         device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
         overwrite: replace the folder if adapterswap wrote it.
 
@@ -158,11 +163,16 @@ def merge(
     )  # fmt: skip
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
+    owners = {"tokenizer": tokenizer, "config_from": config_from}
+    for key, owner in owners.items():
+        check_type(owner, (str, type(None)), key, "Pass an expert's name, or `base`")
     form = ModelForm(max_shard_size, dtype, dequantize or None)
     base_model = None if base_model is None else str(base_model)
     check_target(out_path, kind=COMPOSED, overwrite=overwrite)  # before the work, and again when it is published
     if isinstance(plan, Adapter | str | Path):
         plan = adapter_plan(plan, base_model)
+    if chosen := {key: owner for key, owner in owners.items() if owner is not None}:
+        plan = make_plan(plan.composition.model_copy(update=chosen), plan.experts, num_layers=plan.num_layers)
     return write_model(prepare_model(plan, form, base_model), out_path, device=device, overwrite=overwrite)
 
 

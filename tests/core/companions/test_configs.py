@@ -236,6 +236,10 @@ def test_config_from_decides_and_is_recorded(
         record = json.loads((out / "adapterswap.json").read_text())
         assert (record["composition"]["config_from"], record["companions"]["config"]) == (owner, owner)
         assert adapterswap.verify(out, {"math": base, "swahili": other}).equal
+    plan = adapterswap.layer_swap(base, other, bottom=1, top=0, config_from="language")
+    assert json.loads((plan.merge(tmp_path / "swap") / "config.json").read_text())["rms_norm_eps"] == 0.01
+    out = plan.merge(tmp_path / "of-the-task", config_from=base.name)
+    assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == epsilon
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"experts: {{a: {base}, b: {other}}}\nmethod: soup\ntask: a\nlanguage: b\nconfig_from: nobody\n")
     with refused(CompositionError, parameter="config_from"):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import adapterswap
 from adapterswap.core.companions.generation import differing_settings, with_ids
-from adapterswap.kit.errors import UnsupportedError
+from adapterswap.kit.errors import ArgumentError, CompositionError, UnsupportedError
 from core.writing.vocabularies import resized, save_with_tokens, with_words
 
 PLAIN = {"target_modules": ["q_proj", "v_proj"]}
@@ -185,3 +185,39 @@ def test_settings_differ_by_what_they_do() -> None:
     one = {"eos_token_id": [1, 2], "top_k": None, "transformers_version": "4.46.0"}
     assert differing_settings(one, {"eos_token_id": [2, 1], "transformers_version": "5.0.0"}) == ()
     assert differing_settings(one, {"eos_token_id": 1, "top_k": 5}) == ("eos_token_id", "top_k")
+
+
+def test_the_functions_take_owners_by_keyword(base: Path, tmp_path: Path) -> None:
+    """A side, an expert's name or `base`, in each function of two sides; and in `merge`, of a plan or an adapter."""
+    task, language = expert(base, tmp_path / "math", 1, eos_token="w5"), expert(base, tmp_path / "swahili", 2)
+    for owner, chosen in (("language", "swahili"), ("swahili", "swahili"), ("task", "math"), ("base", "base")):
+        plans = [
+            adapterswap.layer_swap(task, language, **ZONES, tokenizer=owner),
+            adapterswap.soup(task, language, tokenizer=owner),
+            adapterswap.slerp(task, language, tokenizer=owner),
+            adapterswap.task_arithmetic(task, language, tokenizer=owner),
+            adapterswap.ties(task, language, density=0.5, tokenizer=owner),
+            adapterswap.dare(task, language, density=0.5, tokenizer=owner),
+        ]
+        assert {plan.composition.tokenizer for plan in plans} == {chosen}
+        assert {plan.companions.record["tokenizer"] for plan in plans} == {chosen}
+    plan = adapterswap.layer_swap(task, language, **ZONES)
+    ends = {None: "w5", "swahili": "w1", "base": "w1"}
+    for owner, end in ends.items():
+        for number, out in enumerate(
+            (
+                adapterswap.merge(plan, out_path=tmp_path / f"{owner}-0", tokenizer=owner),
+                plan.merge(tmp_path / f"{owner}-1", tokenizer=owner),
+            )
+        ):
+            assert AutoTokenizer.from_pretrained(out).eos_token == end, number
+            assert read(out / "adapterswap.json")["composition"].get("tokenizer") == owner
+            assert adapterswap.verify(out, {"math": task, "swahili": language}, base_model=base).equal
+    alone = adapterswap.merge(task, out_path=tmp_path / "alone", tokenizer="base")
+    assert AutoTokenizer.from_pretrained(alone).eos_token == "w1"
+    with refused(ArgumentError, "tokenizer"):
+        adapterswap.merge(plan, out_path=tmp_path / "x", tokenizer="nobody")
+    with refused(ArgumentError, "tokenizer"):
+        adapterswap.merge(plan, out_path=tmp_path / "x", tokenizer=3)  # type: ignore[arg-type]
+    with refused(CompositionError, "config_from"):
+        adapterswap.merge(plan, out_path=tmp_path / "x", config_from="math")
