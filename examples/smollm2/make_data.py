@@ -4,7 +4,8 @@
 
 The French rows are pairs of sentences from data/tatoeba_english_french.tsv.gz (Tatoeba, CC BY 2.0 FR), without digits
 and with at most one number word, so that they teach no arithmetic. `french.jsonl` has pairs with words of the problems,
-up to 20 for each word, shorter sentences with more such words first. `french_random.jsonl` has as many, at random.
+up to 20 for each word, shorter sentences with more such words first; `french_more.jsonl` has up to 100 for each.
+`french_random.jsonl` has as many as the first, at random.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DATA = Path(__file__).parent / "data"
 SEEDS = 5
 LANGUAGES = ("fr", "en", "es")
 MATH_ROWS, MORE_ROWS = 504, 1008  # of each seed
-PAIRS_FOR_A_WORD = 20
+PAIRS_FOR_A_WORD = {"french": 20, "french_more": 100}
 WORDS = r"""
 achèt\w*|achet\w* ensemble\b pos(?:e|er|é|ez)\b donn(?:e|er|é|ez|a)\b vend\w* per(?:d|ds|du|dre|dent)\b
 moins chaque\b chacun\w* jours?\b partag\w* enfants?\b met(?:s|tre|tez)?\b paniers?\b boîtes?\b
@@ -57,18 +58,19 @@ def read_pairs() -> list[Pair]:
     return list(pairs.items())
 
 
-def with_words(pairs: list[Pair]) -> list[Pair]:
-    """Pairs with at least one of `WORDS`, until each word has its number."""
+def with_words(pairs: list[Pair], each: int) -> list[Pair]:
+    """Pairs with at least one of `WORDS`, until each word has its number, in random order."""
     patterns = [re.compile(rf"(?<!\w)(?:{word})", re.IGNORECASE) for word in WORDS]
     found = [[place for place, pattern in enumerate(patterns) if pattern.search(french)] for french, _ in pairs]
     density = [len(places) / (4 + len(french.split())) for places, (french, _) in zip(found, pairs, strict=True)]
     candidates = (i for i, (french, _) in enumerate(pairs) if found[i] and 3 <= len(french.split()) <= 12)
     count, taken = [0] * len(WORDS), []
     for i in sorted(candidates, key=lambda i: (-density[i], i)):
-        if any(count[place] < PAIRS_FOR_A_WORD for place in found[i]):
+        if any(count[place] < each for place in found[i]):
             taken.append(pairs[i])
             for place in found[i]:
                 count[place] += 1
+    Random(0).shuffle(taken)
     return taken
 
 
@@ -79,10 +81,9 @@ def write(name: str, rows: Iterable[Mapping[str, object]]) -> None:
 
 def main() -> None:
     pairs = read_pairs()
-    chosen = with_words(pairs)
-    Random(0).shuffle(chosen)
-    drawn = Random(0).sample(pairs, len(chosen))
-    for name, rows in (("french", chosen), ("french_random", drawn)):
+    chosen = {name: with_words(pairs, each) for name, each in PAIRS_FOR_A_WORD.items()}
+    drawn = Random(0).sample(pairs, len(chosen["french"]))
+    for name, rows in (*chosen.items(), ("french_random", drawn)):
         write(f"{name}.jsonl", ({"text": f"French: {french}\nEnglish: {english}"} for french, english in rows))
     problems = {part: draw_problems(part) for part in ("test", "development")}
     asked = [question for part in problems.values() for question in questions_of(part, "en")]
