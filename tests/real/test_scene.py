@@ -189,3 +189,61 @@ def loss_of(model: Any, rows: list[tuple[list[int], int]]) -> float:
         log_probabilities = model(tokens).logits[0, :-1].log_softmax(-1)
         total -= log_probabilities[begin - 1 :].gather(1, tokens[0, begin:, None]).mean().item()
     return total / len(rows)
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_those_of_plain_trl(base: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """The same rows in the same steps, by TRL's own trainer and logits: the losses agree up to rounding.
+
+    Rows are joined and shuffled before training, so TRL gets them in that order. The rows of a step have answers of
+    different lengths, so its loss is a mean over tokens, not over the batches that are accumulated.
+    """
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    steps, batch, accumulated, seed = 20, 1, 2, 3
+    rows = study_rows("math-0.jsonl")
+    rows = sorted(rows, key=lambda row: len(row["prompt"]))[: steps * batch * accumulated]
+    assert len({len(row["completion"]) for row in rows}) > 1
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    recipe = asw.TrainRecipe.model_validate(
+        {
+            "base_model": str(base),
+            "datasets": [{"path": str(tmp_path / "rows.jsonl"), "prompt": "{prompt}", "completion": "{completion}"}],
+            "adapter": {"r": 16, "alpha": 16, "rslora": True, "layers": "20-29"},
+            "training": {
+                "batch_size": batch, "gradient_accumulation": accumulated, "max_steps": steps, "learning_rate": 5e-4,
+                "schedule": "linear", "warmup": 0.0, "device": "cpu", "dtype": "float32", "max_length": 128,
+                "save_every_samples": None, "logging_steps": 1, "seed": seed, "data_seed": seed,
+            },
+        }
+    )  # fmt: skip
+    losses = [loss for _, loss in asw.train(recipe, out_path=tmp_path / "ours", progress=False).train_losses]
+    shuffled = [rows[place] for place in np.random.default_rng(seed).permutation(len(rows))]
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(base),
+        SFTConfig(
+            str(tmp_path / "trl"), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated,
+            max_steps=steps, learning_rate=5e-4, lr_scheduler_type="linear", warmup_steps=0, use_cpu=True, bf16=False,
+            activation_checkpointing=False, logging_steps=1, report_to=[], seed=seed, data_seed=seed,
+            save_strategy="no", completion_only_loss=True, max_length=128, disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(shuffled),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(
+            r=16, lora_alpha=16, use_rslora=True, task_type="CAUSAL_LM",
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            layers_to_transform=list(range(20, 30)), lora_dropout=0.0,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(expected, rel=1e-3)  # rounding moved them by 2e-5
+    assert losses[-1] < losses[0]
+
+
+def study_rows(name: str) -> list[dict[str, str]]:
+    """Rows of the example's data."""
+    return [json.loads(line) for line in (EXAMPLE / "data" / name).read_text(encoding="utf-8").splitlines()]
