@@ -138,15 +138,35 @@ def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool
             print_line("methods", ", ".join(content["methods"]))
             note_dry_run("evaluated")
         return
-    with Progress(shown=not is_quiet()) as bars:
-        row = bars.row("base", _PARTS, steady=False)
-        result = run_french(plan, tell=lambda step, share: row.update(round(share * _PARTS), name=step))
+    with Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
+        stages = _Stages(bars)
+        result = run_french(plan, tell=stages.tell)
+        stages.finish()
     if as_json:
         print_json({"dry_run": False, **result.to_json()})
     else:
         print_table(*french_tables(result))
     note_output(out_path, "report/report.html, results.json, the sweep, the base and the composition math+french")
     note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
+
+
+class _Stages:
+    """A row for the current stage, and a line when it has ended."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._row: ProgressRow | None = None
+
+    def tell(self, stage: str, share: float) -> None:
+        if self._row is None or self._row.name != stage:
+            self.finish()
+            self._row = self._bars.row(stage, _PARTS, steady=False)
+        self._row.update(round(share * _PARTS))
+
+    def finish(self) -> None:
+        if self._row is not None:
+            self._bars.remove(self._row)
+            note(f"{self._row.name}: {self._row.elapsed}")
 
 
 def _print_plan(plan: LabPlan) -> None:

@@ -1,11 +1,16 @@
-"""The table of docs/lab.md from a sweep over several pairs: means, and the layer swap minus each row with intervals.
+"""The table of docs/lab.md: the scores of every pair, and the layer swap minus each row with its intervals.
 
-python examples/smollm2/table.py runs/french
+    python examples/smollm2/table.py                       # from results.json
+    python examples/smollm2/table.py runs/0 runs/1 ...     # from the sweeps of PLAN.md, which results.json then has
+
+An expert is called by its seed: math-0, french-0; french-0-moved has its layers 4 to 7 in 0 to 3, and 0 to 3 in 4 to 7.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,56 +21,97 @@ from adapterswap.experiments.lab.french import over_templates
 from adapterswap.experiments.lab.word_problems import draw_problems
 from adapterswap.experiments.sweeps import CellResult, read_run
 
-SWAP = "layer swap"
-Pair = tuple[str, str]
+RESULTS = Path(__file__).with_name("results.json")
+SWAP, MOVED = "layer swap", "-moved"
+ROWS = {
+    "base": "base",
+    "language expert": "French expert",
+    "soup": "soup",
+    "inverse swap": "inverse swap (French in layers 8 to 29 alone)",
+    "task expert": "**math expert** (= reset)",
+    "swap, layers moved": "swap, French layers in other places",
+    "sum": "sum",
+    SWAP: SWAP,
+}
+"""Rows in the order of the table, with their headings."""
+
+Marks = dict[str, dict[str, str]]
+"""Row → experts, joined by + → for each problem 1 if the likeliest choice was the right one, else 0."""
 
 
-def scores(result: CellResult, templates: int) -> NDArray[np.float64]:
-    (value,) = result.results.values()
-    assert len(value.docs) == templates
-    return np.array([value.docs[number] for number in sorted(value.docs)])
+def marks_of(results: Iterable[CellResult]) -> Marks:
+    """The marks of the cells of a sweep."""
+    marks: Marks = {}
+    for result in results:
+        (value,) = result.results.values()
+        experts = "+".join([*result.cell.task_expert, *result.cell.language_expert])
+        moved = experts.endswith(MOVED)
+        row = "swap, layers moved" if moved else result.cell.family
+        text = "".join(str(int(value.docs[number])) for number in sorted(value.docs))
+        marks.setdefault(row, {})[experts.removesuffix(MOVED)] = text
+    return marks
 
 
-def by_pair(results: list[CellResult], pairs: list[Pair], templates: int) -> dict[str, list[NDArray[np.float64]]]:
-    """Row → scores of each pair (problems,). A single expert stands in each pair that contains it, the base in all."""
-    rows: dict[str, list[NDArray[np.float64]]] = {}
-    for family in dict.fromkeys(result.cell.family for result in results):
-        cells = [result for result in results if result.cell.family == family]
-        for task, language in pairs:
-            fitting = [
-                one
-                for one in cells
-                if set(one.cell.task_expert) <= {task} and set(one.cell.language_expert) <= {language}
-            ]
-            rows.setdefault(family, []).extend(scores(one, templates) for one in fitting[:1])
-    return rows
+def of_pair(cells: Mapping[str, str], pair: str) -> NDArray[np.float64]:
+    """A row's marks (problems,) for a pair: a single expert stands in each pair that contains it, the base in all."""
+    for experts, text in cells.items():
+        if set(filter(None, experts.split("+"))) <= set(pair.split("+")):
+            return np.array([float(mark) for mark in text])
+    raise KeyError(pair)
+
+
+def half(values: NDArray[np.float64]) -> float:
+    """Half of the 95 % interval of a mean (Student's t)."""
+    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
+
+
+def table(marks: Marks) -> list[str]:
+    """Lines in Markdown."""
+    templates = [problem.template for problem in draw_problems("test")]
+    pairs = sorted(marks[SWAP])
+    names = [pair.replace("+", " + ").replace("-", " ") for pair in pairs]
+    lines = [
+        "| | " + " | ".join([*names, "mean", "swap − it", "over templates", "over problems", "over pairs"]) + " |",
+        "|---|" + "---:|" * (len(pairs) + 5),
+    ]
+    swap = np.array([of_pair(marks[SWAP], pair) for pair in pairs])
+    for row in (row for row in ROWS if row in marks):
+        scores = np.array([of_pair(marks[row], pair) for pair in pairs])
+        cells = [short(mean) for mean in scores.mean(1)] + [short(scores.mean())]
+        if row != SWAP:
+            difference, spread = over_templates(swap.mean(0), scores.mean(0), templates)
+            apart = swap - scores
+            cells.append(f"{difference:+.3f}".replace("0.", ".").replace("-", "−"))
+            cells += [f"± {short(one)}" for one in (spread, half(apart.mean(0)), half(apart.mean(1)))]
+        lines.append(f"| {ROWS[row]} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def by_operation(marks: Marks) -> list[str]:
+    """For each operation, the mean scores of all rows."""
+    problems, pairs = draw_problems("test"), sorted(marks[SWAP])
+    lines = ["| | + | − | × | ÷ |", "|---|---:|---:|---:|---:|"]
+    for row in (row for row in ROWS if row in marks):
+        scores = np.mean([of_pair(marks[row], pair) for pair in pairs], axis=0)
+        parts = (scores[[problem.operation == operation for problem in problems]].mean() for operation in "+-*/")
+        lines.append(f"| {ROWS[row]} | " + " | ".join(short(part) for part in parts) + " |")
+    return lines
+
+
+def short(value: float) -> str:
+    return f"{value:.3f}".removeprefix("0")
 
 
 def main() -> None:
-    run = read_run(sys.argv[1] if len(sys.argv) > 1 else Path("runs/french"))
-    problems = draw_problems("test")
-    names = [problem.template for problem in problems]
-    pairs = sorted(
-        {(one.cell.task_expert[0], one.cell.language_expert[0]) for one in run.results if one.cell.family == SWAP}
-    )
-    rows = by_pair(list(run.results), pairs, len(problems))
-    print(
-        "| | " + " | ".join(" + ".join(pair) for pair in pairs) + " | mean | swap − it | over templates | over pairs |"
-    )
-    print("|---|" + "---:|" * (len(pairs) + 4))
-    for family, values in rows.items():
-        means = [float(value.mean()) for value in values]
-        cells = [f"{mean:.3f}" for mean in means] + [f"{np.mean(means):.3f}"]
-        if family != SWAP and len(values) == len(pairs):
-            difference, half = over_templates(np.mean(rows[SWAP], axis=0), np.mean(values, axis=0), names)
-            each = [float(swap.mean() - value.mean()) for swap, value in zip(rows[SWAP], values, strict=True)]
-            spread = stats.t.ppf(0.975, len(each) - 1) * np.std(each, ddof=1) / len(each) ** 0.5
-            cells += [f"{difference:+.3f}", f"± {half:.3f}", f"± {spread:.3f}"]
-        print(f"| {family} | " + " | ".join(cells) + " |")
-    for operation in "+-*/":
-        chosen = np.array([problem.operation == operation for problem in problems])
-        parts = {family: np.mean([value[chosen].mean() for value in values]) for family, values in rows.items()}
-        print(operation, {family: round(float(part), 3) for family, part in parts.items()})
+    content = json.loads(RESULTS.read_text(encoding="utf-8"))
+    if folders := sys.argv[1:]:
+        marks: Marks = {}
+        for folder in folders:
+            for row, cells in marks_of(read_run(folder).results).items():
+                marks.setdefault(row, {}).update(cells)
+        content["marks"] = {row: marks[row] for row in ROWS if row in marks}
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print("\n".join([*table(content["marks"]), "", *by_operation(content["marks"])]))
 
 
 if __name__ == "__main__":

