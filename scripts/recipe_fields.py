@@ -16,11 +16,12 @@ from adapterswap.core.planning.composition import Composition
 from adapterswap.engines.serving.names import Manifest
 from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.experiments.training.recipe import TrainRecipe
+from adapterswap.kit.files.plain import Declared
 
 PAGE = Path(__file__).parent.parent / "docs" / "fields.md"
 
 RECIPES: dict[type[BaseModel], str] = {
-    Composition: "Compositions: `adapterswap compose RECIPE`",
+    Composition.model(): "Compositions: `adapterswap compose RECIPE`",
     TrainRecipe: "Training: `adapterswap train RECIPE`",
     SweepRecipe: "Sweeps: `adapterswap sweep RECIPE`",
     Manifest: "Serving: `experts.yaml` in the folder of `adapterswap serve --experts`",
@@ -82,6 +83,8 @@ def _summary(model: type[BaseModel]) -> str:
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
     """The models that an annotation names, also inside containers."""
+    if isinstance(annotation, type) and issubclass(annotation, Declared):
+        annotation = annotation.model()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models(inner)]
@@ -100,6 +103,8 @@ def _values(field: FieldInfo) -> str:
 def _type(annotation: Any) -> str:
     """A type in words: `text`, `number`, `a` or `b`, a list or a mapping of these, or the section of a model."""
     origin, inner = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Declared):
+        annotation = annotation.model()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         title = RECIPES.get(annotation, annotation.__name__)
         return f"[{annotation.__name__}](#{slugify(case='lower')(title.replace('`', ''), '-')})"

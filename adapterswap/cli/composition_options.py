@@ -172,7 +172,6 @@ def composition_from_options(
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
     from adapterswap.core import Composition
-    from adapterswap.kit.files.models import validate
 
     known = {*Composition.model_fields, *PARAMETERS}
     fields = {key: value for key, value in options.items() if key in known and value not in (None, ())}
@@ -200,7 +199,7 @@ def composition_from_options(
         raise click.UsageError("--chain requires the adapters that it names: pass --expert NAME=PATH.")
     if not tasks or not languages:
         raise click.UsageError("Pass --task-expert and --language-expert, or --expert and --rule, or a recipe.")
-    return validate({**fields, **_name_experts(tasks, languages)}, Composition)
+    return Composition.read({**fields, **_name_experts(tasks, languages)})
 
 
 def _from_recipe(recipe: str) -> Composition:
@@ -271,14 +270,13 @@ def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
 def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str, Any]) -> Composition:
     """The composition of `--expert` and `--rule`; without rules, of a method that combines all experts."""
     from adapterswap.core import Composition
-    from adapterswap.kit.files.models import validate
 
     if not experts:
         raise click.UsageError("--rule requires the experts that it names: pass --expert NAME=PATH.")
     if not texts:
-        return validate({**_all_combined(experts, fields), "experts": experts}, Composition)
+        return Composition.read({**_all_combined(experts, fields), "experts": experts})
     rules = parsed_rules(texts)
-    composition = validate({**fields, "experts": experts, "rules": rules}, Composition)
+    composition = Composition.read({**fields, "experts": experts, "rules": rules})
     named = set(composition.expert_names)
     if named < experts.keys():  # an unknown name in a rule is reported elsewhere, with the nearest expert
         unused = next(name for name in experts if name not in named)

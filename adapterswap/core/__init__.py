@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     from adapterswap.core.planning.composition import ZONES as ZONES
     from adapterswap.core.planning.composition import Composition as Composition
     from adapterswap.core.planning.composition import Partition as Partition
-    from adapterswap.core.planning.composition import Place as Place
     from adapterswap.core.planning.composition import Side as Side
-    from adapterswap.core.planning.composition import chains_of as chains_of
     from adapterswap.core.planning.composition import expert_name as expert_name
     from adapterswap.core.planning.composition import own_name as own_name
     from adapterswap.core.planning.describe import error_text as error_text
@@ -55,6 +53,8 @@ if TYPE_CHECKING:
     from adapterswap.core.planning.describe import unusual as unusual
     from adapterswap.core.planning.making import make_plan as make_plan
     from adapterswap.core.planning.making import merge_plan as merge_plan
+    from adapterswap.core.planning.places import Place as Place
+    from adapterswap.core.planning.places import chains_of as chains_of
     from adapterswap.core.planning.plan import Plan as Plan
     from adapterswap.core.planning.rules import BASE as BASE
     from adapterswap.core.planning.rules import Rule as Rule
@@ -96,11 +96,11 @@ _HOME = {
     # Requests
     "Composition": "planning.composition",
     "Partition": "planning.composition",
-    "Place": "planning.composition",
+    "Place": "planning.places",
     "SIDES": "planning.composition",
     "Side": "planning.composition",
     "ZONES": "planning.composition",
-    "chains_of": "planning.composition",
+    "chains_of": "planning.places",
     "expert_name": "planning.composition",
     "own_name": "planning.composition",
     "BASE": "planning.rules",

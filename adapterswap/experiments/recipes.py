@@ -30,6 +30,7 @@ from adapterswap.kit.errors import (
 )
 from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.kit.files.models import validate
+from adapterswap.kit.files.plain import Plain
 from adapterswap.kit.files.yaml import (
     MARKS,
     Layer,
@@ -56,7 +57,7 @@ class RecipeKind:
         check: raises the other errors that the command would raise before it reads a model.
     """
 
-    model: type[BaseModel]
+    model: type[BaseModel | Plain]
     paths: tuple[str, ...]
     check: Callable[[Any], None] = lambda recipe: None
 

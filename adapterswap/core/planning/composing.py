@@ -38,7 +38,6 @@ from adapterswap.kit.errors import (
     UnsupportedError,
     check_type,
 )
-from adapterswap.kit.files.models import read_recipe, validate
 from adapterswap.kit.files.text import expand, is_folder
 from adapterswap.kit.files.yaml import find_recipe
 
@@ -450,6 +449,8 @@ def read_composition(recipe: str | Path) -> Composition:
                 parameter="dtype",
             )
         return merge.composition
+    from adapterswap.kit.files.models import read_recipe
+
     composition = read_recipe(path, Composition, paths=["experts.*"], kind="compose")
     experts = {
         name: str(sibling) if is_folder(sibling := path.parent / expand(place)) else place
@@ -493,7 +494,7 @@ def _two_sided(
         "tokenizer": _owner(tokenizer, names), "config_from": _owner(config_from, names),
     }  # fmt: skip
     parameters = {names[side]: side for side in ("language", "task")}
-    return _compose(validate(content, Composition, where=method), experts, parameters)
+    return _compose(Composition.read(content, where=method), experts, parameters)
 
 
 def _owner(requested: str | None, names: Mapping[str, str]) -> str | None:

@@ -14,11 +14,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
-
-from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
+from typing import Any, Literal, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.methods.method import SCALE, SEED
@@ -26,12 +23,12 @@ from adapterswap.core.methods.registry import check_name, find_method, having, n
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Kind, NumLayers, Stack, depth_of, format_layers
 from adapterswap.core.model.sources import parse_hub_id
-from adapterswap.core.planning.parameters import MethodFields, parameter_keys
+from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
 from adapterswap.core.planning.rules import BASE, Rule, check_weights, mean_label
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, check_type, did_you_mean
-from adapterswap.kit.files.models import StrictModel, validate
+from adapterswap.kit.files.plain import field, validates
 from adapterswap.kit.files.text import expand_text
-from adapterswap.kit.files.yaml import MEMBER, FieldMistake
+from adapterswap.kit.files.yaml import FieldMistake
 
 SHORT_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 """An expert in a short name such as `math+swahili@top=1`. `+`, `@`, `=` and `,` separate its parts, and a leading `-`
@@ -89,58 +86,15 @@ def own_name(reference: Adapter | Checkpoint | str | Path) -> str:
     return Path(os.path.abspath(Path(reference).expanduser())).name
 
 
-Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
-"""The name of a method for a whole composition."""
 Partition = Literal["A", "B", "C", "Z"]
 Outside = Literal["average", "task", "language"]
 Stacks = Literal["both", "encoder", "decoder"]
-_Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-_Depths = Annotated[  # the discriminator picks one form, so that a mistake is reported once
-    Annotated[_Depth, Tag(f"{MEMBER}one")] | Annotated[dict[Stack, _Depth], Tag(f"{MEMBER}stacks")],
-    Discriminator(lambda value: MEMBER + ("stacks" if isinstance(value, Mapping) else "one")),
-]
 
 
-class Chain(StrictModel):
-    """Adapters that were trained one on top of another. They count as one expert, with the sum of their ΔW."""
+def _depths() -> Any:
+    from adapterswap.core.planning.models import Depths
 
-    chain: tuple[str, ...] = Field(min_length=2, description="Folders or Hub ids, the first of an adapter on the base.")
-
-
-Place = Annotated[  # the discriminator picks one form, so that a mistake is reported once
-    Annotated[str, Tag(f"{MEMBER}path")] | Annotated[Chain, Tag(f"{MEMBER}chain")],
-    Discriminator(lambda value: MEMBER + ("chain" if isinstance(value, Mapping | Chain) else "path")),
-]
-"""Where an expert is: a folder or Hub id, or a chain of them."""
-
-
-def chains_of(experts: Mapping[str, Place]) -> dict[str, tuple[str, ...]]:
-    """Each chain among the experts → the names of its adapters: NAME-1, NAME-2, …"""
-    chains = {name: place.chain for name, place in experts.items() if isinstance(place, Chain)}
-    return {name: tuple(f"{name}-{number}" for number, _ in enumerate(parts, 1)) for name, parts in chains.items()}
-
-
-def adapters_of(experts: Mapping[str, Place]) -> dict[str, str]:
-    """The adapters that are opened for the experts, by name."""
-    chains = chains_of(experts)
-    places: dict[str, str] = {}
-    for name, place in experts.items():
-        places |= dict(zip(chains[name], place.chain, strict=True)) if isinstance(place, Chain) else {name: place}
-    return places
-
-
-def placed(experts: Mapping[str, Place], resolve: Callable[[str], str]) -> dict[str, Place]:
-    """The experts with `resolve(place)` instead of each place."""
-    return {
-        name: Chain(chain=tuple(map(resolve, place.chain))) if isinstance(place, Chain) else resolve(place)
-        for name, place in experts.items()
-    }
-
-
-def shared_name(experts: Mapping[str, Place]) -> str | None:
-    """The name of an expert that an adapter of a chain has as well, if there is one."""
-    parts = {part for parts in chains_of(experts).values() for part in parts}
-    return next((name for name in experts if name in parts), None)
+    return Depths | None
 
 
 TaskType = Literal["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
@@ -170,132 +124,126 @@ def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) 
     return math.floor(count * num_layers / reference + 0.5)
 
 
-class Composition(MethodFields):
+class Composition(MethodPlain):
     """A method with its settings, applied to named experts. Everything but the experts has a default.
 
     The parameters of the method are keys of the composition: {method: ties, density: 0.5}, and in Python
     `Composition(method="ties", density=0.5)`. `adapterswap methods` lists them; `parameters` holds their values.
     """
 
-    experts: dict[str, str] = Field(
-        default_factory=dict, description="Name → folder or Hub id. The name `base` is reserved: no change."
+    experts: dict[str, str] = field(
+        default={}, description="Name → folder or Hub id. The name `base` is reserved: no change."
     )
-    chains: dict[str, tuple[str, ...]] = Field(
+    chains: dict[str, tuple[str, ...]] = field(
         default={},
         description="Names for adapters that were trained one on top of another, the first one on the base: {math: "
         "[sft, dpo]}. Each chain counts as one expert, with the sum of its adapters' ΔW.",
     )
-    base_model: str | None = Field(
+    base_model: str | None = field(
         default=None, description="The experts' base: a folder or Hub id, such as a local copy of their Hub base."
     )
-    task_type: TaskType | None = Field(
+    task_type: TaskType | None = field(
         default=None, description="PEFT's task type of the result, if the experts' task types are wrong or differ."
     )
-    tokenizer: str | None = Field(
+    tokenizer: str | None = field(
         default=None,
         description="Whose tokenizer and chat templates the result takes: an expert's name, or `base`. Default: the "
         "experts' where they agree, else the task expert's.",
     )
-    config_from: str | None = Field(
+    config_from: str | None = field(
         default=None,
         description="Full weights: whose config the result takes, if the configs of full experts and the base compute "
         "differently: the name of a full expert, or `base`. By default they must agree.",
     )
-    num_layers: _Depths | None = Field(
+    num_layers: int | dict[Stack, int] | None = field(
         default=None,
+        kind=_depths,
         description="The base's layers, or those of each stack: {encoder: 12, decoder: 6}. By default from its config.",
     )
-    method: Method = Field(default="layer_swap", description=f"How the experts are combined: {', '.join(names_of())}.")
-    task: tuple[str, ...] = Field(default=("task",), description="The task expert, or several that are averaged first.")
-    language: tuple[str, ...] = Field(
+    method: str = field(default="layer_swap", description=f"How the experts are combined: {', '.join(names_of())}.")
+    task: tuple[str, ...] = field(default=("task",), description="The task expert, or several that are averaged first.")
+    language: tuple[str, ...] = field(
         default=("language",), description="The language expert, or several that are averaged first."
     )
-    bottom: int | None = Field(default=None, ge=0, description="Bottom layers from the language; 5 of 32, scaled.")
-    top: int | None = Field(default=None, ge=0, description="Top layers from the language; 2 of 32, scaled.")
-    bottom_transition: int = Field(default=0, ge=0, description="Layers above the bottom ones that are blended.")
-    top_transition: int = Field(default=0, ge=0, description="Layers below the top ones that are blended.")
-    task_weight: float = Field(default=1.0, description="The task expert's weight wherever experts are blended.")
-    language_weight: float = Field(default=1.0, description="The language expert's weight in blends.")
-    weights: Literal["equal", "magnitude"] = Field(
+    bottom: int | None = field(default=None, ge=0, description="Bottom layers from the language; 5 of 32, scaled.")
+    top: int | None = field(default=None, ge=0, description="Top layers from the language; 2 of 32, scaled.")
+    bottom_transition: int = field(default=0, ge=0, description="Layers above the bottom ones that are blended.")
+    top_transition: int = field(default=0, ge=0, description="Layers below the top ones that are blended.")
+    task_weight: float = field(default=1.0, description="The task expert's weight wherever experts are blended.")
+    language_weight: float = field(default=1.0, description="The language expert's weight in blends.")
+    weights: Literal["equal", "magnitude"] = field(
         default="equal", description="magnitude: weights are divided by each side's mean absolute ΔW."
     )
-    parameters: dict[str, Any] = Field(
+    parameters: dict[str, Any] = field(
         default={}, validate_default=True, description="The method's parameters, such as density. Absent: its defaults."
     )
-    seed: int = Field(default=0, ge=0, description="Seed of random methods such as dare_linear.")
-    row_threshold: float | None = Field(
+    seed: int = field(default=0, ge=0, description="Seed of random methods such as dare_linear.")
+    row_threshold: float | None = field(
         default=None, gt=0, description="Rows of an expert's ΔW with a mean absolute value below this become zero."
     )
-    partition: Partition | None = Field(
+    partition: Partition | None = field(
         default=None, description="A division of layers and modules of the second paper: A, B, C or Z."
     )
-    norms: Literal["average", "layer"] = Field(
+    norms: Literal["average", "layer"] = field(
         default="average",
         description="Full checkpoints: norms, and everything else in a layer that is neither attention nor MLP, are "
         "averaged as in the first paper's Algorithm 1, or go with their layer.",
     )
-    outside: Outside = Field(
+    outside: Outside = field(
         default="average",
         description="Layer swaps: modules outside the language model's layers (embeddings, heads, vision and audio "
         "towers) are averaged, or come from one side. With `language: base`, average takes them from the task.",
     )
-    stack: Stacks = Field(
+    stack: Stacks = field(
         default="both",
         description="Layer swaps of a model with an encoder and a decoder: the stacks to which zones and partitions "
         "apply. The layers of the other stack are the task's.",
     )
-    allocation: tuple[Rule, ...] | None = Field(
+    allocation: tuple[Rule, ...] | None = field(
         default=None,
-        validation_alias=AliasChoices("allocation", "rules"),
+        alias="rules",
         description="Rules; the first match wins. Also called `rules`. Each is a mapping or a line such as "
         "`swahili: 0-4,30-31`.",
     )
-    allow_negative: bool = Field(default=False, description="Allow negative weights (unlearning).")
-
-    if TYPE_CHECKING:  # the registry says which parameters there are
-
-        def __init__(self, **fields: Any) -> None: ...
+    allow_negative: bool = field(default=False, description="Allow negative weights (unlearning).")
 
     @classmethod
-    def known_keys(cls) -> list[str]:
-        return [*super().known_keys(), "rules"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_allocation(cls, content: Any) -> Any:
+    def prepared(cls, content: Any) -> Any:
         if isinstance(content, Mapping) and {"allocation", "rules"} <= content.keys():
             raise FieldMistake("`rules` is another name for `allocation`, and both are set: remove one", "rules")
         return content
 
-    @field_validator("base_model", "experts", mode="before")
-    @classmethod
+    @validates("base_model", "experts")
     def _paths_as_text(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: str(place) if isinstance(place, Path) else place for name, place in value.items()}
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("base_model")
-    @classmethod
+    @validates("base_model", mode="after")
     def _home(cls, value: str | None) -> str | None:
         """Expand `~`, since PEFT and other readers of the output's config do not."""
         return value and expand_text(value)
 
-    @field_validator("num_layers")
-    @classmethod
+    @validates("num_layers", mode="after")
     def _both_stacks(cls, value: NumLayers | None) -> NumLayers | None:
-        if not isinstance(value, int | None) and set(value) != set(STACKS):
+        depths = value.values() if isinstance(value, Mapping) else [1 if value is None else value]
+        if not all(1 <= depth <= MAX_LAYERS for depth in depths):
+            raise ValueError  # pydantic's bounds say it better
+        if isinstance(value, Mapping) and set(value) != set(STACKS):
             raise FieldMistake(
                 "`num_layers` has the depth of only one stack: write {encoder: N, decoder: M}", "num_layers"
             )
         return value
 
-    @field_validator("task", "language", mode="before")
-    @classmethod
+    @validates("method", mode="after")
+    def _own_name(cls, value: str) -> str:
+        return check_name(value, in_rules=False)
+
+    @validates("task", "language")
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _check(self) -> Composition:
+    def check(self) -> None:
         set_fields = self.model_fields_set
         for name in self.experts:
             if reason := why_no_name(name):
@@ -349,7 +297,6 @@ class Composition(MethodFields):
             )
         self._check_weights()
         self._check_rules()
-        return self
 
     def _check_chains(self) -> None:
         named = set(self._names)
@@ -578,7 +525,7 @@ class Composition(MethodFields):
         fields |= {"config_from"} if self.config_from else set()
         fields |= {"chains"} if self.chains else set()
         fields |= {"allow_negative"} if self.allow_negative else set()
-        content = self.model_dump(mode="json", include=fields, by_alias=True, exclude_none=True)
+        content = self.model_dump(mode="json", include=fields, exclude_none=True)
         if self.allocation is not None:  # without defaults, which may belong to the rule's other form (expert or blend)
             content["allocation"] = [rule.as_data() for rule in self.allocation]
         return {**content, **zones}
@@ -720,7 +667,7 @@ def parse_composition(name: str) -> Composition:
         if key in content:
             raise FieldError(f"{name!r}: {key} is set twice", "Set it once", parameter=key)
         content[key] = value
-    return validate(content, Composition, where=name)
+    return Composition.read(content, where=name)
 
 
 Side = Literal["task", "language"]

@@ -1,34 +1,20 @@
-"""The parameters of methods as keys of recipes: they stand next to `method`, and the method checks their values.
+"""The parameters of methods as keys of compositions and rules: next to `method`, which checks them.
 
-Compositions, rules and the families of a sweep are `MethodFields`. Their keys come from the registry of methods, so no
-parameter is named here.
+Keys come from the registry of methods, so no parameter is named here. `planning.models` does the same for pydantic.
 """
 
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Mapping
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import (
-    AliasChoices,
-    Field,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from adapterswap.core.methods.method import Parameter
-from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, having, own_parameters
-from adapterswap.kit.files.models import Numbers, StrictModel
+from adapterswap.core.methods.registry import PARAMETERS, own_parameters
+from adapterswap.kit.files.plain import Plain, quick
+
+if TYPE_CHECKING:
+    from adapterswap.core.planning.models import MethodFields
 
 
 def parameter_keys(*, in_rules: bool = False) -> list[str]:
@@ -36,132 +22,16 @@ def parameter_keys(*, in_rules: bool = False) -> list[str]:
     return [parameter.called(in_rules=in_rules) for parameter in PARAMETERS.values() if not parameter.shared]
 
 
-class MethodFields(StrictModel):
-    """A model with a field `parameters`, whose items are read and written as keys of the model itself.
-
-    Once read, they have the method's own names (`scale`), not those of rules (`lambda`).
-    """
-
-    in_rules: ClassVar[bool] = False
-    as_lists: ClassVar[bool] = False
-    """Each parameter that is set has a list of values; the others have no default."""
-
-    @classmethod
-    def known_keys(cls) -> list[str]:
-        fields = [key for key in super().known_keys() if key != "parameters"]
-        return [*fields, *parameter_keys(in_rules=cls.in_rules)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather(cls, content: Any) -> Any:
-        """Move every key that is not a field to `parameters`, where the method checks it."""
-        if not isinstance(content, Mapping):
-            return content
-        fields = {key for name, field in cls.model_fields.items() for key in (name, *_aliases(field))}
-        others = {_plain(key): value for key, value in content.items() if key not in fields}
-        nested = content.get("parameters", {})
-        if not others or not isinstance(nested, Mapping):
-            return content
-        declared = {key: value for key, value in content.items() if key in fields}
-        return {**declared, "parameters": {**nested, **others}}
-
-    @field_validator("parameters", mode="before", check_fields=False)
-    @classmethod
-    def _check_parameters(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        if "method" not in info.data:  # the method is invalid and reported itself, so accept any method's keys
-            return cls._checked(value, list(BUILT_IN))
-        method = info.data["method"]
-        if cls.as_lists:  # each composition checks whether its values go together
-            return cls._checked(value, [*BUILT_IN, *method])
-        return cls._checked(value, [method])
-
-    @classmethod
-    def _checked(cls, content: Mapping[Any, Any], methods: list[str]) -> dict[str, Any]:
-        """The checked values by name, with defaults for those that are absent."""
-        parameters = {p.name: p for method in methods for p in own_parameters(method)}
-        names = {p.called(in_rules=cls.in_rules): p.name for p in parameters.values()}
-        values: dict[str, Any] = {}
-        mistakes: list[InitErrorDetails] = []
-        for key, value in content.items():
-            if value is None:
-                continue
-            if key not in names:
-                if (mistake := cls._not_own(key, value, methods, parameters)) is not None:
-                    mistakes.append({"type": mistake, "loc": (key,), "input": value})
-                continue
-            try:
-                values[names[key]] = cls._read(parameters[names[key]], value)
-            except ValidationError as error:
-                mistakes += [
-                    {
-                        "type": detail["type"],
-                        "loc": (key, *detail["loc"]),
-                        "input": detail["input"],
-                        "ctx": detail.get("ctx", {}),
-                    }
-                    for detail in error.errors(include_url=False)
-                ]
-        if mistakes:
-            raise ValidationError.from_exception_data(cls.__name__, mistakes)
-        if cls.as_lists:
-            return {name: values[name] for name in parameters if name in values}
-        return {
-            name: values.get(name, parameter.default)
-            for name, parameter in parameters.items()
-            if name in values or cls.in_rules or not parameter.required
-        }
-
-    @classmethod
-    def _read(cls, parameter: Parameter, value: Any) -> Any:
-        """The checked value; raises a ValidationError if the parameter does not allow it."""
-        return _adapter_of(parameter).validate_python(value)
-
-    @classmethod
-    def _not_own(
-        cls, key: Any, value: Any, methods: list[str], parameters: Mapping[str, Parameter]
-    ) -> PydanticCustomError | None:
-        """The mistake in a key that is not a parameter of these methods; None if it is another's, at its default."""
-        other = next((p for p in PARAMETERS.values() if key == p.called(in_rules=cls.in_rules)), None)
-        if other is None:
-            keys = [*cls.known_keys(), *(p.called(in_rules=cls.in_rules) for p in parameters.values())]
-            return PydanticCustomError("extra_forbidden", "not a known key", {"known": sorted({*keys})})
-        if value == other.default:
-            return None
-        if other.shared:
-            message = f"belongs to the composition, not to a method in it: set `{other.name}` there"
-            return PydanticCustomError("foreign_parameter", message)
-        belongs = ", ".join(having(other.name, in_rules=cls.in_rules))
-        return PydanticCustomError("foreign_parameter", f"only applies to {belongs}, not to {' or '.join(methods)}")
-
-    @model_serializer(mode="wrap")
-    def _spread(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Write the parameters as keys of the model, in place of the field."""
-        content: dict[str, Any] = {}
-        for key, value in handler(self).items():
-            if key == "parameters":
-                content |= self._named(value, without_defaults=info.exclude_defaults)
-            else:
-                content[key] = value
+def gathered(content: Any, fields: Collection[str]) -> Any:
+    """The content with every key that is not a field in `parameters`, where the method checks it."""
+    if not isinstance(content, Mapping):
         return content
-
-    def _named(self, values: Mapping[str, Any], *, without_defaults: bool) -> dict[str, Any]:
-        if self.as_lists:
-            return dict(values)
-        own = {parameter.name: parameter for parameter in own_parameters(self.method)}  # type: ignore[attr-defined]
-        entries = {
-            own[name].called(in_rules=self.in_rules): value
-            for name, value in values.items()
-            if not without_defaults or value != own[name].default or (own[name].required and not self.in_rules)
-        }
-        return dict(sorted(entries.items())) if self.in_rules else entries
-
-
-def _aliases(field: FieldInfo) -> Iterable[Any]:
-    """The aliases under which a field can be read."""
-    alias = field.validation_alias
-    return alias.choices if isinstance(alias, AliasChoices) else [alias]
+    others = {_plain(key): value for key, value in content.items() if key not in fields}
+    nested = content.get("parameters", {})
+    if not others or not isinstance(nested, Mapping):
+        return content
+    declared = {key: value for key, value in content.items() if key in fields}
+    return {**declared, "parameters": {**nested, **others}}
 
 
 def _plain(key: Any) -> Any:
@@ -169,16 +39,65 @@ def _plain(key: Any) -> Any:
     return key[:-1] if isinstance(key, str) and key.endswith("_") and keyword.iskeyword(key[:-1]) else key
 
 
-def kind_of(parameter: Parameter) -> Any:
-    """The type of a parameter's values with its bounds, for pydantic."""
-    bounds: dict[str, Any] = {"gt": parameter.gt, "ge": parameter.ge, "lt": parameter.lt, "le": parameter.le}
-    if parameter.choices:
-        return Literal[parameter.choices]
-    if parameter.kind is float:
-        return Annotated[float, Field(**bounds, allow_inf_nan=False), Numbers]
-    return Annotated[int, Field(**bounds), Numbers] if parameter.kind is int else parameter.kind
+def with_defaults(values: Mapping[str, Any], parameters: Mapping[str, Parameter], *, in_rules: bool) -> dict[str, Any]:
+    """The values of a method's parameters by name; those that are absent have their defaults."""
+    return {
+        name: values.get(name, parameter.default)
+        for name, parameter in parameters.items()
+        if name in values or in_rules or not parameter.required
+    }
 
 
-@cache
-def _adapter_of(parameter: Parameter) -> TypeAdapter[Any]:
-    return TypeAdapter(kind_of(parameter))
+class MethodPlain(Plain):
+    """A `Plain` with a field `parameters`, whose items are read and written as keys of the object itself.
+
+    Once read, they have the method's own names (`scale`), not those of rules (`lambda`).
+    """
+
+    in_rules: ClassVar[bool] = False
+
+    @classmethod
+    def _of_plain(cls, content: Mapping[str, Any]) -> Self:
+        return super()._of_plain(gathered(content, {*cls.model_fields, *cls.aliases()}))
+
+    def _complete(self) -> None:
+        """Read the parameters; a `KeyError` if the method has no such parameter."""
+        fields = self.__dict__
+        own = {parameter.name: parameter for parameter in own_parameters(fields["method"])}
+        called = {parameter.called(in_rules=self.in_rules): parameter for parameter in own.values()}
+        given = {key: value for key, value in fields["parameters"].items() if value is not None}
+        values = {called[key].name: _quick_parameter(called[key], value) for key, value in given.items()}
+        fields["parameters"] = with_defaults(values, own, in_rules=self.in_rules)
+
+    def _dumped(self, name: str, value: Any, *, exclude_defaults: bool = False, **options: Any) -> dict[str, Any]:
+        if name != "parameters":
+            return {name: value}
+        return named(value, self.__dict__["method"], in_rules=self.in_rules, without_defaults=exclude_defaults)
+
+    @classmethod
+    def model_base(cls) -> type[MethodFields]:
+        from adapterswap.core.planning.models import MethodFields, RuleFields
+
+        return RuleFields if cls.in_rules else MethodFields
+
+
+def _quick_parameter(parameter: Parameter, value: Any) -> Any:
+    value = quick(Literal[parameter.choices] if parameter.choices else parameter.kind, value)
+    bounds = (parameter.gt, parameter.ge, parameter.lt, parameter.le)
+    if not isinstance(value, str | bool):
+        gt, ge, lt, le = bounds
+        inside = (gt is None or value > gt) and (ge is None or value >= ge)
+        if not (inside and (lt is None or value < lt) and (le is None or value <= le)):
+            raise ValueError(parameter.name)
+    return value
+
+
+def named(values: Mapping[str, Any], method: str, *, in_rules: bool, without_defaults: bool) -> dict[str, Any]:
+    """The values by the keys that rules, or compositions, have for them."""
+    own = {parameter.name: parameter for parameter in own_parameters(method)}
+    entries = {
+        own[name].called(in_rules=in_rules): value
+        for name, value in values.items()
+        if not without_defaults or value != own[name].default or (own[name].required and not in_rules)
+    }
+    return dict(sorted(entries.items())) if in_rules else entries

@@ -12,18 +12,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
-
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from adapterswap.core.methods.method import LARGEST, SEED, MethodSettings, NonlinearMethod, SpanMethod
 from adapterswap.core.methods.registry import check_name, find_method, names_of
 from adapterswap.core.methods.spectral import CoreMethod
 from adapterswap.core.model.layers import NO_LAYER, Kind, Stack, format_layers, parse_layers, stack_of
-from adapterswap.core.planning.parameters import MethodFields, parameter_keys
+from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
 from adapterswap.kit.errors import check_type, did_you_mean
-from adapterswap.kit.files.models import validate
+from adapterswap.kit.files.plain import field, validates
 from adapterswap.kit.files.yaml import FieldMistake
 
 if TYPE_CHECKING:
@@ -330,8 +328,6 @@ BASE = "base"  # the reserved name of the unchanged base model
 _KINDS = ("attention", "mlp", "other")
 
 _BLENDS = names_of(in_rules=True)
-BlendMethod = Annotated[str, AfterValidator(partial(check_name, in_rules=True))]
-"""The name of a method that combines a blend."""
 
 
 def _canonical_layers(value: Any) -> Any:
@@ -347,7 +343,7 @@ def _canonical_layers(value: Any) -> Any:
     return value
 
 
-class Rule(MethodFields):
+class Rule(MethodPlain):
     """Gives the modules that it matches to one expert, to the base, or to a blend.
 
     Recipes may write it as one line of text too: `math*0.5 + swahili*0.5: 5`; see `from_text`.
@@ -358,43 +354,39 @@ class Rule(MethodFields):
 
     in_rules: ClassVar[bool] = True
 
-    layers: Annotated[str, BeforeValidator(_canonical_layers)] | None = Field(
+    layers: str | None = field(
         default=None,
         description="Layers: 5, 0-4, 0-4,30-31, [0, 1], or `none` for modules outside the layers. Absent: all modules.",
     )
-    stack: Stack | None = Field(
+    stack: Stack | None = field(
         default=None,
         description="Of a model with an encoder and a decoder: the stack that the rule applies to; each stack counts "
         "its layers from 0. Absent: both.",
     )
-    modules: tuple[str, ...] | None = Field(
+    modules: tuple[str, ...] | None = field(
         default=None,
         description="Kinds (attention, mlp, other) or parts of names (self_attn, q_proj, mlp.down_proj). Absent: all.",
     )
-    expert: str | None = Field(default=None, description="The expert that owns them; `base` leaves them unchanged.")
-    blend: dict[str, float] | None = Field(default=None, description="Experts and their weights.")
-    averages: dict[str, tuple[str, ...]] = Field(
+    expert: str | None = field(default=None, description="The expert that owns them; `base` leaves them unchanged.")
+    blend: dict[str, float] | None = field(default=None, description="Experts and their weights.")
+    averages: dict[str, tuple[str, ...]] = field(
         default={},
         description="Names in `expert` or `blend` that stand for the average of several experts: {reasoning: [math, "
         "code]}. A method treats each average as one expert.",
     )
-    weights: Literal["magnitude"] | None = Field(
+    weights: Literal["magnitude"] | None = field(
         default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: unchanged."
     )
-    method: BlendMethod = Field(default="linear", description=f"How a blend is computed: {', '.join(_BLENDS)}.")
-    parameters: dict[str, Any] = Field(
+    method: str = field(default="linear", description=f"How a blend is computed: {', '.join(_BLENDS)}.")
+    parameters: dict[str, Any] = field(
         default={}, validate_default=True, description="The method's parameters, such as density. Absent: its defaults."
     )
-    normalize: bool | None = Field(
+    normalize: bool | None = field(
         default=None, description="Divide a blend's weights by their sum. Default: yes for linear and ties, else no."
     )
-    optional: bool = Field(default=False, description="The rule may match nothing; otherwise that is an error.")
+    optional: bool = field(default=False, description="The rule may match nothing; otherwise that is an error.")
 
-    _chains: Mapping[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)  # the composition's
-
-    if TYPE_CHECKING:  # the registry says which parameters there are
-
-        def __init__(self, **fields: Any) -> None: ...
+    _chains: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # the composition's
 
     @classmethod
     def from_text(cls, text: str) -> Rule:
@@ -408,26 +400,31 @@ class Rule(MethodFields):
             FieldError: `text` does not have this form (the message says at which character), or is not a valid rule.
         """
         check_type(text, str, "text", "Pass a rule such as 'swahili: 0-4,30-31'")
-        return validate(text, cls, where=f"the rule {text!r}")
+        return cls.read(text, where=f"the rule {text!r}")
 
     @property
     def text(self) -> str:
         """The line that `from_text` reads as this rule."""
         return write_rule(self.as_data())
 
-    @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, content: Any) -> Any:
+    def prepared(cls, content: Any) -> Any:
         content = from_pair(content, [*cls.model_fields, *parameter_keys(in_rules=True)])
         return read_rule(content) if isinstance(content, str) else content
 
-    @field_validator("modules", mode="before")
-    @classmethod
+    @validates("layers")
+    def _canonical(cls, value: Any) -> Any:
+        return _canonical_layers(value)
+
+    @validates("modules")
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _check(self) -> Rule:
+    @validates("method", mode="after")
+    def _own_name(cls, value: str) -> str:
+        return check_name(value, in_rules=True)
+
+    def check(self) -> None:
         if (self.expert is None) == (self.blend is None):
             raise ValueError("a rule gives its modules to one `expert` or to a `blend`: set exactly one of them")
         if self.modules is not None and not all(self.modules):
@@ -441,7 +438,7 @@ class Rule(MethodFields):
                 names = sorted(extra)
                 message = f"the rule names one `expert`, so it cannot set {', '.join(names)}, which belong to a `blend`"
                 raise FieldMistake(message, names[0])
-            return self
+            return
         if self.weights and self.method != "linear":
             raise FieldMistake(f"magnitude weights work with averages, not with {self.method}", "weights")
         if self.weights and self.blend.get(BASE):
@@ -450,7 +447,6 @@ class Rule(MethodFields):
             )
         self._check_method(self.blend)
         check_weights(self.blend, normalize=self.normalizes)
-        return self
 
     def _check_method(self, blend: Mapping[str, float]) -> None:
         method = find_method(self.method)
@@ -487,7 +483,7 @@ class Rule(MethodFields):
 
     def as_data(self) -> dict[str, Any]:
         """The rule as plain data for YAML or JSON, without defaults."""
-        return self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     def matches(self, name: str, layer: int | None, kind: Kind) -> bool:
         """Whether the rule matches the module with this name, layer and kind."""

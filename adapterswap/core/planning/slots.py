@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from adapterswap.core.changes.kinds import Change, Term, Terms, Whole
 from adapterswap.core.model.layers import Kind, is_vocabulary
-from adapterswap.core.planning.rules import BASE, BlendMethod, Rule
+from adapterswap.core.planning.rules import BASE, Rule
 
 _NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the experts' coefficients
 _NOT_OPEN = Whole(Path(), {})  # the base's own weight in a plan that has not opened the base
@@ -97,7 +97,7 @@ class Slot(Terms):
     terms: tuple[Term[Change], ...]
     weights: Mapping[str, float]
     rule: Rule | None
-    method: BlendMethod = "linear"
+    method: str = "linear"
     in_full: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()

@@ -12,16 +12,8 @@ from pathlib import Path
 from pydantic import Field, PrivateAttr
 
 from adapterswap.core.model.sources import CONFIG
-from adapterswap.core.planning.composition import (
-    Composition,
-    Place,
-    adapters_of,
-    chains_of,
-    fits_short_names,
-    parse_composition,
-    placed,
-    shared_name,
-)
+from adapterswap.core.planning.composition import Composition, fits_short_names, parse_composition
+from adapterswap.core.planning.places import Place, adapters_of, chains_of, placed, shared_name
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import (
     AdapterswapError,

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
 
 from adapterswap.core import BASE, Parameter, Partition, Rule
-from adapterswap.core.planning.composition import Method, Outside, fits_peft, fits_short_names
-from adapterswap.core.planning.parameters import MethodFields, kind_of
+from adapterswap.core.planning.composition import Outside, fits_peft, fits_short_names
+from adapterswap.core.planning.models import Method, MethodFields, kind_of
 from adapterswap.core.planning.rules import mean_label
 from adapterswap.kit.errors import FieldError
 from adapterswap.kit.files.models import StrictModel

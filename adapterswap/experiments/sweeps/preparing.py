@@ -38,7 +38,7 @@ from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.model.checkpoints import model_fingerprints
 from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.sources import WEIGHTS
-from adapterswap.core.planning.composition import adapters_of
+from adapterswap.core.planning.places import adapters_of
 from adapterswap.core.planning.targets import clash
 from adapterswap.experiments.evaluation.languages import check_languages, language_of
 from adapterswap.experiments.evaluation.settings import Settings

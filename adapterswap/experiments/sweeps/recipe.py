@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from adapterswap.core import BASE, Place, Rule, chains_of, check_names
 from adapterswap.core.model.layers import MAX_LAYERS
-from adapterswap.core.planning.composition import adapters_of, placed, shared_name
+from adapterswap.core.planning.places import adapters_of, placed, shared_name
 from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions, Settings
 from adapterswap.experiments.permitted import check_settings
 from adapterswap.experiments.sweeps.families import (

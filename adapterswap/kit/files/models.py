@@ -11,14 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError, ValidationInfo
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
 from adapterswap.kit.errors import AdapterswapError, FieldError, Problem, Problems, did_you_mean
+from adapterswap.kit.files.plain import Plain
 from adapterswap.kit.files.text import shown
 from adapterswap.kit.files.yaml import MEMBER, FieldMistake, Layer, Location, check_kind, read_content, writer
 
-_AnyModel = TypeVar("_AnyModel", bound=BaseModel)
+_AnyModel = TypeVar("_AnyModel", bound=BaseModel | Plain)
 
 
 if TYPE_CHECKING:
@@ -91,7 +101,7 @@ class StrictModel(Numbers, _Model):
     @classmethod
     def known_keys(cls) -> list[str]:
         """The keys that a recipe may have here."""
-        return [field.alias or name for name, field in cls.model_fields.items()]
+        return [name for names in map(names_of, cls.model_fields.items()) for name in names]
 
     @staticmethod
     def from_files(value: Mapping[str, Any], location: Sequence[str], info: ValidationInfo) -> dict[str, Any]:
@@ -115,6 +125,13 @@ class StrictModel(Numbers, _Model):
             return super().model_validate(obj, **options)
         except ValidationError as error:
             raise _explained(error, obj, cls, cls.__name__, called=True) from None
+
+
+def names_of(item: tuple[str, FieldInfo]) -> list[str]:
+    """The keys under which a field can be read: its name, and its aliases."""
+    name, field = item
+    aliases = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else ()
+    return list(dict.fromkeys([field.alias or name, *map(str, aliases)]))
 
 
 class FiniteModel(StrictModel):
@@ -152,7 +169,7 @@ def read_recipe(
     if kind is not None:
         check_kind(content, kind, path)
     recipe = validate(content, model, where=str(path), layers=layers)
-    if isinstance(recipe, StrictModel):
+    if isinstance(recipe, StrictModel | Plain):
         recipe._files = tuple(dict.fromkeys(layer.path for layer in layers))
     return recipe
 
@@ -163,6 +180,10 @@ def validate(content: Any, model: type[_AnyModel], *, where: str = "", layers: S
     `where` names the text or the file with the mistake, unless one of `layers` made it: then that file is named.
     Without it, `content` is arguments, so messages name parameters, which the command line prints as flags.
     """
+    if issubclass(model, Plain):
+        read = model.quickly(content)
+        return read or model.of_model(validate(content, model.model(), where=where, layers=layers))
+    assert issubclass(model, BaseModel)
     try:
         # The recipe's folder, for what a field lists on disk; and what `StrictModel.from_files` needs.
         context = {"folder": Path(where).parent, _OVERRIDDEN: layers[-1].content if layers else None}
@@ -281,6 +302,8 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iter
         stack = [current]
         while stack:  # look through list[...], unions and dict[...] for a model
             candidate = stack.pop()
+            if isinstance(candidate, type) and issubclass(candidate, Plain):
+                candidate = candidate.model()
             if isinstance(candidate, type) and issubclass(candidate, BaseModel):
                 current = candidate
                 break
@@ -288,5 +311,5 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iter
     if isinstance(current, type) and issubclass(current, StrictModel):
         return current.known_keys()
     if isinstance(current, type) and issubclass(current, BaseModel):
-        return [field.alias or name for name, field in current.model_fields.items()]
+        return [name for names in map(names_of, current.model_fields.items()) for name in names]
     return []

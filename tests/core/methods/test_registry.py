@@ -108,7 +108,7 @@ def test_parameters_are_keys_everywhere() -> None:
     options = [option.name for option in compose_command.params]
     assert sorted(options) == sorted(set(options))
     assert PARAMETERS.keys() <= set(options)
-    assert {*parameter_keys(), "parameters"} <= {*Composition.known_keys(), *GRID_FIELDS}
+    assert {*parameter_keys(), "parameters"} <= {*Composition.model().known_keys(), *GRID_FIELDS}
     assert "lambda" in Rule.known_keys()
     assert "scale" not in Rule.known_keys()
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from refusals import refused
 
 import adapterswap
@@ -194,7 +193,7 @@ def test_overrides_reach_into_recipes() -> None:
 
 
 def test_compositions_are_immutable() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(AttributeError, match="top"):
         Composition().top = 3  # type: ignore[misc]
 
 

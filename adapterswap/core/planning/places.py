@@ -1,0 +1,53 @@
+"""Where the experts of sweeps and servers are: folders, Hub ids, or chains of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag
+
+from adapterswap.kit.files.models import StrictModel
+from adapterswap.kit.files.yaml import MEMBER
+
+
+class Chain(StrictModel):
+    """Adapters that were trained one on top of another. They count as one expert, with the sum of their ΔW."""
+
+    chain: tuple[str, ...] = Field(min_length=2, description="Folders or Hub ids, the first of an adapter on the base.")
+
+
+Place = Annotated[  # the discriminator picks one form, so that a mistake is reported once
+    Annotated[str, Tag(f"{MEMBER}path")] | Annotated[Chain, Tag(f"{MEMBER}chain")],
+    Discriminator(lambda value: MEMBER + ("chain" if isinstance(value, Mapping | Chain) else "path")),
+]
+"""Where an expert is: a folder or Hub id, or a chain of them."""
+
+
+def chains_of(experts: Mapping[str, Place]) -> dict[str, tuple[str, ...]]:
+    """Each chain among the experts → the names of its adapters: NAME-1, NAME-2, …"""
+    chains = {name: place.chain for name, place in experts.items() if isinstance(place, Chain)}
+    return {name: tuple(f"{name}-{number}" for number, _ in enumerate(parts, 1)) for name, parts in chains.items()}
+
+
+def adapters_of(experts: Mapping[str, Place]) -> dict[str, str]:
+    """The adapters that are opened for the experts, by name."""
+    chains = chains_of(experts)
+    places: dict[str, str] = {}
+    for name, place in experts.items():
+        places |= dict(zip(chains[name], place.chain, strict=True)) if isinstance(place, Chain) else {name: place}
+    return places
+
+
+def placed(experts: Mapping[str, Place], resolve: Callable[[str], str]) -> dict[str, Place]:
+    """The experts with `resolve(place)` instead of each place."""
+    return {
+        name: Chain(chain=tuple(map(resolve, place.chain))) if isinstance(place, Chain) else resolve(place)
+        for name, place in experts.items()
+    }
+
+
+def shared_name(experts: Mapping[str, Place]) -> str | None:
+    """The name of an expert that an adapter of a chain has as well, if there is one."""
+    parts = {part for parts in chains_of(experts).values() for part in parts}
+    return next((name for name in experts if name in parts), None)
