@@ -29,7 +29,7 @@ from adapterswap.core.methods.method import Parameter
 from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, check_name, having, own_parameters
 from adapterswap.core.model.layers import MAX_LAYERS, Stack
 from adapterswap.core.planning.parameters import gathered, named, parameter_keys, with_defaults
-from adapterswap.kit.files.models import Numbers, StrictModel, names_of
+from adapterswap.kit.files.models import Numbers, StrictModel
 from adapterswap.kit.files.yaml import MEMBER
 
 Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
@@ -60,7 +60,7 @@ class MethodFields(StrictModel):
     @classmethod
     def _gather(cls, content: Any) -> Any:
         """Move every key that is not a field to `parameters`, where the method checks it."""
-        return gathered(content, {key for item in cls.model_fields.items() for key in names_of(item)})
+        return gathered(content, super().known_keys())
 
     @field_validator("parameters", mode="before", check_fields=False)
     @classmethod

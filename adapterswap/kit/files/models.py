@@ -101,7 +101,7 @@ class StrictModel(Numbers, _Model):
     @classmethod
     def known_keys(cls) -> list[str]:
         """The keys that a recipe may have here."""
-        return [name for names in map(names_of, cls.model_fields.items()) for name in names]
+        return [name for names in map(_names_of, cls.model_fields.items()) for name in names]
 
     @staticmethod
     def from_files(value: Mapping[str, Any], location: Sequence[str], info: ValidationInfo) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class StrictModel(Numbers, _Model):
             raise _explained(error, obj, cls, cls.__name__, called=True) from None
 
 
-def names_of(item: tuple[str, FieldInfo]) -> list[str]:
+def _names_of(item: tuple[str, FieldInfo]) -> list[str]:
     """The keys under which a field can be read: its name, and its aliases."""
     name, field = item
     aliases = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else ()
@@ -311,5 +311,5 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iter
     if isinstance(current, type) and issubclass(current, StrictModel):
         return current.known_keys()
     if isinstance(current, type) and issubclass(current, BaseModel):
-        return [name for names in map(names_of, current.model_fields.items()) for name in names]
+        return [name for names in map(_names_of, current.model_fields.items()) for name in names]
     return []
