@@ -11,7 +11,8 @@ the same, so A and B change places, transposed for each expert.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -211,7 +212,7 @@ def convert(
     base_model = None if base_model is None else str(base_model)
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[adapter, base_model])
     source = find_source(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
-    with scratch_folder("convert") as place:
+    with scratch_folder("convert") as place, _asking_for_the_base(base_model):
         folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
         kind = _kind(folder)
         older = _is_older(folder)
@@ -363,6 +364,18 @@ def _kind(folder: Path) -> str:
             f"{variant} is set, and such a LoRA cannot be converted", "Retrain it", parameter="adapter"
         )
     return str(kind)
+
+
+@contextmanager
+def _asking_for_the_base(base_model: str | None) -> Iterator[None]:
+    """If the base that the adapter names cannot be opened, the remedy is to pass it."""
+    try:
+        yield
+    except NotFoundError as error:
+        if base_model is not None or error.parameter not in (None, "base_model"):
+            raise
+        message = error.problems[0].message
+        raise NotFoundError(message, "Pass `base_model` with the base's folder", parameter="base_model") from None
 
 
 def _under_current_names(source: Source, out: Path, base_model: str | None) -> Path:

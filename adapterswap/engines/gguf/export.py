@@ -25,7 +25,7 @@ import numpy.typing as npt
 from adapterswap import __version__
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.layers import Kind
-from adapterswap.core.model.sources import is_hub_id
+from adapterswap.core.model.sources import is_hub_id, public_name
 from adapterswap.core.planning.composing import adapter_plan
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
@@ -90,7 +90,8 @@ class Exported:
         architecture: llama.cpp's name of the base's architecture.
         outtype: the number format.
         alpha: `adapter.lora.alpha` of every file.
-        base_model: the base's public name, a Hub id or a folder's name; None if it is unknown.
+        base_model: the public name (a Hub id or a folder's name) of the base that was passed, else of the one that the
+            experts name; None if it is unknown.
     """
 
     path: Path
@@ -253,7 +254,7 @@ def write_gguf(
         contents = [(_piece(out_path, part, outtype), part.tensors) for part in divide(prepared, pieces)]
     exported = Exported(
         out_path, tuple(file for file, _ in contents), prepared.architecture, outtype, prepared.alpha,
-        prepared.base_name,
+        public_name(prepared.plan.composition.base_model or prepared.plan.base_model),
     )  # fmt: skip
     if dry_run:
         return exported

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import Result
+from pico_models import copied
 from safetensors.numpy import load_file, save_file
 from tolerances import close
 
@@ -405,6 +406,13 @@ def test_the_command(run: Callable[..., Result], math: Path, base: Path, tmp_pat
     assert run("export", math, *options, "--outtype", "f23").exit_code == 2
     assert run("export", math, "-t", math, *options).exit_code == 2
     assert run("export", math, *options, "--by", "zone").exit_code == 2  # without --pieces
+
+
+def test_the_base_to_convert_is_the_one_that_was_passed(math: Path, base: Path, tmp_path: Path) -> None:
+    """Nobody can convert a copy in 4 bits, which is what the expert was trained on and names."""
+    expert = copied(math, tmp_path / "expert", base_model_name_or_path="org/base-bnb-4bit")
+    exported = asw.export(expert, tmp_path / "math.gguf", base_model=base)
+    assert exported.base_model == base.name
 
 
 def test_the_command_composes(run: Callable[..., Result], math: Path, base: Path, tmp_path: Path) -> None:

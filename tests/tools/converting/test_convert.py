@@ -27,6 +27,7 @@ from adapterswap.kit.errors import (
     BaseModelError,
     CompositionError,
     ExpertError,
+    NotFoundError,
     OutputError,
     UnsupportedError,
 )
@@ -260,6 +261,17 @@ def test_what_cannot_be_converted(
         without(adapter, "layers.3.mlp.up_proj")
     with refused(error, "adapter", match=named):
         adapterswap.convert(adapter, tmp_path / "out", rank=4, base_model=other and str(base(other)))
+
+
+@pytest.mark.parametrize(("config", "options"), [({}, {"names": "transformers4"}), ({"use_dora": True}, {"rank": 2})])
+def test_a_base_that_cannot_be_reached_is_asked_for(
+    config: dict[str, Any], options: dict[str, Any], math: Path, tmp_path: Path
+) -> None:
+    adapter = copied(math, tmp_path / "named", base_model_name_or_path="org/base-bnb-4bit", **config)
+    with refused(NotFoundError, "base_model", match=r"org/base-bnb-4bit .* Pass `base_model` with the base's folder"):
+        adapterswap.convert(adapter, tmp_path / "out", **options)
+    with refused(NotFoundError, "adapter"):  # which no base would help
+        adapterswap.convert("org/adapter", tmp_path / "out", **options)
 
 
 def without(adapter: Path, name: str) -> None:
