@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from adapterswap import __version__
 from adapterswap.core.companions.files import MODEL_CONFIG
@@ -33,20 +32,44 @@ from adapterswap.core.planning.composing import kept_layers
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.kit.files.plain import Declared, field
 from adapterswap.kit.files.text import exists
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _DEPTH = 8  # generations of origins to keep; JSON that nests deeper is refused when it is read
 
 
-_Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+def _depths() -> Any:
+    from typing import Annotated
+
+    from pydantic import Field
+
+    depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+    return depth | dict[Stack, depth]
 
 
-class _Written(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)  # most commands need few of them
+class _Written(Declared):
+    """What we write ourselves is not checked; pydantic checks what is read."""
+
+    settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"strict": True, "allow_inf_nan": False})
+
+    @classmethod
+    def model_base(cls) -> type[BaseModel]:
+        from pydantic import BaseModel, ConfigDict
+
+        return type("Record", (BaseModel,), {"model_config": ConfigDict(**cls.settings, defer_build=True)})  # type: ignore[typeddict-item]
 
     def content(self) -> dict[str, Any]:
         """The record as plain data, ready to be written."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+
+class _Partial(_Written):
+    """Only the fields that are shown or read again are checked; others are kept."""
+
+    settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"extra": "allow"})
 
 
 class SourceRecord(_Written):
@@ -54,20 +77,20 @@ class SourceRecord(_Written):
 
     source: str
     revision: str | None = None
-    sha256: dict[str, str] = Field(default={}, description="Hashes of its small files, and of an adapter's weights.")
-    fingerprints: dict[str, str] = Field(default={}, description="A local base's weights; see `fingerprint`.")
-    base_model: str | None = Field(default=None, description="The base that an adapter's own config names.")
+    sha256: dict[str, str] = field(default={}, description="Hashes of its small files, and of an adapter's weights.")
+    fingerprints: dict[str, str] = field(default={}, description="A local base's weights; see `fingerprint`.")
+    base_model: str | None = field(default=None, description="The base that an adapter's own config names.")
     base_revision: str | None = None
-    base_fingerprints: dict[str, str] = Field(
+    base_fingerprints: dict[str, str] = field(
         default={}, description="The weights of an expert's local base, by the expert's own record."
     )
-    entered: dict[str, dict[str, int | str]] = Field(
+    entered: dict[str, dict[str, int | str]] = field(
         default={}, description="A full checkpoint's bytes that were copied or computed with; see `writing.blocks`."
     )
-    mode: Literal["chain"] | None = Field(
+    mode: Literal["chain"] | None = field(
         default=None, description="Of a start: chain, if the adapter that was trained lies on top of it."
     )
-    origin: Origin | None = Field(default=None, description="How it was made, from the adapterswap.json in its folder.")
+    origin: Origin | None = field(default=None, description="How it was made, from the adapterswap.json in its folder.")
 
     def __str__(self) -> str:
         return f"{self.source}@{self.revision}" if self.revision else self.source
@@ -78,15 +101,13 @@ class SourceRecord(_Written):
         return str(self) if self.revision and parse_hub_id(str(self)) else None
 
 
-class Origin(BaseModel):
+class Origin(_Partial):
     """How an expert was made: the relevant keys of its own record. Only the fields that are shown are validated."""
 
-    model_config = ConfigDict(extra="allow", defer_build=True)
-
-    experts: dict[str, SourceRecord] = {}
+    experts: dict[str, SourceRecord] = field(default={})
     slice: SliceRecord | None = None
     extraction: ExtractionOrigin | None = None
-    start: SourceRecord | None = Field(default=None, description="Where its training started, by training.json.")
+    start: SourceRecord | None = field(default=None, description="Where its training started, by training.json.")
 
     def __str__(self) -> str:
         if self.extraction is not None:
@@ -125,10 +146,8 @@ class SliceRecord(_Written):
             return f"layers {self.layers!r}"
 
 
-class ExtractionOrigin(BaseModel):
+class ExtractionOrigin(_Partial):
     """The full checkpoint that an adapter was extracted from."""
-
-    model_config = ConfigDict(extra="allow", defer_build=True)
 
     full: SourceRecord
 
@@ -143,23 +162,21 @@ class ConversionRecord(_Written):
     pickled: bool = False
     rank: int | None = None
     max_error: float | None = None
-    saved_rank: int | None = Field(default=None, description="The rank of modules that had been trained in full.")
-    relative_error: float | None = Field(default=None, ge=0, description="Over all converted modules together.")
-    modules: dict[str, dict[str, int | float]] = Field(default={}, description="Rank, relative error and norm of ΔW.")
-    sha256: dict[str, str] = Field(description="Hashes of the adapter's own files.")
+    saved_rank: int | None = field(default=None, description="The rank of modules that had been trained in full.")
+    relative_error: float | None = field(default=None, ge=0, description="Over all converted modules together.")
+    modules: dict[str, dict[str, int | float]] = field(default={}, description="Rank, relative error and norm of ΔW.")
+    sha256: dict[str, str] = field(description="Hashes of the adapter's own files.")
 
 
-class RuleRecord(BaseModel):
+class RuleRecord(_Partial):
     """A rule as it was applied, with the fields of `Rule`. Only the fields that are read again are validated."""
-
-    model_config = ConfigDict(extra="allow", defer_build=True)
 
     layers: Any = None
     stack: Any = None
     modules: Any = None
     expert: str | None = None
     blend: Any = None
-    averages: dict[str, list[str]] = {}
+    averages: dict[str, list[str]] = field(default={})
 
 
 class CompositionRecord(_Written):
@@ -170,39 +187,37 @@ class CompositionRecord(_Written):
     adapterswap_version: str = ""
     base_model: str | None = None
     base_revision: str | None = None
-    base: SourceRecord | None = Field(
+    base: SourceRecord | None = field(
         default=None, description="The base's identity, if it was declared as a folder or its weights were needed."
     )
-    num_layers: _Depth | dict[Stack, _Depth]
-    composition: dict[str, Any] = Field(default={}, description="The request, with defaults filled in.")
+    num_layers: int | dict[Stack, int] = field(kind=_depths)
+    composition: dict[str, Any] = field(default={}, description="The request, with defaults filled in.")
     experts: dict[str, SourceRecord]
-    rules: list[RuleRecord] = []
-    output: dict[str, Any] = Field(default={}, description="How it was written: layout, rank, dtype, size of shards.")
-    modules: dict[str, str | dict[str, float]] = Field(
-        validation_alias=AliasChoices("modules", "tensors"),  # an adapter's, a merged model's
+    rules: list[RuleRecord] = field(default=[])
+    output: dict[str, Any] = field(default={}, description="How it was written: layout, rank, dtype, size of shards.")
+    modules: dict[str, str | dict[str, float]] = field(
+        alias="tensors",  # of a merged model
         description="The owner, or each expert's coefficient.",
     )
-    rows: dict[str, dict[str, str | dict[str, float]]] = Field(
+    rows: dict[str, dict[str, str | dict[str, float]]] = field(
         default={}, description="For embeddings and heads with new tokens: the same by ranges of rows, such as `96-97`."
     )
-    companions: dict[str, str] = Field(
+    companions: dict[str, str] = field(
         default={}, description="Whose config, tokenizer and the like it has: an expert's name or `base`."
     )
     slice: SliceRecord | None = None
     conversion: ConversionRecord | None = None
-    magnitudes: dict[str, float] = Field(default={}, description="The mean |ΔW| by which weights were divided.")
-    kept_rows: dict[str, float] = Field(default={}, description="The share of rows above the row threshold.")
-    reduced: dict[str, dict[str, int | float]] = Field(
+    magnitudes: dict[str, float] = field(default={}, description="The mean |ΔW| by which weights were divided.")
+    kept_rows: dict[str, float] = field(default={}, description="The share of rows above the row threshold.")
+    reduced: dict[str, dict[str, int | float]] = field(
         default={}, description="Rank and relative error of truncated modules."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> CompositionRecord:
+    def check(self) -> None:
         known_names = {*self.experts, BASE}
         named = {name for owner in self.modules.values() for name in ([owner] if isinstance(owner, str) else owner)}
         if not named <= known_names:
             raise ValueError("a module names an expert that is not among the experts")
-        return self
 
     def content(self) -> dict[str, Any]:
         content = super().content()
@@ -226,29 +241,23 @@ class CompositionRecord(_Written):
         return recorded
 
 
-class ExtractedModule(BaseModel):
+class ExtractedModule(_Written):
     """A module of an extracted adapter: its rank, its relative error and ‖ΔW‖ (Frobenius)."""
 
-    model_config = ConfigDict(strict=True, defer_build=True)
-
     rank: int
-    relative_error: float = Field(ge=0)
-    norm: float = Field(gt=0)
+    relative_error: float = field(ge=0)
+    norm: float = field(gt=0)
 
 
-class LeftOut(BaseModel):
+class LeftOut(_Written):
     """A change of the fine-tune that is not in the adapter: the reason and ‖ΔW‖."""
 
-    model_config = ConfigDict(strict=True, defer_build=True)
-
     reason: str = ""
-    norm: float = Field(gt=0)
+    norm: float = field(gt=0)
 
 
-class ExtractionRequest(BaseModel):
+class ExtractionRequest(_Written):
     """The arguments of `extract`, and the two models that it compared."""
-
-    model_config = ConfigDict(strict=True, defer_build=True)
 
     full: SourceRecord
     base: SourceRecord
@@ -267,13 +276,13 @@ class ExtractionRecord(_Written):
     kind: Literal["extraction"] = "extraction"
     adapterswap_version: str = ""
     base_model: str | None = None
-    num_layers: int = Field(ge=1, le=MAX_LAYERS)
-    sha256: dict[str, str] = Field(description="Hashes of the adapter's own files.")
-    companions: dict[str, str] = Field(default={}, description="Whose tokenizer and the like it has: `full` or none.")
+    num_layers: int = field(ge=1, le=MAX_LAYERS)
+    sha256: dict[str, str] = field(description="Hashes of the adapter's own files.")
+    companions: dict[str, str] = field(default={}, description="Whose tokenizer and the like it has: `full` or none.")
     extraction: ExtractionRequest
     extracted: dict[str, ExtractedModule]
-    unchanged: list[str] = []
-    left_out: dict[str, LeftOut] = {}
+    unchanged: list[str] = field(default=[])
+    left_out: dict[str, LeftOut] = field(default={})
     slice: SliceRecord | None = None
 
 
@@ -289,8 +298,12 @@ def parse_record(content: Mapping[str, Any]) -> Record:
 def read_record(folder: Path) -> Record | None:
     """The record in a folder; None if there is none or it cannot be understood."""
     content = read_provenance(folder)
+    if not content:
+        return None
+    from pydantic import ValidationError
+
     try:
-        return parse_record(content) if content else None
+        return parse_record(content)
     except ValidationError:
         return None
 
@@ -331,7 +344,7 @@ def composition_record(
     return CompositionRecord(
         composition=plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints)),
         experts=dict(experts),
-        rules=[RuleRecord.model_validate(rule.as_data()) for rule in plan.rules],
+        rules=[RuleRecord(**rule.as_data()) for rule in plan.rules],
         output={key: value for key, value in output.items() if value is not None},
         modules={slot.name: slot.coefficients for slot in plan},
         **fields,
