@@ -1,8 +1,8 @@
 """Composing on a loaded model compared with PEFT's own functions: ratios measured in one run, medians.
 
-    python benchmarks/live.py [--json] [--device cuda] [--repeats 30]
+    python benchmarks/live.py [--json] [--device cuda] [--layers 32] [--repeats 30] [--switching]
 
-* switching a 32-layer model with 7 adapted modules per layer, against `PeftModel.set_adapter` and against
+* switching a model with 7 adapted modules per layer, against `PeftModel.set_adapter` and against
   `add_weighted_adapter` followed by `set_adapter`; the growth of memory over 1,000 switches;
 * loading a language expert whole, and only the layers that a composition takes from it;
 * decoding a batch of 8 rows with 8 compositions, against one adapter for all rows and against one row at a time.
@@ -27,24 +27,22 @@ from typing import Any
 
 import torch
 import transformers
-from measuring import median
 from peft import LoraConfig, get_peft_model
 
 from adapterswap.engines.live import LiveComposer
 
 LANGUAGES = [f"language{i}" for i in range(8)]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LAYERS = 32
 CPU_SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
 CUDA_SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 
 
-def make_model(device: str) -> Any:
-    """A random 32-layer Llama with nine random experts, `math` active."""
+def make_model(device: str, layers: int) -> Any:
+    """A random Llama with nine random experts, `math` active."""
     on_cuda = device != "cpu"
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=128256 if on_cuda else 1024, num_hidden_layers=LAYERS, **(CUDA_SHAPE if on_cuda else CPU_SHAPE)
+        vocab_size=128256 if on_cuda else 1024, num_hidden_layers=layers, **(CUDA_SHAPE if on_cuda else CPU_SHAPE)
     )
     dtype = torch.bfloat16 if on_cuda else torch.float32
     with torch.device(device):
@@ -74,33 +72,42 @@ def alternate(names: Sequence[str], call: Callable[[str], Any]) -> Callable[[], 
 
 
 def switching(model: Any, composer: LiveComposer, repeats: int, device: str) -> dict[str, float]:
-    """Milliseconds of each way to switch."""
+    """Milliseconds of each way to switch, measured in turn, so that a busy machine slows all equally."""
 
     def use(name: str) -> None:
         with composer.use(name):
             pass
 
-    names = [f"math+{name}" for name in LANGUAGES]
-    zones = [f"math+{name}@bottom=6,top=3,bottom_transition=2,top_transition=2" for name in LANGUAGES[:2]]
-    found = {"use and leave": median(alternate(names, use), repeats, device)}
-    composer.set(names[0])
-    found["set, another language"] = median(alternate(names, composer.set), repeats, device)
-    found["set, other zones"] = median(alternate([names[0], zones[0]], composer.set), repeats, device)
-    composer.reset()
-    found["PeftModel.set_adapter"] = median(alternate(["math", *LANGUAGES], model.set_adapter), repeats, device)
-
     def weighted(name: str) -> None:
         made = f"made{time.perf_counter_ns()}"
         model.add_weighted_adapter(["math", name], [0.5, 0.5], made, combination_type="linear")
         model.set_adapter(made)
-        made_names.append(made)
 
-    made_names: list[str] = []
-    found["add_weighted_adapter + set_adapter"] = median(alternate(LANGUAGES, weighted), 5, device)
-    model.set_adapter("math", inference_mode=True)
-    for made in made_names:
-        model.delete_adapter(made)
-    return found
+    def forget() -> None:
+        model.set_adapter("math", inference_mode=True)
+        for made in [name for name in model.peft_config if name.startswith("made")]:
+            model.delete_adapter(made)
+
+    def nothing() -> None: ...
+
+    names = [f"math+{name}" for name in LANGUAGES]
+    zones = [f"math+{name}@bottom=6,top=3,bottom_transition=2,top_transition=2" for name in LANGUAGES[:2]]
+    ways: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {  # the switch, and how to leave it
+        "use and leave": (alternate(names, use), nothing),
+        "set, another language": (alternate(names, composer.set), composer.reset),
+        "set, other zones": (alternate([names[0], zones[0]], composer.set), composer.reset),
+        "PeftModel.set_adapter": (alternate(["math", *LANGUAGES], model.set_adapter), nothing),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, (switch, leave) in ways.items():
+            switch()  # the first one after another way is not counted
+            times[way] += [_once(switch, device) for _ in range(3)]
+            leave()
+    rare = [_once(alternate(LANGUAGES[turn:], weighted), device) for turn in range(5)]
+    forget()
+    found = {way: statistics.median(taken) for way, taken in times.items()}
+    return {**found, "add_weighted_adapter + set_adapter": statistics.median(rare)}
 
 
 def first_use(model: Any) -> float:
@@ -180,9 +187,10 @@ def decoding(model: Any, composer: LiveComposer, repeats: int, device: str) -> d
         "one by one": one_by_one,
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(repeats):  # in turn, so that a busy machine slows all equally
+    for turn in range(repeats + 1):  # in turn, so that a busy machine slows all equally; the first is not counted
         for way, call in ways.items():
-            times[way].append(median(call, 1, device) if not times[way] else _once(call, device))
+            taken = _once(call, device)
+            times[way] += [taken] if turn else []
     return {way: statistics.median(taken) for way, taken in times.items()}
 
 
@@ -190,27 +198,34 @@ NEW_TOKENS = 16
 
 
 def _once(call: Callable[[], Any], device: str) -> float:
-    start = time.perf_counter()
+    """Milliseconds of a call; on a CPU the processor's, which a busy machine does not change."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    start = clock()
     call()
     if device != "cpu":
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1000
+    return (clock() - start) * 1000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--switching", action="store_true", help="measure only that")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.device != "cpu" and not torch.cuda.is_available():
         sys.exit("no CUDA device is here; leave --device out")
     device = arguments.device
     with torch.no_grad():
-        model = make_model(device)
+        model = make_model(device, arguments.layers)
         composer = LiveComposer(model)
         first = first_use(model)
         switch = switching(model, composer, arguments.repeats, device)
+        if arguments.switching:
+            print(json.dumps({"layers": arguments.layers, "device": device, "first use of a name": first, **switch}))
+            return
         growth = memory_growth(composer)
         load = loading(model, 3)
         decode = decoding(model, composer, max(3, arguments.repeats // 6), device)

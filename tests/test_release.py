@@ -166,3 +166,19 @@ def test_the_wheel_works_without_the_checkout(tmp_path: Path) -> None:
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     assert f"ok {adapterswap.__version__}" in process.stdout
+
+
+def test_the_readme_of_a_package_leads_somewhere() -> None:
+    """PyPI has no other file of the repository: links name the tag, or are gone."""
+    pytest.importorskip("hatchling")
+    packaged = loaded(ROOT / "scripts" / "package_readme.py").packaged
+    text = "[a](docs/a.md#b), [c](https://c.org), [d](#d)\n![a picture](docs/p.png)\n"
+    assert packaged(text, "https://host/org/name", "v1.2.3") == (
+        "[a](https://host/org/name/blob/v1.2.3/docs/a.md#b), [c](https://c.org), [d](#d)\n"
+        "![a picture](https://host/org/name/raw/v1.2.3/docs/p.png)\n"
+    )
+    assert packaged(text, None, "v1.2.3") == "a, [c](https://c.org), [d](#d)\n\n"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"\]\(docs/", readme)
+    for url in ("https://host/org/name", None):
+        assert not re.search(r"\]\((?!https?:|#)", packaged(readme, url, "v1"))
