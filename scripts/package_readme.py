@@ -1,7 +1,7 @@
 """README.md and the project's address in the metadata of a package, as PyPI shows them.
 
-PyPI has only the text: a link to another file leads nowhere there. With ADAPTERSWAP_URL (the repository's address, which
-the release workflow sets) links become addresses of the version's tag; without it their text stays, and pictures go.
+PyPI has only the text: a link to another file leads nowhere there. With ADAPTERSWAP_URL (the repository's address, set
+by the release workflow) links become addresses of the version's tag. Without it their text stays, and pictures go.
 """
 
 from __future__ import annotations
