@@ -221,9 +221,13 @@ class Problems:
         try:
             yield
         except AdapterswapError as error:
-            for problem in error.found:
-                self._keep(problem)
-            self._omitted += error.omitted
+            self.keep(error)
+
+    def keep(self, error: AdapterswapError) -> None:
+        """Keep the problems of an error."""
+        for problem in error.found:
+            self._keep(problem)
+        self._omitted += error.omitted
 
     def as_error(self, kind: type[AdapterswapError] | None = None) -> AdapterswapError:
         """One error with all problems, of class `kind`; by default of the closest class that they have in common."""

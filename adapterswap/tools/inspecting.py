@@ -16,8 +16,8 @@ from adapterswap.core.model.layers import (
     kind_of,
     layer_container,
     layer_of,
-    stack_in,
     stacked_layers_in_config,
+    stacks_in,
 )
 from adapterswap.core.model.sources import PROVENANCE, read_training
 from adapterswap.engines.gguf.reading import GgufAdapter, GgufModule, is_gguf, open_gguf
@@ -94,8 +94,10 @@ class Inspection:
         from adapterswap.core.planning.rules import BASE
 
         marks, num_layers = [], self.record.num_layers
-        for name, layer, kind in self._places(self.record):
-            owner, stack = self.record.owner_of(name), stack_in(name, num_layers)
+        places = self._places(self.record)
+        stacks = stacks_in([name for name, _, _ in places], num_layers)
+        for name, layer, kind in places:
+            owner, stack = self.record.owner_of(name), stacks[name]
             if layer is not None and layer < depth_of(stack, num_layers) and owner is not None:
                 alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
                 marks.append(Mark(layer, kind, alone, blend, stack))

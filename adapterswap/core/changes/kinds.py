@@ -188,6 +188,13 @@ class Terms:
         """The terms whose weight PEFT computes from the base's."""
         return tuple(cast(Term[Opaque], term) for term in self.terms if isinstance(term.change, Opaque))
 
+    @cached_property
+    def loras(self) -> tuple[LoraModule, ...]:
+        """The factors of all terms, each of LoRA or a variant of it."""
+        factors = tuple(term.change.lora for term in self.terms)
+        assert None not in factors
+        return cast("tuple[LoraModule, ...]", factors)
+
     @property
     def summed(self) -> dict[str, float]:
         """Each expert's coefficient, summed over its sides."""

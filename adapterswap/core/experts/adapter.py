@@ -202,20 +202,18 @@ class LoraModule(_Part):
     base: Tensor | None = None
     parameter: bool = False
     experts: int = 1
+    in_features: int = field(init=False, repr=False, compare=False)
+    out_features: int = field(init=False, repr=False, compare=False)
     on_bias = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "in_features", self.a.shape[1])
+        object.__setattr__(self, "out_features", self.b.shape[0])
 
     @property
     def lora(self) -> LoraModule:
         """The factors."""
         return self
-
-    @property
-    def in_features(self) -> int:
-        return self.a.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.b.shape[0]
 
     @property
     def height(self) -> int:
@@ -402,12 +400,14 @@ class Adapter:
     @cached_property
     def factors(self) -> Mapping[str, LoraModule]:
         """The modules with factors A and B, by name: those of LoRA and of its variants."""
-        return {name: part.lora for name, part in self.parts.items() if part.lora is not None}
+        variants = {name: part.lora for name, part in self.opaque.items() if part.lora is not None}
+        return {**self.modules, **variants} if variants else self.modules
 
     @property
     def vocabulary(self) -> dict[str, Part]:
         """The embeddings and heads that it changes, by name."""
-        return {n: part for n, part in self.parts.items() if is_vocabulary(n, part.layer) or n in self.tokens}
+        outside = {name: part for name, part in self.parts.items() if part.layer is None or name in self.tokens}
+        return {n: part for n, part in outside.items() if is_vocabulary(n, part.layer) or n in self.tokens}
 
     @cached_property
     def tokens(self) -> Mapping[str, FullModule]:
@@ -469,17 +469,20 @@ def read_adapter(source: Source) -> Adapter:
     parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
     if config.peft_type == "IA3" and config.targets.feedforward is not None:
         _check_feedforward(_of_kind(parts), config, folder, problems)
-    config.check_patterns(parts)
+    ranks, alphas = config.resolved(parts)
     container = None
     with problems.collect():
         container = layer_container([*parts, *saved])
     read: list[Part] = []
     for name, tensors in parts.items():
-        with problems.collect():
+        try:
             if isinstance(tensors, FactorTensors):
-                read.append(_lora(name, tensors, config, container, folder, parameter=name in parameters))
+                given = ranks[name], alphas[name]
+                read.append(_lora(name, tensors, config, given, container, folder, parameter=name in parameters))
             else:
                 read.append(_opaque(name, tensors, shared, config, container, folder))
+        except AdapterswapError as error:
+            problems.keep(error)
     for name, own_tensors in saved.items():
         with problems.collect():
             if name in parts:
@@ -753,21 +756,22 @@ def _lora(
     name: str,
     factors: FactorTensors,
     config: AdapterConfig,
+    given: tuple[int, float],
     container: str | None,
     folder: Path,
     *,
     parameter: bool = False,
 ) -> LoraModule | OpaqueModule:
-    """A module of LoRA, or of a variant."""
-    a, b = factors.a, factors.b
-    _check_not_empty(name, {"lora_A": a, "lora_B": b}, folder)
+    """A module of LoRA, or of a variant; `given` are its rank and alpha in the config."""
+    (a, b), (rank, alpha) = (factors.a, factors.b), given
+    if 0 in a.shape or 0 in b.shape:
+        _check_not_empty(name, {"lora_A": a, "lora_B": b}, folder)
     for factor, tensor in (("A", a), ("B", b)):
         if len(tensor.shape) != 2:
             raise UnsupportedError(
                 f"{folder}: {name}: lora_{factor} has the shape {list(tensor.shape)}, but must be a matrix",
                 "Only linear and embedding modules can be composed, not convolutions",
             )
-    rank = config.rank_of(name)
     if a.shape[0] != b.shape[1]:
         raise ExpertError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, but lora_B has {b.shape[1]}", _MISMATCH)
     experts = a.shape[0] // rank if parameter and a.shape[0] % rank == 0 else 1
@@ -779,7 +783,6 @@ def _lora(
         )
     if a.shape[0] != rank * experts:
         raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, but {CONFIG} says {rank}", _MISMATCH)
-    alpha = config.alpha_of(name)
     module = LoraModule(
         name, layer_of(name, container), rank, alpha, config.rslora, scale(rank, alpha, config.rslora), a, b,
         factors.embedding, factors.base, parameter, experts,

@@ -121,6 +121,10 @@ class Patterns(Generic[_Value]):
         key = self._resolved[name]
         return default if key is None else self.values[key]
 
+    def of(self, names: Collection[str], default: _Value) -> dict[str, _Value]:
+        """The value of each of these modules; see `get`."""
+        return {name: self.get(name, default) for name in names} if self.values else dict.fromkeys(names, default)
+
     def check(self, names: Collection[str]) -> None:
         """Resolve all these names, or raise a ValueError if that takes longer than ten seconds."""
         if len(self.values) * len(names) > _MAX_PAIRS:
@@ -184,6 +188,10 @@ class Targets:
 
     def loaded(self, names: Iterable[str]) -> set[str]:
         """The modules of `names` (full names) for which PEFT would load LoRA factors."""
+        ends = self.modules
+        restricted = self.excluded is not None or self.saved or self.layers is not None
+        if isinstance(ends, frozenset) and not restricted and not any("." in end for end in ends):
+            return {name for name in names if name.rpartition(".")[2] in ends}  # as in nearly all configs
         match = Matcher()
         return {name for name in names if self._loads(name, match)}
 
@@ -361,7 +369,7 @@ class AdapterConfig:
     Attributes:
         base_model, revision: the base that the adapter was trained on, as PEFT wrote it.
         rank, alpha, rslora: the global values.
-        rank_pattern, alpha_pattern: values by module, as regexes; see `rank_of` and `alpha_of`.
+        rank_pattern, alpha_pattern: values by module, as regexes; see `resolved`.
         fan_in_fan_out: whether the base stores its weights transposed (GPT-2's Conv1D).
         tied: whether PEFT also applies an embedding's LoRA to the head that is tied to it (`ensure_weight_tying`).
         task_type: for example CAUSAL_LM, or None.
@@ -441,14 +449,8 @@ class AdapterConfig:
         """The trained rows of an embedding or head, by the first matching name; empty if the config names none."""
         return next((rows for end, rows in self.trained_tokens.items() if module.endswith(end)), ())
 
-    def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(module, self.rank)
-
-    def alpha_of(self, module: str) -> float:
-        return self.alpha_pattern.get(module, self.alpha)
-
-    def check_patterns(self, modules: Collection[str]) -> None:
-        """Resolve the patterns with a time limit, since they are untrusted. Call before `rank_of` and `alpha_of`."""
+    def resolved(self, modules: Collection[str]) -> tuple[dict[str, int], dict[str, float]]:
+        """The rank and the alpha of each of these modules. Patterns have a time limit, since they are untrusted."""
         problems = Problems(ExpertError)
         named: dict[str, Patterns[Any]] = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
         for key, patterns in {**named, **self.patterns}.items():
@@ -457,6 +459,7 @@ class AdapterConfig:
             except ValueError as error:
                 problems.add(f"{key} of the adapter for {self.base_model}: {error}", _SIMPLER)
         problems.raise_if_any()
+        return self.rank_pattern.of(modules, self.rank), self.alpha_pattern.of(modules, self.alpha)
 
 
 def read_adapter_config(path: str | Path) -> AdapterConfig:

@@ -136,6 +136,7 @@ TOKENS = "token_adapter.trainable_tokens_delta"  # the trained rows of an embedd
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _DISTRIBUTED = "module."
 # A state dict that was not saved by PEFT still has the adapter's name in its keys.
+_BARE = re.compile(rf"{_PREFIX}(?!{_DISTRIBUTED})(?!.*\._)(?!.*\.default).*")  # nothing to remove, as in most keys
 _ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)")
 
 # Other tensors that PEFT writes, by the end of the key, and why they are refused.
@@ -194,9 +195,6 @@ class SortedKeys(NamedTuple):
 
 def canonical_key(key: str) -> str:
     """The key as PEFT writes it for the bare model: without wrappers around modules, and without the adapter's name."""
-    bare = key.startswith(_PREFIX) and not key.startswith(f"{_PREFIX}{_DISTRIBUTED}")
-    if bare and "._" not in key and ".default" not in key:  # nothing to remove, as in nearly all keys
-        return key
     key = _WRAPPERS.sub("", key).removeprefix(_DISTRIBUTED)
     if key.startswith(_PREFIX):
         key = _PREFIX + key.removeprefix(_PREFIX).removeprefix(_DISTRIBUTED)
@@ -256,9 +254,8 @@ def misnamed(module: str) -> str | None:
     return next((remedy for pattern, remedy in _MISNAMED if re.search(pattern, module)), None)
 
 
-def is_fused(module: str) -> bool:
-    """Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
-    return re.search(r"\.experts\.\d+\.", module) is not None
+is_fused = re.compile(r"\.experts\.\d+\.").search
+"""Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
 
 
 def part_key(module: str, part: str) -> str:
@@ -301,7 +298,7 @@ def sort_keys(
         biases: whether biases of the base were trained.
         tokens: whether rows of embeddings or heads were trained (`trainable_token_indices`).
     """
-    canonical = {stored: canonical_key(stored) for stored in file.tensors}
+    canonical = {stored: stored if _BARE.fullmatch(stored) else canonical_key(stored) for stored in file.tensors}
     keys = Counter(canonical.values())
     if twice := [key for key, count in keys.items() if count > 1]:
         problems.add(

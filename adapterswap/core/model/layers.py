@@ -134,7 +134,7 @@ def _lists_of_layers(names: Iterable[str]) -> list[str]:
 def stack_of(name: str) -> Stack | None:
     """The stack of a module, from the first segment of its name that is an encoder's or a decoder's; None without one.
 
-    Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `stack_in`.
+    Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `stacks_in`.
     """
     match = _STACK.search(name)
     return None if match is None else "encoder" if match["stack"] == "encoder" else "decoder"
@@ -145,9 +145,9 @@ def in_stack(name: str, stack: Stack) -> str:
     return _STACK.sub(rf"\g<before>{stack}", name, count=1)
 
 
-def stack_in(name: str, num_layers: NumLayers) -> Stack | None:
-    """The stack of a module, for a model that has both; None for other models."""
-    return None if isinstance(num_layers, int) else stack_of(name)
+def stacks_in(names: Iterable[str], num_layers: NumLayers) -> dict[str, Stack | None]:
+    """The stack of each module, for a model that has both; None for other models."""
+    return dict.fromkeys(names) if isinstance(num_layers, int) else {name: stack_of(name) for name in names}
 
 
 def has_both_stacks(container: str | None) -> bool:

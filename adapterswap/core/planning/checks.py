@@ -23,8 +23,8 @@ from adapterswap.core.model.layers import (
     in_stack,
     is_vocabulary,
     parse_layers,
-    stack_in,
     stack_of,
+    stacks_in,
 )
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.plan import Plan
@@ -89,7 +89,7 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
 
 def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
     """Check that modules of the same name have the same shape; each expert is compared with the first."""
-    for name, adapter in experts.items():
+    for name, adapter in [*experts.items()][1:]:
         first_name, first = next(iter(experts.items()))
         for ours, theirs in _comparable(first, adapter):
             compare_shapes(
@@ -114,7 +114,9 @@ def _comparable(first: Adapter, second: Adapter) -> Iterator[tuple[Mapping[str, 
     grown = {
         name
         for name in factors[0].keys() & factors[1].keys()
-        if is_vocabulary(name, factors[0][name].layer) and _differ_in_rows(factors[0][name], factors[1][name])
+        if factors[0][name].layer is None
+        and is_vocabulary(name, None)
+        and _differ_in_rows(factors[0][name], factors[1][name])
     }
     yield {name: part for name, part in factors[0].items() if name not in grown}, factors[1]
     resized = {
@@ -174,9 +176,10 @@ def check_depth(
             )
             continue
         highest: dict[Stack | None, int] = {}
+        stacks = stacks_in(adapter.parts, num_layers)
         for part in adapter.parts.values():
             if part.layer is not None:
-                stack = stack_in(part.name, num_layers)
+                stack = stacks[part.name]
                 highest[stack] = max(part.layer, highest.get(stack, 0))
         if not isinstance(num_layers, int) and None in highest:
             if not names_layers:  # then it does not matter which stack they are in

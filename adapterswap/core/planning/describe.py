@@ -22,7 +22,7 @@ from adapterswap.core.model.layers import (
     depth_of,
     format_depth,
     format_layers,
-    stack_in,
+    stacks_in,
     within_layer,
 )
 from adapterswap.core.model.sources import public_name, same_base
@@ -55,7 +55,7 @@ def marks(plan: Plan) -> list[Mark]:
 
     For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
     """
-    stacks = {slot.name: stack_in(slot.name, plan.num_layers) for slot in plan}
+    stacks = stacks_in(plan.slots, plan.num_layers)
     changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in plan if slot.terms}
     result = []
     for slot in plan:
@@ -152,6 +152,7 @@ def unusual(plan: Plan) -> list[str]:
         *unknown_keys(plan.adapters),
     ]
     grouped: dict[tuple[str, str, str], list[int]] = {}
+    stacks = stacks_in(plan.slots, plan.num_layers)
     for slot in plan.saved.values():
         contents = _tokens(slot) or _remark(slot) or owner_label(slot) or blend_text(slot.weights)
         form = next(a.saved[slot.module].words for a in plan.adapters.values() if slot.module in a.saved)
@@ -163,14 +164,14 @@ def unusual(plan: Plan) -> list[str]:
         if slot.layer is None:
             lines.append(f"{slot.name}: {remark or owner_label(slot) or blend_of(slot)}")
         elif remark and not (plan.is_model and slot.kind == "other"):
-            where = _of_stack(stack_in(slot.name, plan.num_layers))
+            where = _of_stack(stacks[slot.name])
             grouped.setdefault((within_layer(slot.name, slot.layer), where, remark), []).append(slot.layer)
     lines += [
         f"{name} in {where}layers {format_layers(layers)}: {remark}"
         for (name, where, remark), layers in grouped.items()
     ]
     for stack in () if plan.is_model else (None,) if isinstance(plan.num_layers, int) else STACKS:
-        adapted = {slot.layer for slot in plan.modules.values() if stack_in(slot.name, plan.num_layers) == stack}
+        adapted = {slot.layer for slot in plan.modules.values() if stacks[slot.name] == stack}
         if empty := set(range(depth_of(stack, plan.num_layers))) - adapted:
             where = f"{_of_stack(stack)}layers {format_layers(empty)}"
             lines.append(f"{where}: no expert adapts them, so they stay as in the base")

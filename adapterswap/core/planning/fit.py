@@ -46,11 +46,11 @@ _WHOLE = (*FLOATS, "F8_E4M3", "F8_E5M2", "I8")  # dtypes of weights with one num
 
 
 class Pair(NamedTuple):
-    """The shape of a weight in an expert and in the base, as text."""
+    """The shape of a weight in an expert and in the base."""
 
     name: str
-    ours: str
-    theirs: str
+    ours: tuple[object, ...]
+    theirs: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,10 @@ def check_fit(seen: Fit, problems: Problems) -> None:
     """Report modules that the base lacks or has in another width."""
     for name, pairs in seen.compared.items():
         _report_missing(name, seen.missing[name], seen.reference, problems)
+        if all(pair.ours == pair.theirs for pair in pairs):
+            continue
         compare_shapes(
-            {pair.name: pair.ours for pair in pairs}, {pair.name: pair.theirs for pair in pairs},
+            {pair.name: _text(pair.ours) for pair in pairs}, {pair.name: _text(pair.theirs) for pair in pairs},
             one=name, other=f"the base {seen.reference}", remedy=_REMEDY, problems=problems, parameter="base_model",
             kind=BaseModelError,
         )  # fmt: skip
@@ -286,7 +288,7 @@ def _adapted(part: Part, tensors: Mapping[str, Tensor]) -> list[Pair] | None:
     if lora is None or weight.dtype not in _WHOLE:
         return []
     if lora.parameter and len(weight.shape) == 3:
-        return _pair(part, _axes((lora.experts, lora.out_features, lora.in_features)), _axes(weight.shape))
+        return [Pair(part.name, _axes((lora.experts, lora.out_features, lora.in_features)), _axes(weight.shape))]
     if len(weight.shape) != 2:
         return None
     bias = tensors.get("bias")
@@ -304,12 +306,12 @@ def _widths(part: Part, stored: tuple[int, ...]) -> list[Pair]:
 
     `stored` is (out, in), or (tokens, width).
     """
-    lora = part.lora
+    lora = part if isinstance(part, LoraModule) else part.lora
     assert lora is not None
     ours = (lora.in_features, lora.out_features) if lora.embedding else (lora.out_features, lora.in_features)
-    if is_vocabulary(part.name, part.layer):
-        return _pair(part, ("…", ours[1]), ("…", stored[1]))
-    return _pair(part, ours, stored)
+    if part.layer is None and is_vocabulary(part.name, None):
+        return [Pair(part.name, ("…", ours[1]), ("…", stored[1]))]
+    return [Pair(part.name, ours, stored)]
 
 
 def _in_full(part: FullModule, tensors: Mapping[str, Tensor]) -> list[Pair] | None:
@@ -322,14 +324,14 @@ def _in_full(part: FullModule, tensors: Mapping[str, Tensor]) -> list[Pair] | No
         if own.dtype not in _WHOLE:
             continue
         rows = 1 if end == TOKENS or is_vocabulary(part.name, part.layer) else 0
-        pairs.append(Pair(f"{part.name}.{end}", _text(tensor.shape[rows:]), _text(own.shape[rows:])))
+        pairs.append(Pair(f"{part.name}.{end}", tensor.shape[rows:], own.shape[rows:]))
     return pairs
 
 
-def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> Iterator[tuple[str, list[Pair]]]:
+def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, list[Pair]]:
     """The linear modules of plain types of models, with the shapes that their config says."""
     if str(config.get("model_type")) not in _PLAIN_TYPES:
-        return
+        return {}
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = [config.get(key) for key in keys]
     hidden, inner, heads, groups, width = (size if isinstance(size, int) else 0 for size in sizes)
@@ -338,12 +340,15 @@ def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> Iterator[tuple[st
     across, grouped = (heads * width, hidden), (groups * width, hidden)
     sides = {"q": across, "k": grouped, "v": grouped, "o": across[::-1]}
     sides |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    found = {}
     for name, part in adapter.parts.items():
         match = _PLAIN.fullmatch(name)
-        if match is not None and part.lora is not None:
+        lora = part if isinstance(part, LoraModule) else part.lora
+        if match is not None and lora is not None:
             pairs = _widths(part, sides[match[1] or match[2]])
             if all(pair.ours == pair.theirs for pair in pairs):  # else transformers decides
-                yield name, pairs
+                found[name] = pairs
+    return found
 
 
 def _in_model(part: Part, adapter: Adapter, model: Base) -> list[Pair] | None:
@@ -363,11 +368,7 @@ def _in_model(part: Part, adapter: Adapter, model: Base) -> list[Pair] | None:
         return _widths(part, (weight.out_features, weight.in_features)[:: -1 if weight.embedding else 1])
     if shape is None or len(shape) != (3 if lora.experts > 1 else 2):
         return []
-    return _pair(part, _axes((lora.experts, lora.out_features, lora.in_features))[-len(shape) :], _axes(shape))
-
-
-def _pair(part: Part, ours: tuple[object, ...], theirs: tuple[object, ...]) -> list[Pair]:
-    return [Pair(part.name, _text(ours), _text(theirs))]
+    return [Pair(part.name, _axes((lora.experts, lora.out_features, lora.in_features))[-len(shape) :], _axes(shape))]
 
 
 def _text(shape: tuple[object, ...]) -> str:

@@ -202,8 +202,9 @@ def _limits(planned: Planned, problems: Problems) -> None:
 
 def _has_its_base(planned: Planned, problems: Problems) -> None:
     plan = planned.plan
-    needing = [slot.name for slot in plan if slot.needs_base or not slot.terms]
-    if plan.is_model and plan.base is None and needing:
+    if not plan.is_model or plan.base is not None:
+        return
+    if needing := [slot.name for slot in plan if slot.needs_base or not slot.terms]:
         more = f", and so do {len(needing) - 1} more" * (len(needing) > 1)
         problems.add(
             f"{needing[0]} needs the base's own weights{more}",

@@ -293,9 +293,8 @@ def _filled(
     ]
     filled = Filled()
     for slot in slots:
-        place = next(
-            (i for i, rule in enumerate(rules) if rule.matches(slot.matched_name, slot.layer, slot.kind)), None
-        )
+        name, layer, kind = slot.matched_name, slot.layer, slot.kind
+        place = next((i for i, rule in enumerate(rules) if rule.matches(name, layer, kind)), None)
         if place is None:
             filled.uncovered.append(slot)
             continue

@@ -69,10 +69,10 @@ class MethodPlain(Plain):
         values = {called[key].name: _quick_parameter(called[key], value) for key, value in given.items()}
         fields["parameters"] = with_defaults(values, own, in_rules=self.in_rules)
 
-    def _dumped(self, name: str, value: Any, *, exclude_defaults: bool = False, **options: Any) -> dict[str, Any]:
+    def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
         if name != "parameters":
             return {name: value}
-        return named(value, self.__dict__["method"], in_rules=self.in_rules, without_defaults=exclude_defaults)
+        return named(value, self.__dict__["method"], in_rules=self.in_rules, without_defaults=without_defaults)
 
     @classmethod
     def model_base(cls) -> type[MethodFields]:

@@ -409,7 +409,8 @@ class Rule(MethodPlain):
 
     @classmethod
     def prepared(cls, content: Any) -> Any:
-        content = from_pair(content, [*cls.model_fields, *parameter_keys(in_rules=True)])
+        if isinstance(content, Mapping) and len(content) == 1:
+            content = from_pair(content, [*cls.model_fields, *parameter_keys(in_rules=True)])
         return read_rule(content) if isinstance(content, str) else content
 
     @validates("layers")

@@ -22,7 +22,7 @@ from adapterswap.core.model.layers import Stack, format_depth, format_layers
 from adapterswap.core.model.sources import Source, public_name
 from adapterswap.core.planning.composing import sliced_layers
 from adapterswap.core.planning.composition import ZONES
-from adapterswap.core.planning.describe import Mark, error_text, marks, strip, unusual
+from adapterswap.core.planning.describe import Mark, draw_strip, error_text, marks, unusual
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.outputs import Layout
 from adapterswap.core.writing.records import CompositionRecord
@@ -305,11 +305,12 @@ def _link(source: Source) -> str:
 
 def _layers(plan: Plan) -> str:
     """The strip of layers, the settings, and where each layer comes from."""
-    rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(plan))
+    drawn = marks(plan)
+    rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(drawn))
     return f"""Layers from bottom (left) to top (right):
 
 ```
-{strip(plan)}
+{draw_strip(drawn, plan.num_layers, tuple(plan.experts))}
 ```
 {_settings(plan)}
 
@@ -330,9 +331,8 @@ def _short(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _zones(plan: Plan) -> list[tuple[str, str]]:
+def _zones(drawn: Sequence[Mark]) -> list[tuple[str, str]]:
     """Consecutive layers with the same origin, and that origin, in the order of the layers."""
-    drawn = marks(plan)
     stacks = dict.fromkeys(mark.stack for mark in drawn)
     zones = [(stack, zone) for stack in sorted(stacks, key=str, reverse=True) for zone in _zones_of(drawn, stack)]
     return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in zones]

@@ -369,13 +369,11 @@ def blend_scale(plan: Plan, form: Form) -> float:
     the power of two nearest to it."""
     modules = plan.modules.values()
     if form.layout == "portable" and form.dtype != "F16":
-        dtypes = {
-            dtype for module in modules for term in module.terms for dtype in (term.lora.a.dtype, term.lora.b.dtype)
-        }
+        dtypes = {dtype for module in modules for lora in module.loras for dtype in (lora.a.dtype, lora.b.dtype)}
         if form.dtype is not None or "F16" not in dtypes:
             return 1.0
-    copied = [module.terms[0].lora.scale for module in modules if module.owner and module.terms]
-    scales = copied or [term.lora.scale for module in modules for term in module.terms]
+    copied = [module.loras[0].scale for module in modules if module.owner and module.terms]
+    scales = copied or [lora.scale for module in modules for lora in module.loras]
     common = float(most_common(scales, default=1.0))
     if form.layout == "exact":
         return common
@@ -384,7 +382,7 @@ def blend_scale(plan: Plan, form: Form) -> float:
 
 def total_rank(module: Slot) -> int:
     """The rank of a module's exact form: the sum of its terms' ranks."""
-    return sum(term.lora.rank for term in module.terms)
+    return sum(lora.rank for lora in module.loras)
 
 
 def uses_rslora(plan: Plan) -> bool:
@@ -416,7 +414,7 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
 
 def _parameters(plan: Plan) -> dict[str, Any]:
     """The settings for LoRA on parameters, by full name. PEFT distinguishes its layouts only by its version."""
-    entering = [slot.terms[0].lora for slot in plan.modules.values() if slot.terms and not slot.opaque]
+    entering = [slot.loras[0] for slot in plan.modules.values() if slot.terms and not slot.opaque]
     names = sorted(lora.name for lora in entering if lora.parameter)
     if not names:
         return {}
@@ -466,22 +464,22 @@ def _fan_in_fan_out(plan: Plan) -> bool:
 
 
 def _shape(module: Slot, rank: int, is_reduced: bool, rslora: bool, common: float) -> Shape:
-    part = module.terms[0].lora
+    part = module.loras[0]
     copied = bool(module.owner) and not is_reduced
     if copied and part.rslora == rslora:
         return Shape(rank, part.alpha, part.scale)
     return Shape(rank, *written_scale(rank, rslora, part.scale if copied else common))
 
 
-def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputTensor]:
+def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTensor]:
     """A and B of a module that is copied or concatenated."""
     first = _like(module, resolved.plan)
-    dtypes = {term.lora.dtype for term in module.terms} or {first.dtype}
+    dtypes = {lora.dtype for lora in module.loras} or {first.dtype}
     common_dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
     a_pieces, b_pieces = [], []
     offset = 0
-    for term in module.terms:
-        part, path = term.lora, term.change.path
+    for term, part in zip(module.terms, module.loras, strict=True):
+        path = term.change.path
         factor = term.coefficient * part.scale / shape.scale
         if module.owner and math.isclose(factor, 1, rel_tol=1e-12):
             factor = 1.0  # the same scale, from the other formula (rsLoRA or plain)
@@ -490,12 +488,14 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputT
         b_pieces.append(Piece(term.expert, path, part.b, factor, offset, rows))
         offset += part.rank
     if first.parameter:
-        yield from _fused(first, shape, a_pieces, b_pieces, common_dtype, resolved.plan)
-        return
+        return [*_fused(first, shape, a_pieces, b_pieces, common_dtype, resolved.plan)]
+    factors = []
     for axis, key, pieces in ((0, first.a_key, a_pieces), (1, first.b_key, b_pieces)):
         dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
         dtype = pieces[0].tensor.dtype if module.owner and pieces else common_dtype
-        yield OutputTensor(key, _wide_enough(dtype, pieces), dims, axis, tuple(pieces))
+        written = _wide_enough(dtype, pieces) if dtype == "F16" else dtype
+        factors.append(OutputTensor(key, written, dims, axis, tuple(pieces)))
+    return factors
 
 
 def _fused(
@@ -542,7 +542,7 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
 def _like(module: Slot, plan: Plan) -> LoraModule:
     """An expert's module of the same name and shape, if possible one that takes part."""
     if module.terms:
-        return module.terms[0].lora
+        return module.loras[0]
     candidates = (
         adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules
     )
@@ -585,8 +585,8 @@ def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
     All experts carry the same copy; see `copies.check_one_base`.
     """
     for module in modules:
-        for term in module.terms:
-            base = term.lora.base
+        for term, lora in zip(module.terms, module.loras, strict=True):
+            base = lora.base
             if base is not None:
                 piece = Piece(term.expert, term.change.path, base)
                 yield OutputTensor(base_copy_key(module.name), base.dtype, base.shape, 0, (piece,))

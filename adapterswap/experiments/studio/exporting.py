@@ -83,7 +83,7 @@ def write_file(
 
 def _content(composition: Composition) -> dict[str, Any]:
     """The composition as plain data without defaults; its rules are lines of text."""
-    content = composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+    content = composition.model_dump(mode="json", exclude_defaults=True)
     if composition.allocation is not None:
         experts = {name: place for name, place in composition.experts.items() if name in composition.expert_names}
         del content["allocation"]

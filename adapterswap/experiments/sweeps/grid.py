@@ -434,7 +434,7 @@ def _row(family: Family, composition: Composition) -> str:
 def _as_data(composition: Composition) -> dict[str, Any]:
     sided = {"method", "task", "language"} if composition.allocation is None else set()
     always = composition.model_dump(mode="json", include=sided)
-    return always | composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+    return always | composition.model_dump(mode="json", exclude_defaults=True)
 
 
 def _expert_cell(

@@ -28,26 +28,37 @@ _VALIDATES = "_validates"  # the attribute of a validator that says which fields
 
 @dataclass(frozen=True)
 class Field:
-    """A declared field; `kind` returns its type for pydantic, if that says more than the annotation."""
+    """A declared field.
 
-    default: Any
-    description: str
-    bounds: Mapping[str, float]
-    alias: str | None
-    kind: Callable[[], Any] | None
-    validate_default: bool
+    Attributes:
+        default: what it is if it is not set.
+        description: what it means.
+        ge, gt, le, min_length: bounds, as pydantic has them.
+        alias: another key under which it is read.
+        kind: returns its type for pydantic, if that says more than the annotation.
+        validate_default: whether pydantic validates the default.
+    """
+
+    default: Any = _REQUIRED
+    description: str = ""
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    min_length: int | None = None
+    alias: str | None = None
+    kind: Callable[[], Any] | None = None
+    validate_default: bool = False
 
     @property
-    def is_required(self) -> bool:
-        return self.default is _REQUIRED
+    def bounds(self) -> dict[str, float]:
+        """The bounds that are set, by pydantic's names."""
+        bounds = {"ge": self.ge, "gt": self.gt, "le": self.le, "min_length": self.min_length}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def check(self, value: Any) -> None:
         """Raise a `ValueError` if the value breaks a bound."""
-        if value is None:
-            return
-        size = len(value) if "min_length" in self.bounds else value
-        for name, bound in self.bounds.items():
-            if not _WITHIN[name](size, bound):
+        for name, bound in self.bounds.items() if value is not None else ():
+            if not _WITHIN[name](len(value) if name == "min_length" else value, bound):
                 raise ValueError(name)
 
 
@@ -59,17 +70,8 @@ _WITHIN: dict[str, Callable[[Any, float], bool]] = {
 }
 
 
-def field(
-    default: Any = _REQUIRED,
-    *,
-    description: str = "",
-    alias: str | None = None,
-    kind: Callable[[], Any] | None = None,
-    validate_default: bool = False,
-    **bounds: float,
-) -> Any:
-    """Declare a field of a `Declared` class; `bounds` are pydantic's `ge`, `gt`, `le` and `min_length`."""
-    return Field(default, description, bounds, alias, kind, validate_default)
+field: Any = Field
+"""Declares a field of a `Declared` class."""
 
 
 def validates(*names: str, mode: Literal["before", "after"] = "before") -> Callable[[_Function], _Function]:
@@ -110,7 +112,7 @@ class Declared:
     def _become(self, values: Mapping[str, Any]) -> None:
         """Take the values of the fields that are set, and the defaults of the others."""
         for name, declared in self.model_fields.items():
-            if name in values or not declared.is_required:
+            if name in values or declared.default is not _REQUIRED:
                 self.__dict__[name] = values[name] if name in values else copy(declared.default)
         self.__dict__.update(values, _set=frozenset(values))
 
@@ -155,24 +157,35 @@ class Declared:
         made.__dict__.update(update or {}, _set=self._set | (update or {}).keys())
         return made
 
-    def model_dump(self, *, mode: str = "python", include: set[str] | None = None, **options: Any) -> dict[str, Any]:
-        """The fields as plain data; see pydantic for `exclude_unset`, `exclude_defaults` and `exclude_none`."""
+    def model_dump(
+        self,
+        *,
+        mode: str = "python",
+        include: set[str] | None = None,
+        exclude_unset: bool = False,
+        exclude_defaults: bool = False,
+        exclude_none: bool = False,
+    ) -> dict[str, Any]:
+        """The fields as plain data; the arguments are pydantic's."""
         content: dict[str, Any] = {}
+        flags = {
+            "exclude_unset": exclude_unset, "exclude_defaults": exclude_defaults, "exclude_none": exclude_none
+        }  # fmt: skip
         for name, value in self.__dict__.items():
-            if name[0] == "_" or not (include is None or name in include) or self._is_left_out(name, value, **options):
+            declared = self.model_fields.get(name)
+            if (
+                name[0] == "_"
+                or not (include is None or name in include)
+                or (exclude_unset and name not in self._set)
+                or (exclude_none and value is None)
+                or (exclude_defaults and declared is not None and value == declared.default)
+            ):
                 continue
-            content |= self._dumped(name, _data(value, mode, options), **options)
+            plain = value if type(value) in _SCALARS else _data(value, mode, flags)
+            content |= self._dumped(name, plain, without_defaults=exclude_defaults)
         return content
 
-    def _is_left_out(
-        self, name: str, value: Any, *, exclude_unset: bool = False, exclude_defaults: bool = False,
-        exclude_none: bool = False, by_alias: bool = False,
-    ) -> bool:  # fmt: skip
-        declared = self.model_fields.get(name)
-        is_default = exclude_defaults and declared is not None and value == declared.default
-        return is_default or (exclude_unset and name not in self._set) or (exclude_none and value is None)
-
-    def _dumped(self, name: str, value: Any, **options: Any) -> dict[str, Any]:
+    def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
         """What stands for a field in the dump."""
         return {name: value}
 
@@ -349,15 +362,18 @@ def _quick_generic(origin: Any, parts: tuple[Any, ...], value: Any) -> Any:
     raise ValueError(origin)
 
 
-def _data(value: Any, mode: str, options: Mapping[str, Any]) -> Any:
+def _data(value: Any, mode: str, flags: Mapping[str, Any]) -> Any:
     if isinstance(value, Declared):
-        return value.model_dump(mode=mode, **options)
-    if isinstance(value, Mapping):
-        return {key: _data(item, mode, options) for key, item in value.items()}
+        return value.model_dump(mode=mode, **flags)
+    if isinstance(value, dict):
+        return {key: item if type(item) in _SCALARS else _data(item, mode, flags) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_data(item, mode, options) for item in value]
+        items = [item if type(item) in _SCALARS else _data(item, mode, flags) for item in value]
         return items if mode == "json" or isinstance(value, list) else tuple(items)
     return value
+
+
+_SCALARS = frozenset({str, int, float, bool, NoneType})
 
 
 @cache
@@ -373,7 +389,7 @@ def _model_of(cls: type[Declared]) -> type[BaseModel]:
     for name, declared in cls.model_fields.items():
         options: dict[str, Any] = {"description": declared.description or None, **declared.bounds}
         options |= {"validation_alias": AliasChoices(name, declared.alias)} if declared.alias else {}
-        options |= {} if declared.is_required else {"default": declared.default}
+        options |= {} if declared.default is _REQUIRED else {"default": declared.default}
         options |= {"validate_default": True} if declared.validate_default else {}
         fields[name] = (declared.kind() if declared.kind else cls._hints()[name], Field(**options))
     validators: dict[str, Any] = {}

@@ -102,8 +102,8 @@ def read_header(path: str | Path) -> TensorFile:
         raise ExpertError(f"{path} ({size} bytes) is not a valid safetensors file: {error}", _REMEDY) from None
     tensors: dict[str, Tensor] = {}
     position = data_start = 8 + length
+    _check(specs, path)
     for name, dtype, shape in specs:
-        _check(name, dtype, shape, path)
         tensors[name] = Tensor(name, dtype, shape, position, position + DTYPE_BYTES[dtype] * prod(shape))
         position = tensors[name].stop
     return TensorFile(path, tensors, data_start, size, prefix + raw, stamp(file_stat))
@@ -146,11 +146,12 @@ def _check_stamp(file: BufferedReader, source: TensorFile) -> None:
         )
 
 
-def _check(name: str, dtype: str, shape: tuple[int, ...], path: Path) -> None:
+def _check(specs: Iterable[tuple[str, str, tuple[int, ...]]], path: Path) -> None:
     """Refuse what the library accepts but we do not."""
-    if not name.isprintable() or len(name) > _MAX_NAME:
-        raise ExpertError(f"{path}: {shown(name)} is not the name of a tensor", _REMEDY)
-    if dtype not in DTYPE_BYTES:
-        raise ExpertError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _REMEDY)
-    if len(shape) > 8 or max(shape, default=0) >= 2**63:
-        raise ExpertError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _REMEDY)
+    for name, dtype, shape in specs:
+        if not name.isprintable() or len(name) > _MAX_NAME:
+            raise ExpertError(f"{path}: {shown(name)} is not the name of a tensor", _REMEDY)
+        if dtype not in DTYPE_BYTES:
+            raise ExpertError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _REMEDY)
+        if len(shape) > 8 or max(shape, default=0) >= 2**63:
+            raise ExpertError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _REMEDY)
