@@ -122,7 +122,7 @@ def test_defaults_match_peft(tmp_path: Path) -> None:
         (tmp_path / CONFIG).write_text(json.dumps(content))
         read = read_adapter_config(tmp_path / CONFIG)
         assert (read.rank, read.alpha, read.rslora, read.fan_in_fan_out) == (8, 8, False, False)
-        assert read.rank_of("any") == 8
+        assert read.resolved(["any"]) == ({"any": 8}, {"any": 8})
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:

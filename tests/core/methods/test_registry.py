@@ -109,8 +109,8 @@ def test_parameters_are_keys_everywhere() -> None:
     assert sorted(options) == sorted(set(options))
     assert PARAMETERS.keys() <= set(options)
     assert {*parameter_keys(), "parameters"} <= {*Composition.model().known_keys(), *GRID_FIELDS}
-    assert "lambda" in Rule.known_keys()
-    assert "scale" not in Rule.known_keys()
+    assert "lambda" in Rule.model().known_keys()
+    assert "scale" not in Rule.model().known_keys()
 
 
 def test_a_parameter_is_read_and_written_with_its_method() -> None:
