@@ -69,7 +69,7 @@ def test_copying_a_console_block_copies_only_the_command(site: Path, browser: An
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """The site behind a server: browsers do not search pages that are opened as files."""
+    """The site behind a server."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *arguments: Any) -> None: ...
@@ -104,6 +104,23 @@ def test_the_search_finds_the_page_first(address: str, browser: Any, query: str,
     found = first.get_attribute("href")
     tab.close()
     assert page in found
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+def test_the_site_works_from_its_folder(site: Path, browser: Any, width: int) -> None:
+    """Opened as files, without a server: the search answers, a result opens its page, and no page is too wide."""
+    tab = browser.new_page(viewport={"width": width, "height": 800})
+    faults: list[str] = []
+    tab.on("pageerror", lambda error: faults.append(str(error)))
+    tab.goto(f"{(site / 'index.html').as_uri()}?q=ollama")
+    first = tab.locator(".md-search-result__item > .md-search-result__link").first
+    first.wait_for(state="attached")
+    assert "own_adapters.html" in str(first.get_attribute("href"))
+    for page in sorted(site.glob("*.html")):
+        tab.goto(page.as_uri())
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width, page.name
+    tab.close()
+    assert faults == []
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
     inside = [layer for layer in range(layers) if layer not in outer and gains[layer] > 0]
     if inside:
         reasons.append(
-            f"layers {format_layers(inside)} also matter more to the language but are inside: see --form modules"
+            f"layers {format_layers(inside)} also matter more to the language but lie inside; "
+            "only an owner for each module (--form modules) reaches them"
         )
     chosen = {"bottom": bottom, "top": top}
     return Suggestion("zones", chosen, _kept(importance, owned), tuple(reasons), importance)

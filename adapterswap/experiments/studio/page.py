@@ -116,7 +116,7 @@ class _Page:
     def _head(self) -> None:
         workspace = self.workspace
         folder = PurePath(workspace.base_model).parent.name
-        seed = f"seed {folder.removeprefix('seed-')} of a lab run, " if folder.startswith("seed-") else ""
+        seed = f"Seed {folder.removeprefix('seed-')} of a lab run, " if folder.startswith("seed-") else ""
         gr.HTML(
             f'<div id="head"><h1>adapterswap studio</h1><p>{seed}{text(workspace.base_model)}, {workspace.num_layers} '
             "layers. Choose which expert each layer comes from, and watch the answers change.</p></div>",
@@ -196,7 +196,7 @@ class _Page:
         self.address = gr.Textbox(self.first.address(), visible="hidden", elem_id="address")
         with gr.Row():
             self.make = {
-                kind: gr.Button(f"Make the {label}", size="sm", elem_id=f"make-{kind}", min_width=140)
+                kind: gr.Button(f"Export the {label}", size="sm", elem_id=f"make-{kind}", min_width=140)
                 for kind, label in FILES.items()
             }
         self.made = gr.File(label="Ready to download", visible=False, elem_id="made", interactive=False)
@@ -227,7 +227,7 @@ class _Page:
         )  # fmt: skip
         with gr.Row(equal_height=True):
             self.evaluate = gr.Button(
-                "Evaluate this composition", variant="primary", size="md", elem_id="evaluate", min_width=270, scale=0
+                "Evaluate", variant="primary", size="md", elem_id="evaluate", min_width=160, scale=0
             )
             self.evaluate_stop = gr.Button("Stop", size="md", min_width=80, scale=0, elem_id="evaluate-stop")
         self.progress = gr.HTML("", elem_id="evaluating")

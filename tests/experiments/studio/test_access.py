@@ -23,7 +23,7 @@ def panels(page: Any) -> Any:
     yield "Try"
     page.get_by_role("tab", name="Export").click()
     page.locator("#copy-2").wait_for()
-    page.get_by_role("button", name="Make the model card").click()
+    page.get_by_role("button", name="Export the model card").click()
     page.locator("#made a[download]").wait_for()
     yield "Export"
     page.get_by_role("tab", name="Analyze").click()

@@ -234,19 +234,19 @@ def test_a_copied_command_writes_the_offered_files(
     result = CliRunner().invoke(main, shlex.split(copied)[1:])
     assert result.exit_code == 0, result.output
     files = {path.name: path.read_bytes() for path in Path("math+language").iterdir()}
-    page.get_by_role("button", name="Make the adapter (.zip)").click()
+    page.get_by_role("button", name="Export the adapter (.zip)").click()
     link = page.locator("#made a[download]").first
     link.wait_for()
     with page.expect_download() as download:
         link.click()
     with zipfile.ZipFile(download.value.path()) as archive:
         assert {Path(name).name: archive.read(name) for name in archive.namelist()} == files
-    page.get_by_role("button", name="Make the model card").click()
+    page.get_by_role("button", name="Export the model card").click()
     page.locator("#made", has_text="README").wait_for()
     with page.expect_download() as download:
         page.locator("#made a[download]").first.click()
     assert Path(download.value.path()).read_bytes() == files["README.md"]
-    page.get_by_role("button", name="Make the GGUF").click()
+    page.get_by_role("button", name="Export the GGUF").click()
     page.locator("#made", has_text="gguf").wait_for()
     with page.expect_download() as download:
         page.locator("#made a[download]").first.click()
