@@ -230,9 +230,7 @@ class Composition(MethodPlain):
         if not all(1 <= depth <= MAX_LAYERS for depth in depths):
             raise ValueError  # pydantic's bounds say it better
         if isinstance(value, Mapping) and set(value) != set(STACKS):
-            raise FieldMistake(
-                "`num_layers` has the depth of only one stack: write {encoder: N, decoder: M}", "num_layers"
-            )
+            raise FieldMistake("`num_layers` has the depth of only one stack: write {encoder: N, decoder: M}")
         return value
 
     @validates("method", mode="after")
