@@ -172,22 +172,6 @@ def _of_llama(launch: LlamaLaunch, composer: PieceComposer) -> _Shown:
     return _Shown({"base": base, "pieces": count}, f"{count} files of layers", [remark], key=key)
 
 
-def _other_prompts(base_model: str, experts: Mapping[str, Adapter]) -> list[str]:
-    """Experts that were trained with another tokenizer or chat template than a local base's, which the engine uses."""
-    from adapterswap.core.companions.companions import decide_prompts
-    from adapterswap.kit.files.text import expand, is_folder
-
-    folder = expand(base_model)
-    lines = []
-    for name, adapter in experts.items() if is_folder(folder) else ():
-        decided = decide_prompts({name: adapter.source.folder}, folder)
-        others = ["tokenizer"] * (decided.owner("tokenizer") == name)
-        others += ["chat template"] * (decided.owner("chat_template") == name)
-        if others:
-            lines.append(f"{name} has another {' and '.join(others)} than the base, whose own the engine uses")
-    return lines
-
-
 def _show(
     launch: Launch | LlamaLaunch,
     composer: NamedComposer,
@@ -220,7 +204,7 @@ def _show(
     lowest = {
         name: experts[name] for name in experts if not any(name in parts[1:] for parts in manifest.chains.values())
     }
-    for line in (*other_bases(lowest, composer.base_model), *unchecked, *_other_prompts(composer.base_model, experts)):
+    for line in (*other_bases(lowest, composer.base_model), *unchecked):
         note(f"Warning: {line}")
     for line in on_the_base(
         {name: one.source.folder for name, one in experts.items()}, cached_base_folder(composer.base_model)

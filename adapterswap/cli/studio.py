@@ -60,6 +60,8 @@ def studio_command(
             workspace = open_workspace(base_model, experts_path, device=device, dtype=dtype, allow_paths=allow_paths)
     for name, fault in {**workspace.faults, **workspace.not_live}.items():
         note(f"Warning: {name}: {fault}")
+    for line in workspace.notes:
+        note(line)
     note(f"{workspace.base_model}: {workspace.num_layers} layers; experts: {', '.join(workspace.experts)}")
     if dry_run:
         note_dry_run("served")

@@ -29,7 +29,7 @@ from adapterswap.core.model.sources import public_name, same_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot
-from adapterswap.kit.errors import printable
+from adapterswap.kit.errors import AdapterswapError, printable
 
 _BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
 _SHOWN = 8  # experts in a summary
@@ -92,7 +92,15 @@ def summary(plan: Plan) -> str:
     more = len(plan.experts) - len(experts)
     lines = [f"Plan: {headline(plan)}", *experts, *([f"and {more} more experts"] if more else [])]
     lines += [f"base: {plan.base!r}"] if plan.base else []
-    return "\n".join(printable(line) for line in [*lines, *_shortened(strip(plan))])
+    return "\n".join(printable(line) for line in [*lines, *_shortened(strip(plan)), *companion_lines(plan)])
+
+
+def companion_lines(plan: Plan) -> list[str]:
+    """The lines on what stands beside the weights; none if it cannot be read, which is an error where it is written."""
+    try:
+        return plan.companions.lines
+    except AdapterswapError:
+        return []
 
 
 def _shortened(text: str) -> list[str]:
@@ -332,7 +340,8 @@ def plan_html(plan: Plan) -> str:
         f'<span style="{_CELL};{_colour(colours.get(mark, _PLAIN))}">{_text(mark)}</span> {_text(meaning)}'
         for mark, meaning in picture.legend.items()
     )
-    remarks = "".join(f"<div>{_text(line)}</div>" for line in unusual(plan)[:_REMARKS])
+    lines = [*unusual(plan)[:_REMARKS], *companion_lines(plan)]
+    remarks = "".join(f"<div>{_text(line)}</div>" for line in lines)
     return (
         f'<div style="overflow-x:auto"><div>{_text(f"Plan: {headline(plan)}")}</div>'
         f'<table style="border-collapse:collapse">{"".join(rows)}</table><div>{legend}</div>{remarks}</div>'

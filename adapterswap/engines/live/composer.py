@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.planning.composition import Composition, expert_name
-from adapterswap.core.planning.describe import headline
+from adapterswap.core.planning.describe import companion_lines, headline
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live.batching import Rows, pad_left
 from adapterswap.engines.live.catalogue import Catalogue, Composable, plan_on_disk
@@ -234,7 +234,9 @@ class LiveComposer:
     def __repr__(self) -> str:
         base = self.model.get_base_model()
         name = getattr(base.config, "_name_or_path", "") or type(base).__name__
-        return f"<LiveComposer on {name!r}, experts: {', '.join(self.names)}; active: {self._described()}>"
+        lines = [f"LiveComposer on {name!r}, experts: {', '.join(self.names)}; active: {self._described()}"]
+        lines += [] if self.plan is None else companion_lines(self.plan)  # the user holds the tokenizer
+        return "<" + "\n".join(lines) + ">"
 
     def _described(self) -> str:
         """A short description of the active composition."""

@@ -149,6 +149,7 @@ class Workspace:
         composer: the model's live composer; None if no expert could be loaded.
         lab: word problems, if the models are the lab's.
         allow_paths: whether visitors may open more experts by folder or Hub id.
+        notes: whose tokenizer and chat template prompts have, where experts or the base differ.
         turns: the queue for the model.
     """
 
@@ -162,6 +163,7 @@ class Workspace:
     composer: LiveComposer | None
     lab: LabProblems | None = None
     allow_paths: bool = False
+    notes: Sequence[str] = ()
     turns: Turns = field(default_factory=Turns)
     _analysis: dict[tuple[str, ...], Analysis] = field(default_factory=dict)
     _scores_alone: dict[str, Scores] = field(default_factory=dict)
@@ -359,12 +361,13 @@ def open_workspace(
     if not opened:
         raise next(iter(faults.values()))
     folders = {name: adapter.source.folder for name, adapter in opened.items()}
-    base = base.with_companions(decide_prompts(folders, base.source.folder))
+    companions = decide_prompts(folders, base.source.folder)
+    base = base.with_companions(companions)
     composer, not_live = _load(load_weights(base, dtype=dtype).to(target).eval(), opened)
     references = {name: _short(reference) for name, reference in named.items()}
     return Workspace(
         _short(base_model), base, num_layers, references, opened, faults, not_live, composer,
-        lab(base.tokenizer) if lab else None, allow_paths,
+        lab(base.tokenizer) if lab else None, allow_paths, companions.prompt_lines,
     )  # fmt: skip
 
 

@@ -221,3 +221,28 @@ def test_the_functions_take_owners_by_keyword(base: Path, tmp_path: Path) -> Non
         adapterswap.merge(plan, out_path=tmp_path / "x", tokenizer=3)  # type: ignore[arg-type]
     with refused(CompositionError, "config_from"):
         adapterswap.merge(plan, out_path=tmp_path / "x", config_from="math")
+
+
+def test_where_a_model_runs_the_line_is_shown_as_well(base: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    """In a plan's and a live composer's `repr`, in a notebook, and at the start of a server and of the studio."""
+    from adapterswap.experiments.studio.workspace import open_workspace
+
+    experts = {
+        "math": expert(base, tmp_path / "math", 1, eos_token="w5"),
+        "swahili": expert(base, tmp_path / "swahili", 2),
+    }
+    line = "tokenizer: math's (swahili's"
+    plan = adapterswap.layer_swap(experts["math"], experts["swahili"], **ZONES)
+    assert line in repr(plan)
+    assert line in plan._repr_html_().replace("&#x27;", "'")
+    composer = adapterswap.LiveComposer.from_experts(load_base(base), experts)
+    assert line not in repr(composer)
+    with composer.use("math+swahili@bottom=1,top=1"):
+        assert line in repr(composer)
+    served = run("serve", "--base-model", base, "--experts", tmp_path, "--dry-run")
+    assert served.stderr.count("the base's (math's differs: eos); the engine uses the base's") == 1, served.stderr
+    assert "has another tokenizer" not in served.stderr
+    workspace = open_workspace(str(base), {name: str(place) for name, place in experts.items()}, device="cpu")
+    assert [note.partition(" (")[0] for note in workspace.notes] == ["tokenizer: math's"]
+    (experts["math"] / "tokenizer_config.json").write_text("{")
+    assert "layer_swap" in repr(adapterswap.layer_swap(experts["math"], experts["swahili"], **ZONES))
