@@ -60,6 +60,11 @@ def inspect_command(path: Expert, *, as_json: Json = False) -> None:
         _print_inspection(inspection)
 
 
+_BESIDE = {
+    "chat_template": "chat templates", "generation": "generation settings", "code": "code, which is never run",
+}  # fmt: skip
+
+
 def _print_inspection(inspection: Inspection) -> None:
     from adapterswap.core import Adapter
     from adapterswap.engines.gguf.reading import GgufAdapter
@@ -70,6 +75,8 @@ def _print_inspection(inspection: Inspection) -> None:
         _print_gguf(inspection, inspection.expert)
     else:
         _print_model(inspection, inspection.expert)
+    for kind, names in inspection.companions.items():
+        echo(f"{_BESIDE.get(kind, kind)}: {', '.join(names)}")
     if inspection.trained_from is not None:
         echo(f"trained from {inspection.trained_from}")
     if inspection.record is not None:

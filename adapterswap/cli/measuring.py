@@ -89,6 +89,8 @@ def analyze_command(
         print_json(analysis.as_json())
     else:
         _print_analysis(analysis)
+    for remark in analysis.remarks:
+        note(f"Warning: {remark}")
     if out_path is not None:
         note_output(out_path, dry_run=dry_run)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ import numpy.typing as npt
 
 from adapterswap.core.changes.joint import Joint, cosine
 from adapterswap.core.changes.reading import read_matrices
+from adapterswap.core.companions.companions import Companions
+from adapterswap.core.companions.config import compare_configs
 from adapterswap.core.experts.adapter import Adapter, open_expert
 from adapterswap.core.model.layers import STACKS, Kind, stack_of
+from adapterswap.core.model.sources import cached_base_config, same_base
 from adapterswap.core.planning.alignment import aligned
 from adapterswap.core.planning.targets import Target, check_expert
 from adapterswap.core.writing.outputs import map_in_threads
@@ -123,7 +126,8 @@ class Comparison:
     Attributes:
         modules: every LoRA module that either has, in the order of layers.
         saved: every module that either holds in full, in the same order.
-        remarks: which adapter is a slice whose other layers were counted as unchanged.
+        remarks: which adapter is a slice whose other layers were counted as unchanged; other bases, or other files
+            beside the weights, which ΔW does not show.
     """
 
     modules: tuple[Difference, ...]
@@ -192,7 +196,20 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
         for place, adapter in slices.items()
         if adapter.kept_layers is not None
     )
-    return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)), tuple(remarks))
+    beside = _beside(*pair)
+    return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)), (*remarks, *beside))
+
+
+def _beside(one: Adapter, other: Adapter) -> Iterator[str]:
+    """What ΔW does not show: other bases, and other tokenizers and the like."""
+    first, second = one.config.base_model, other.config.base_model
+    if first is not None and second is not None and not same_base(first, second):
+        yield f"the adapters name different bases, {first} and {second}"
+        ours, theirs = cached_base_config(first), cached_base_config(second)
+        if ours is not None and theirs is not None and (found := compare_configs(ours, theirs)):
+            yield f"the configs of their bases compute differently: {found.text(first, second)}"
+    for line in Companions(one.source.folder).remarks(Companions(other.source.folder)):
+        yield f"the adapters' {line}"
 
 
 def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from adapterswap.core.companions.companions import Companions
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import (
@@ -83,6 +84,11 @@ class Inspection:
         return self.expert.file.size if isinstance(self.expert, Adapter) else self.expert.size
 
     @property
+    def companions(self) -> dict[str, list[str]]:
+        """What stands beside the weights, such as `tokenizer` → its files; see `Companions.contents`."""
+        return {} if isinstance(self.expert, GgufAdapter) else Companions(self.expert.source.folder).contents()
+
+    @property
     def strip(self) -> list[str]:
         """The strip of layers, a line each; empty without a record.
 
@@ -121,7 +127,15 @@ class Inspection:
         else:
             facts = self._of_model(self.expert)
         trained = {} if self.trained_from is None else {"trained_from": self.trained_from}
-        return {"kind": self.kind, "source": str(self.expert.source), **facts, **self._composed_of(), **trained}
+        beside = {"companions": companions} if (companions := self.companions) else {}
+        return {
+            "kind": self.kind,
+            "source": str(self.expert.source),
+            **facts,
+            **beside,
+            **self._composed_of(),
+            **trained,
+        }
 
     def _of_gguf(self, adapter: GgufAdapter) -> dict[str, Any]:
         return {

@@ -23,6 +23,7 @@ from adapterswap.core.companions.files import (
     MODEL_CONFIG,
     POOLING_FILES,
     PROCESSOR_FILES,
+    TOKENIZER_FILES,
     code_in,
     copy_files,
     differing_files,
@@ -40,7 +41,7 @@ from adapterswap.core.companions.tokenizer import (
     unite,
     write_united,
 )
-from adapterswap.kit.errors import ArgumentError
+from adapterswap.kit.errors import AdapterswapError, ArgumentError
 from adapterswap.kit.files.text import read_json, write_json
 
 Kind = Literal["tokenizer", "chat_template", "generation", "processor", "pooling"]
@@ -95,6 +96,45 @@ class Companions:
             "processor": self.processor, "pooling": self.pooling,
         }  # fmt: skip
         return bool(held[kind])
+
+    def contents(self) -> dict[str, list[str]]:
+        """What stands in the folder: each kind with the names of its files, templates or settings.
+
+        `code` is listed, too; what cannot be read is listed as `unreadable`, with the reason.
+        """
+        found: dict[str, list[str]] = {}
+        listed: Mapping[str, Callable[[], Iterable[str]]] = {
+            "tokenizer": lambda: self._names(TOKENIZER_FILES),
+            "chat_template": lambda: self.templates or (),
+            "generation": lambda: self.generation or (),
+            "processor": lambda: self._names(PROCESSOR_FILES),
+            "pooling": lambda: self._names(POOLING_FILES),
+            "code": lambda: code_in(self.folder),
+        }
+        for kind, names in listed.items():
+            try:
+                held = list(names())
+            except AdapterswapError as error:
+                kind, held = "unreadable", [*found.get("unreadable", ()), error.problems[0].message]
+            found |= {kind: held} if held else {}
+        return found
+
+    def _names(self, patterns: Iterable[str]) -> list[str]:
+        return [path.relative_to(self.folder).as_posix() for path in files_matching(self.folder, patterns)]
+
+    def remarks(self, other: Companions) -> list[str]:
+        """A line for each kind that both folders have and in which they differ, such as `tokenizers differ: eos`."""
+        lines = []
+        for kind in get_args(Kind):
+            label = f"{_LABELS.get(kind, kind)}{'s' * (kind in ('tokenizer', 'chat_template', 'processor'))}"
+            try:
+                parts = self.differences(other, kind) if self.has(kind) and other.has(kind) else ()
+            except AdapterswapError as error:
+                lines.append(f"{label} were not compared: {error.problems[0].message}")
+                continue
+            named = "" if kind == "chat_template" else f": {', '.join(parts)}"
+            lines += [f"{label} differ{'s' * (kind == 'pooling')}{named}"] if parts else []
+        return lines
 
     def differences(self, other: Companions, kind: Kind) -> tuple[str, ...]:
         """In what another folder's companions of a kind, which both have, differ; empty if they do the same."""

@@ -29,7 +29,7 @@ from adapterswap.core.model.sources import public_name, same_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot
-from adapterswap.kit.errors import AdapterswapError, printable
+from adapterswap.kit.errors import printable
 
 _BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
 _SHOWN = 8  # experts in a summary
@@ -92,15 +92,7 @@ def summary(plan: Plan) -> str:
     more = len(plan.experts) - len(experts)
     lines = [f"Plan: {headline(plan)}", *experts, *([f"and {more} more experts"] if more else [])]
     lines += [f"base: {plan.base!r}"] if plan.base else []
-    return "\n".join(printable(line) for line in [*lines, *_shortened(strip(plan)), *companion_lines(plan)])
-
-
-def companion_lines(plan: Plan) -> list[str]:
-    """The lines on what stands beside the weights; none if it cannot be read, which is an error where it is written."""
-    try:
-        return plan.companions.lines
-    except AdapterswapError:
-        return []
+    return "\n".join(printable(line) for line in [*lines, *_shortened(strip(plan)), *plan.companion_lines])
 
 
 def _shortened(text: str) -> list[str]:
@@ -340,7 +332,7 @@ def plan_html(plan: Plan) -> str:
         f'<span style="{_CELL};{_colour(colours.get(mark, _PLAIN))}">{_text(mark)}</span> {_text(meaning)}'
         for mark, meaning in picture.legend.items()
     )
-    lines = [*unusual(plan)[:_REMARKS], *companion_lines(plan)]
+    lines = [*unusual(plan)[:_REMARKS], *plan.companion_lines]
     remarks = "".join(f"<div>{_text(line)}</div>" for line in lines)
     return (
         f'<div style="overflow-x:auto"><div>{_text(f"Plan: {headline(plan)}")}</div>'

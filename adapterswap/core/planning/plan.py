@@ -23,7 +23,7 @@ from adapterswap.core.planning.base import adapt_one_base, reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot
-from adapterswap.kit.errors import UnsupportedError
+from adapterswap.kit.errors import AdapterswapError, UnsupportedError
 from adapterswap.kit.files.text import expand, is_folder
 
 if TYPE_CHECKING:
@@ -205,6 +205,14 @@ class Plan:
             config=self.config_owner if self.is_model else None,
             models=self.checkpoints,
         )
+
+    @property
+    def companion_lines(self) -> list[str]:
+        """The lines on the companions; none if they cannot be read, which is an error where they are written."""
+        try:
+            return self.companions.lines
+        except AdapterswapError:
+            return []
 
     def one_depth(self, what: str) -> int:
         """The number of layers, for a feature (`what`, such as `suggest`) that supports only one list of layers.

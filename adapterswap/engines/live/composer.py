@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.planning.composition import Composition, expert_name
-from adapterswap.core.planning.describe import companion_lines, headline
+from adapterswap.core.planning.describe import headline
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live.batching import Rows, pad_left
 from adapterswap.engines.live.catalogue import Catalogue, Composable, plan_on_disk
@@ -235,7 +235,7 @@ class LiveComposer:
         base = self.model.get_base_model()
         name = getattr(base.config, "_name_or_path", "") or type(base).__name__
         lines = [f"LiveComposer on {name!r}, experts: {', '.join(self.names)}; active: {self._described()}"]
-        lines += [] if self.plan is None else companion_lines(self.plan)  # the user holds the tokenizer
+        lines += [] if self.plan is None else self.plan.companion_lines  # the user holds the tokenizer
         return "<" + "\n".join(lines) + ">"
 
     def _described(self) -> str:

@@ -5,7 +5,7 @@ Reads experts; prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.core import Adapter, Checkpoint, open_checkpoint, open_expert
+from adapterswap.core.companions.config import compare_configs
 from adapterswap.experiments.analysis.interference import (
     Changes,
     FractionTable,
@@ -64,11 +65,13 @@ class Analysis:
         tables: for each expert, the share of rows with a change above the threshold, by layer and kind of matrix.
         changes: for each expert, the norm of every matrix's ΔW; empty if `tables` were read from a file.
         pairs: for each pair of experts, how their ΔW compare.
+        remarks: full checkpoints whose config computes differently from the base's, which ΔW does not show.
     """
 
     tables: tuple[FractionTable, ...]
     changes: tuple[Changes, ...] = ()
     pairs: tuple[Interference, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Analysis of {', '.join(repr(table.expert) for table in self.tables)}; threshold {self.threshold}>"
@@ -101,6 +104,7 @@ class Analysis:
         return {
             "experts": experts,
             "captions": self.captions(),
+            "remarks": list(self.remarks),
             "pairs": [
                 {
                     "experts": list(pair.experts),
@@ -239,10 +243,20 @@ def analyze(
     threshold = choose_threshold(changes) if threshold is None else threshold
     tables = tuple(change_set.fractions(threshold) for change_set in changes)
     pairs = tuple(Interference(pair, tuple(modules)) for pair, modules in measured.meetings.items())
-    analysis = Analysis(tables, tuple(changes), pairs)
+    analysis = Analysis(tables, tuple(changes), pairs, tuple(_other_configs(opened, base)))
     if out_path is not None:
         analysis.write(out_path, column_width=column_width, overwrite=overwrite, inputs=inputs)
     return analysis
+
+
+def _other_configs(experts: Mapping[str, Expert], base: Checkpoint | None) -> Iterator[str]:
+    """A remark for each full checkpoint whose config computes differently from the base's."""
+    for name, expert in experts.items():
+        if isinstance(expert, Checkpoint) and base is not None:
+            found = compare_configs(base.config, expert.config)
+            if found:
+                text = found.text("the base", name)
+                yield f"the configs of {name} and the base compute differently, which ΔW does not show: {text}"
 
 
 def read_analysis(path: str | Path) -> Analysis:

@@ -221,6 +221,19 @@ def test_neutral_keys_are_accepted(change: dict[str, Any], checkpoint: Callable[
     assert adapterswap.verify(with_config(tmp_path / "copy", base, 1, change, checkpoint), base_model=base).equal
 
 
+def test_analyzing_a_checkpoint_of_another_config_says_so(
+    checkpoint: Callable[..., Path], tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    base = checkpoint(seed=1)
+    other = with_config(tmp_path / "other", base, 2, {"rms_norm_eps": 0.01}, checkpoint)
+    assert adapterswap.analyze({"math": checkpoint(seed=2)}, base_model=base).remarks == ()
+    (remark,) = adapterswap.analyze({"math": other}, base_model=base).remarks
+    assert remark.startswith("the configs of math and the base compute differently")
+    assert "rms_norm_eps" in remark
+    shown = run("analyze", f"math={other}", "--base-model", base, exit_code=0)
+    assert f"Warning: {remark}" in shown.stderr
+
+
 def test_config_from_decides_and_is_recorded(
     checkpoint: Callable[..., Path], tmp_path: Path, run: Callable[..., Any]
 ) -> None:

@@ -246,3 +246,44 @@ def test_where_a_model_runs_the_line_is_shown_as_well(base: Path, tmp_path: Path
     assert [note.partition(" (")[0] for note in workspace.notes] == ["tokenizer: math's"]
     (experts["math"] / "tokenizer_config.json").write_text("{")
     assert "layer_swap" in repr(adapterswap.layer_swap(experts["math"], experts["swahili"], **ZONES))
+
+
+def test_comparing_adapters_names_what_delta_w_does_not_show(
+    base: Path, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    one, other = expert(base, tmp_path / "math", 1, eos_token="w5"), expert(base, tmp_path / "swahili", 2)
+    assert adapterswap.diff(one, one).remarks == ()
+    (other / "chat_template.jinja").write_text("other {{ messages[0].content }}")
+    (one / "chat_template.jinja").write_text("one {{ messages[0].content }}")
+    shutil.copytree(base, tmp_path / "base")
+    write(tmp_path / "base" / "config.json", rms_norm_eps=0.01)
+    write(other / "adapter_config.json", base_model_name_or_path=str(tmp_path / "base"))
+    remarks = adapterswap.diff(one, other).remarks
+    assert remarks[0] == f"the adapters name different bases, {base} and {tmp_path / 'base'}"
+    assert remarks[1].startswith("the configs of their bases compute differently: rms_norm_eps is ")
+    assert remarks[2:] == ("the adapters' tokenizers differ: eos", "the adapters' chat templates differ")
+    assert "Warning: the adapters' chat templates differ" in run("diff", one, other, exit_code=0).stderr
+    (other / "chat_template.jinja").unlink()
+    (other / "chat_template.jinja").symlink_to("/etc/passwd")
+    assert any("chat templates were not compared" in line for line in adapterswap.diff(one, other).remarks)
+
+
+def test_inspecting_names_what_stands_beside_the_weights(base: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    folder = expert(base, tmp_path / "math", 1)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    write(folder / "preprocessor_config.json", size=[1, 2])
+    (folder / "tokenization_math.py").write_text("raise SystemExit")
+    shown = json.loads(run("inspect", folder, "--json", exit_code=0).stdout)["companions"]
+    assert shown == {
+        "tokenizer": ["tokenizer.json", "tokenizer_config.json"], "chat_template": ["default", "tool_use"],
+        "processor": ["preprocessor_config.json"], "code": ["tokenization_math.py"],
+    }  # fmt: skip
+    model = run("inspect", base, exit_code=0).stdout
+    assert "generation settings: " in model
+    assert "eos_token_id" in model.partition("generation settings: ")[2]
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to("/dev/zero")
+    (unreadable,) = adapterswap.inspect(folder).companions["unreadable"]
+    assert "links to /dev/zero" in unreadable
