@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from adapterswap.core.companions.config import ConfigDifferences, compare_configs
 from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.model.architectures import architectures_in
 from adapterswap.core.model.base import Base, FusedParameter, base_at
@@ -197,6 +198,10 @@ class Checkpoint:
     def quantization(self) -> Quantization | None:
         """How its weights are quantized, by its config; None if they are not."""
         return quantization_in(self.config)
+
+    def compared_config(self, other: Checkpoint) -> ConfigDifferences:
+        """Where the config of another checkpoint computes differently from this one's."""
+        return compare_configs(self.config, other.config)
 
     def dequantized(self) -> Checkpoint:
         """The weights that it computes with, if it is quantized; see `dequantizing.dequantized`."""

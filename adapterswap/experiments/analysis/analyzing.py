@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.core import Adapter, Checkpoint, open_checkpoint, open_expert
-from adapterswap.core.companions.config import compare_configs
 from adapterswap.experiments.analysis.interference import (
     Changes,
     FractionTable,
@@ -253,7 +252,7 @@ def _other_configs(experts: Mapping[str, Expert], base: Checkpoint | None) -> It
     """A remark for each full checkpoint whose config computes differently from the base's."""
     for name, expert in experts.items():
         if isinstance(expert, Checkpoint) and base is not None:
-            found = compare_configs(base.config, expert.config)
+            found = base.compared_config(expert)
             if found:
                 text = found.text("the base", name)
                 yield f"the configs of {name} and the base compute differently, which ΔW does not show: {text}"

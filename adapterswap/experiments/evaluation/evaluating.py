@@ -158,8 +158,9 @@ def preview(
             check_texts({name: task})
             requests, task._instances = task.instances, None
             prompts = [str(request.args[0]) for request in requests]
-            # A chat template may already have added the start token: the harness adds it once.
-            begun = has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
+            # A chat template writes the special tokens itself; elsewhere the harness adds the start token once.
+            rendered = settings.apply_chat_template and task.OUTPUT_TYPE != "loglikelihood_rolling"
+            begun = rendered or has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
             encoded = tokenizer(prompts, add_special_tokens=not begun)["input_ids"]
             longest = max(map(len, encoded))
             generates = task.OUTPUT_TYPE == "generate_until"

@@ -231,6 +231,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             super().__init__(
                 pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal",
                 think_end_token=settings.think_end_token,
+                # A chat template writes the special tokens itself, as in training and in transformers.
+                add_bos_token=False if settings.apply_chat_template else None,
             )  # fmt: skip
         finally:
             del model.tie_weights
@@ -316,10 +318,14 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         return 1 + len(self.tok_encode(continuation, add_special_tokens=False))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
-        """See the harness."""
+        """See the harness. These texts are no conversations, so they get their special tokens."""
         self._check()
+        before, self.add_bos_token = self.add_bos_token, None
         batches = in_batches(requests, self.batch_size, self._measured)
-        return self._answers(requests, batches, super().loglikelihood_rolling)
+        try:
+            return self._answers(requests, batches, super().loglikelihood_rolling)
+        finally:
+            self.add_bos_token = before
 
     def _measured(self, texts: list[str]) -> list[int]:
         return self._processes.shared(texts, lambda text: len(self.tok_encode(text)))

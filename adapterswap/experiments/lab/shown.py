@@ -19,7 +19,10 @@ from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems
 from adapterswap.experiments.lab.seed import Questions
 from adapterswap.experiments.lab.world import LANGUAGES
 from adapterswap.kit.errors import DataError, NotFoundError
+from adapterswap.kit.files.inside import read_inside
 from adapterswap.kit.files.text import exists, expand, is_folder
+
+_MOST = 2**24  # bytes of a record
 
 
 class Problem(Protocol):
@@ -128,9 +131,13 @@ def find_models(folder: str | Path, seed: int = 0) -> LabModels:
         remedy = f"Pass the folder above it: `lab={whole}`" if above else "Run `adapterswap lab` first"
         raise NotFoundError(f"{place} contains no results.json", remedy, parameter="lab")
     try:
-        content = json.loads(record.read_text(encoding="utf-8"))
+        content = json.loads(read_inside(place, record.name, limit=_MOST, kind=DataError) or b"")
         if content["format"] == FRENCH_FORMAT:
             named = {name: str(content["experts"][name]) for name in EXPERTS}
+            if missing := [path for path in named.values() if not is_folder(Path(path))]:  # nothing is downloaded
+                raise NotFoundError(
+                    f"{missing[0]} is not a local folder", "Run `adapterswap lab` again", parameter="lab"
+                )
             return LabModels(str(place / "base"), named, _french_problems)
         scene = SCENES[content["scene"]["name"]] if content["format"] == LAB_FORMAT else None
     except (ValueError, KeyError, TypeError):

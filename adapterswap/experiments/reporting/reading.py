@@ -13,6 +13,7 @@ from typing import Any
 
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, combined, read_run, remarks
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError
+from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import as_row, exists, expand, json_lines, open_regular, read_json
 
 RESULTS, ANSWERS = "results.json", "answers.jsonl"
@@ -100,6 +101,7 @@ def _open_one(folder: Path) -> ReportSource:
             (*_searched(run), *remarks(run)),
         )
     if exists(folder / RESULTS) and exists(folder / ANSWERS):
+        files_inside(folder, [RESULTS, ANSWERS], kind=DataError)
         content = read_json(folder / RESULTS, _REMEDY)
         if content.get("format") == _LAB:
             with open_regular(folder / ANSWERS, _REMEDY) as file:

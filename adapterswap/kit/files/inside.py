@@ -38,6 +38,26 @@ def files_inside(folder: Path, patterns: Iterable[str], *, kind: type[Adapterswa
     return files
 
 
+def check_inside(folder: Path, *, kind: type[AdapterswapError] = ExpertError) -> None:
+    """Check that a folder holds only regular files, at any depth, and links to files inside it.
+
+    This is for folders that are written again: what is added to a file would be added to the file that a link leads to.
+
+    Raises:
+        AdapterswapError: something is a pipe, a device, or a link that leads to a folder or out of the folder.
+    """
+    places = [folder]
+    while places:
+        with os.scandir(places.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    places.append(Path(entry.path))
+                elif not entry.is_file(follow_symlinks=False):
+                    name = Path(entry.path).relative_to(folder).as_posix()
+                    if (file := open_inside(folder, name, kind=kind)) is not None:
+                        file.close()
+
+
 def open_inside(folder: Path, name: str, *, kind: type[AdapterswapError] = ExpertError) -> BufferedReader | None:
     """Open the file `name` of a folder for reading; None if the folder has nothing of this name.
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from refusals import refused
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 import adapterswap
@@ -87,6 +88,72 @@ class _Scripted:
             return torch.cat([context, torch.tensor([ids])], dim=1)
 
         monkeypatch.setattr(HFLM, "_model_generate", generate)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHOICE = """
+task: choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: ["yes", "no"]
+doc_to_target: 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"), [(CHATML, 0), ("{{ bos_token }}" + CHATML, 1), (None, 1)], ids=["chatml", "bos", "plain"]
+)
+def test_training_and_evaluation_begin_alike(
+    byte_model: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, begins: int
+) -> None:
+    """A tokenizer that begins every text with <s>: a chat template writes that itself, or there is none, as in
+    transformers and TRL. The ids of both kinds of requests, of the preview and of a training row are the same."""
+    from lm_eval.models.huggingface import HFLM
+
+    from adapterswap.experiments.training.texts import Example
+    from adapterswap.experiments.training.tokens import tokenize
+
+    tokenizer = templated(template or CHAT)
+    begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([begin])
+    seen: dict[str, list[int]] = {}
+
+    def generate(model: Any, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        seen["generate"] = context[0].tolist()
+        return context
+
+    def score(model: Any, requests: Any, **kwargs: Any) -> Any:
+        seen["score"] = [*requests[0][1], *requests[0][2]]
+        return [(0.0, False) for _ in requests]
+
+    monkeypatch.setattr(HFLM, "_model_generate", generate)
+    monkeypatch.setattr(HFLM, "_loglikelihood_tokens", score)
+    monkeypatch.setattr("adapterswap.experiments.evaluation.harness.shared_contexts", lambda *args: {})
+    (tmp_path / "rows.json").write_text(json.dumps([{"question": "1 + 1 = 2?"}]))
+    (tmp_path / "choice.yaml").write_text(CHOICE.replace("DATA", str(tmp_path / "rows.json")))
+    chosen = settings(apply_chat_template=template is not None, include_path=tmp_path)
+    for tasks in (TASK, ["choice"]):
+        evaluate(byte_model[0], tokenizer, tasks, chosen)
+    (generating,), (scoring,) = (
+        preview(tokenizer, byte_model[0].config, tasks, chosen) for tasks in (TASK, ["choice"])
+    )
+    for ids, previewed, answer in ((seen["generate"], generating, ""), (seen["score"], scoring, "yes")):
+        assert [*ids[: begins + 1]].count(1) == begins
+        assert previewed.longest == len(ids) - len(answer) - (template is None and bool(answer))
+        text = previewed.prompt + answer if template else previewed.prompt + " " * bool(answer) + answer
+        row, _ = tokenize([Example(text, (("", None),), chat=template is not None)], tokenizer, max_length=10_000)
+        assert row.ids.tolist()[: len(ids)] == ids
+        if template:
+            turns = [{"role": "user", "content": "1 + 1 = 2?"}]
+            if answer:
+                rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+                assert ids[: -len(answer)] == rendered["input_ids"]
 
 
 @pytest.mark.parametrize("end", ["</think>", "17"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from refusals import refused
 from safetensors.torch import load, save
 
-from adapterswap import AdapterswapError
+from adapterswap import AdapterswapError, report
 from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, read_prompts, read_run, read_samples, sweep
 from adapterswap.experiments.sweeps.recording import Recording, recording
 from adapterswap.experiments.sweeps.results import Findings
@@ -332,3 +333,57 @@ def test_a_repeated_line_and_a_huge_score_are_refused(run: Path) -> None:
     edited(lambda cell: scores(cell).update(value=1e300))(run)
     with refused(DataError, match="line 2"):
         read_run(run)
+
+
+LINKED = ("sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts", "samples/{cell}.jsonl", "sweep.json.tmp")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_in_somebody_elses_folder_are_refused(
+    run: Path, recipe: Recipe, finished: Run, tmp_path: Path, name: str
+) -> None:
+    """A report would publish what they lead to, and a resumed sweep would write or cut it."""
+    name = name.format(cell=finished.results[0].cell.cell)
+    private, place = tmp_path / "private", run / name
+    if place.is_dir():
+        shutil.move(place, private)
+    else:
+        private.write_text(place.read_text() + "half a line" if place.exists() else "private\nhalf a line")
+        place.unlink(missing_ok=True)
+    place.symlink_to(private)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()}
+    attempts = (
+        lambda: read_run(run),
+        lambda: report(run, tmp_path / "report"),
+        lambda: sweep(recipe(), run, device="cpu"),
+    )
+    for attempt in attempts:
+        with refused(DataError, match="outside its folder"):
+            attempt()
+    for path, content in before.items():
+        assert path.read_bytes() == content
+    if private.is_dir():
+        with refused(OutputError, "out_path", match=name):
+            sweep(recipe(), run, device="cpu", overwrite=True)
+        return
+    sweep(recipe(), run, device="cpu", overwrite=True)  # which removes links, and not what they lead to
+    assert not place.is_symlink()
+    assert all(path.read_bytes() == before[path] for path in before if path.is_relative_to(private))
+
+
+@pytest.mark.parametrize("name", ["sweep.lock", "preregistration.json"])
+def test_links_in_a_folder_without_a_sweep_are_refused(run: Path, recipe: Recipe, tmp_path: Path, name: str) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
+    (tmp_path / "private").write_text("private")
+    (run / name).symlink_to(tmp_path / "private")
+    with pytest.raises((DataError, OutputError)):
+        sweep(recipe(), run, device="cpu")
+    assert (tmp_path / "private").read_text() == "private"
+
+
+def test_a_pipe_in_a_sweeps_folder_does_not_wait(run: Path, recipe: Recipe) -> None:
+    os.mkfifo(run / "samples" / "pipe.jsonl")
+    for attempt in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
+        with refused(DataError, match="is not a regular file"):
+            attempt()
