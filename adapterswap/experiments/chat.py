@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import datetime
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+
+from adapterswap.kit.errors import AdapterswapError, reason_of
 
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag, which only marks text
 
@@ -17,6 +21,48 @@ _NO_VARIABLES = frozenset({
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "sanitize_control_tokens", "tokenizer_kwargs",
 })  # fmt: skip
+
+
+_SECONDS = 10.0  # of processor time for one text; real templates take milliseconds
+_LONGEST = 2**24  # characters of one text
+
+
+@contextmanager
+def bounded(seconds: float = _SECONDS) -> Iterator[None]:
+    """Run a template or a regex of somebody else: end it after these seconds of processor time.
+
+    Only the main thread can be interrupted, and only where the system has timers; elsewhere Ctrl-C is the only end.
+
+    Raises:
+        jinja2.TemplateError: it took too long, or failed with an error of Python's own.
+    """
+    from jinja2 import TemplateError, TemplateRuntimeError
+
+    def end(number: int, frame: Any) -> None:
+        raise TemplateRuntimeError(f"it ran for {seconds:g} seconds, which is the most that it may")
+
+    may_end = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    before = signal.signal(signal.SIGVTALRM, end) if may_end else None
+    left = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)[0] if may_end else 0.0
+    try:
+        yield
+    except (TemplateError, AdapterswapError):
+        raise
+    except Exception as error:
+        raise TemplateRuntimeError(reason_of(error)) from None
+    finally:
+        if may_end:
+            signal.setitimer(signal.ITIMER_VIRTUAL, left)
+            signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+
+
+def checked_length(text: Any) -> str:
+    """What a template wrote; a `jinja2.TemplateError` if that is longer than any prompt."""
+    from jinja2 import TemplateRuntimeError
+
+    if len(text) > _LONGEST:
+        raise TemplateRuntimeError(f"it wrote {len(text):,} characters, and may write {_LONGEST:,}")
+    return str(text)
 
 
 class ChatTemplate:
@@ -50,10 +96,10 @@ class ChatTemplate:
         """The text of a conversation.
 
         Raises:
-            jinja2.TemplateError: the template refuses the messages.
+            jinja2.TemplateError: the template refuses the messages, fails, or takes too long.
         """
-        with self._today():
-            return str(
+        with self._today(), bounded():
+            return checked_length(
                 self._tokenizer.apply_chat_template(
                     messages,
                     tools=tools,
@@ -66,8 +112,14 @@ class ChatTemplate:
             )
 
     def reads(self, name: str) -> bool:
-        """Whether a template reads a variable of this name, such as `tools`."""
-        return any(name in _variables(text) for text in self._texts)
+        """Whether a template reads a variable of this name, such as `tools`. A broken one is reported by its use."""
+        from jinja2 import TemplateError
+
+        try:
+            with bounded():
+                return any(name in _variables(text) for text in self._texts)
+        except TemplateError:
+            return False
 
     @property
     def today(self) -> datetime.date:

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
 from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
 from adapterswap.experiments.evaluation.settings import Settings
-from adapterswap.experiments.evaluation.stock_tasks import code_allowed, explained_task_errors, rendering
+from adapterswap.experiments.evaluation.stock_tasks import (
+    bounded_filters,
+    code_allowed,
+    explained_task_errors,
+    rendering,
+)
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, load_tasks
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, RunError
@@ -298,6 +303,8 @@ def harness(tasks: Mapping[str, Any], settings: Settings) -> Iterator[None]:
         stack.enter_context(seeded(settings.seed))
         stack.enter_context(code_allowed(settings.confirm_run_unsafe_code))
         stack.enter_context(explained_task_errors(tasks))
+        if settings.sandboxed:
+            stack.enter_context(bounded_filters(tasks))
         yield
 
 

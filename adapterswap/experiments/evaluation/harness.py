@@ -231,11 +231,11 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             super().__init__(
                 pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal",
                 think_end_token=settings.think_end_token,
-                # A chat template writes the special tokens itself, as in training and in transformers.
-                add_bos_token=False if settings.apply_chat_template else None,
             )  # fmt: skip
         finally:
             del model.tie_weights
+        # A chat template writes the special tokens itself, as in training and in transformers.
+        self.add_bos_token: bool | None = False if settings.apply_chat_template else None
         self._max_gen_toks, self._truncate, self._seed = settings.max_gen_toks, settings.truncate, settings.seed
         self._vocabulary = Vocabulary(self.config, tokenizer)
         self._as_chat = chat_prompts(tokenizer, settings)

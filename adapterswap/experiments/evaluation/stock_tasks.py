@@ -18,9 +18,9 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from adapterswap.core.model.sources import hub_reason
+from adapterswap.experiments.chat import bounded, checked_length
 from adapterswap.experiments.permitted import foreign_in_task, uncounted
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -188,6 +189,53 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
     return merged | content
 
 
+@cache
+def _bounded_template() -> type[Any]:
+    """Jinja's class of templates, for those of others: with limits of time and length."""
+    from jinja2 import Template
+
+    class BoundedTemplate(Template):
+        def render(self, *args: Any, **kwargs: Any) -> str:
+            with bounded():
+                return checked_length(super().render(*args, **kwargs))
+
+    return BoundedTemplate
+
+
+@contextmanager
+def bounded_filters(tasks: Mapping[str, Any], *, seconds: float = 60.0) -> Iterator[None]:
+    """End filters and metrics of tasks of others inside the block that take too long: their regexes can.
+
+    Args:
+        tasks: the tasks by name.
+        seconds: processor time for all answers of a task; a tenth of a second more for each document.
+    """
+    from jinja2 import TemplateError
+
+    def ended(name: str, call: Callable[..., Any], most: float) -> Callable[..., Any]:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with bounded(most):
+                    return call(*args, **kwargs)
+            except TemplateError as error:
+                raise DataError(
+                    f"{name}: the answers cannot be filtered or scored: {reason_of(error)}",
+                    "Correct filter_list and metric_list in the task file",
+                    parameter="tasks",
+                ) from None
+
+        return within
+
+    with ExitStack() as stack:
+        for name, task in tasks.items():
+            most = {"apply_filters": seconds + len(task.eval_docs) / 10, "process_results": seconds}
+            for method, limit in most.items():
+                own, call = vars(task).get(method), getattr(task, method)
+                setattr(task, method, ended(name, call, limit))
+                stack.callback(setattr, task, method, own) if own else stack.callback(delattr, task, method)
+        yield
+
+
 @contextmanager
 def rendering(*, sandboxed: bool) -> Iterator[None]:
     """Render the tasks' templates inside the block; in Jinja's sandbox, where they cannot reach Python, if asked to."""
@@ -202,6 +250,7 @@ def rendering(*, sandboxed: bool) -> Iterator[None]:
             loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
         )
         utils.env.filters = before.filters
+        utils.env.template_class = _bounded_template()
     try:
         yield
     except SecurityError as error:

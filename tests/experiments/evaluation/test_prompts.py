@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import shutil
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jinja2 import TemplateError
 from refusals import refused
 from tokenizers import processors
 from transformers import AutoTokenizer
@@ -19,7 +23,7 @@ import adapterswap
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.evaluating import preview
 from adapterswap.experiments.evaluation.subjects import prepare_evaluation
-from adapterswap.kit.errors import ArgumentError, BaseModelError
+from adapterswap.kit.errors import ArgumentError, BaseModelError, DataError
 
 from .conftest import CHAT, byte_tokenizer
 
@@ -401,3 +405,85 @@ def test_a_recipe_sets_them() -> None:
     ).as_settings()
     assert (options.enable_thinking, options.think_end_token, options.date) == (False, "</think>", "2024-07-26")
     assert SweepSettings.model_validate({"date": datetime.date(2024, 7, 26)}).date == "2024-07-26"  # as YAML reads it
+
+
+LOOP = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (LOOP, "it ran for 0.2 seconds"),
+        ("{{ 'long' * 5000000 }}", "it wrote 20,000,000 characters"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ range(10000000) }}", "Range too big"),
+        ("{{ " + "(" * 100000 + " }}", "maximum recursion depth exceeded"),
+        ("{% if %}", "Expected an expression"),
+    ],
+    ids=["loop", "length", "type", "range", "nesting", "syntax"],
+)
+def test_a_template_of_somebody_else_ends(
+    byte_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, template: str, reason: str
+) -> None:
+    """In evaluations and in training. Limits are of processor time, so a busy machine changes nothing."""
+    from adapterswap.experiments import chat
+    from adapterswap.experiments.chat import ChatTemplate
+
+    monkeypatch.setattr(chat.bounded.__wrapped__, "__defaults__", (0.2,))
+    turns = [{"role": "user", "content": "?"}]
+    handler = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(TemplateError, match=re.escape(reason)):
+        ChatTemplate(templated(template))(turns)
+    assert (signal.getsignal(signal.SIGVTALRM), signal.getitimer(signal.ITIMER_VIRTUAL)) == (handler, (0.0, 0.0))
+    assert not ChatTemplate(templated(template)).reads("enable_thinking")
+    with refused(ArgumentError, "apply_chat_template", match=re.escape(reason)):
+        preview(templated(template), byte_model[0].config, TASK, settings())
+
+
+def test_templates_in_other_threads_are_rendered_without_a_timer() -> None:
+    from adapterswap.experiments.chat import ChatTemplate
+
+    with ThreadPoolExecutor(1) as threads:
+        text = threads.submit(ChatTemplate(templated(CHAT)), [{"role": "user", "content": "?"}]).result()
+    assert text == "<user>?</user>"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("doc_to_text", LOOP, "A task's template cannot be rendered: it ran for 0.2 seconds"),
+        ("doc_to_text", "{{ 'long' * 5000000 }}", "it wrote 20,000,000 characters"),
+        (
+            "filter_list",
+            [{"name": "f", "filter": [{"function": "regex", "regex_pattern": "(a+)+$"}, {"function": "take_first"}]}],
+            "the answers cannot be filtered or scored: it ran for",
+        ),
+        (
+            "metric_list",
+            [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True,
+              "regexes_to_ignore": ["(a+)+$"]}],
+            "the answers cannot be filtered or scored: it ran for",
+        ),
+    ],
+    ids=["loop", "length", "filter", "metric"],
+)  # fmt: skip
+def test_a_task_file_of_somebody_else_ends(
+    byte_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, value: Any, reason: str
+) -> None:
+    from adapterswap.experiments import chat
+    from adapterswap.experiments.evaluation import stock_tasks
+
+    monkeypatch.setattr(chat.bounded.__wrapped__, "__defaults__", (0.2,))
+    monkeypatch.setattr(stock_tasks.bounded_filters.__wrapped__, "__kwdefaults__", {"seconds": 0.2})
+    tokenizer = byte_tokenizer()
+    _Scripted(monkeypatch, tokenizer, "a" * 60 + "!<eos>")
+    (tmp_path / "rows.json").write_text(json.dumps([{"question": "?", "answer": "a"}]))
+    task = {
+        "task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.json")}},
+        "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}", "generation_kwargs": {"until": ["x"], "max_gen_toks": 100},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}], key: value,
+    }  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(task))
+    with refused(DataError, "tasks", match=re.escape(reason)):
+        evaluate(byte_model[0], tokenizer, ["mine"], settings(apply_chat_template=False, include_path=tmp_path))
