@@ -58,7 +58,7 @@ CEILINGS = {
     "engines.live": 12,
     "experiments.analysis": 12,
     "experiments.lab.bases": 8,
-    "experiments": 10,
+    "experiments": 11,
     "experiments.studio": 3,
     "": 2,
     "cli": 1,

@@ -6,10 +6,10 @@ import datetime
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 from adapterswap.kit.errors import AdapterswapError, reason_of
 
@@ -23,29 +23,32 @@ _NO_VARIABLES = frozenset({
 })  # fmt: skip
 
 
+_Result = TypeVar("_Result")
+
 _SECONDS = 10.0  # of processor time for one text; real templates take milliseconds
 _LONGEST = 2**24  # characters of one text
 
 
-@contextmanager
-def bounded(seconds: float = _SECONDS) -> Iterator[None]:
-    """Run a template or a regex of somebody else: end it after these seconds of processor time.
+def bounded(call: Callable[[], _Result], seconds: float | None = None) -> _Result:
+    """Call what runs a template or a regex of somebody else, and end it after these seconds of processor time.
 
     Only the main thread can be interrupted, and only where the system has timers; elsewhere Ctrl-C is the only end.
 
     Raises:
-        jinja2.TemplateError: it took too long, or failed with an error of Python's own.
+        jinja2.TemplateError: it took too long, wrote a very long text, or failed with an error of Python's own.
     """
     from jinja2 import TemplateError, TemplateRuntimeError
 
+    most = _SECONDS if seconds is None else seconds
+
     def end(number: int, frame: Any) -> None:
-        raise TemplateRuntimeError(f"it ran for {seconds:g} seconds, which is the most that it may")
+        raise TemplateRuntimeError(f"it ran for {most:g} seconds, which is the most that it may")
 
     may_end = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
     before = signal.signal(signal.SIGVTALRM, end) if may_end else None
-    left = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)[0] if may_end else 0.0
+    left = signal.setitimer(signal.ITIMER_VIRTUAL, most)[0] if may_end else 0.0
     try:
-        yield
+        result = call()
     except (TemplateError, AdapterswapError):
         raise
     except Exception as error:
@@ -54,15 +57,9 @@ def bounded(seconds: float = _SECONDS) -> Iterator[None]:
         if may_end:
             signal.setitimer(signal.ITIMER_VIRTUAL, left)
             signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
-
-
-def checked_length(text: Any) -> str:
-    """What a template wrote; a `jinja2.TemplateError` if that is longer than any prompt."""
-    from jinja2 import TemplateRuntimeError
-
-    if len(text) > _LONGEST:
-        raise TemplateRuntimeError(f"it wrote {len(text):,} characters, and may write {_LONGEST:,}")
-    return str(text)
+    if isinstance(result, str) and len(result) > _LONGEST:
+        raise TemplateRuntimeError(f"it wrote {len(result):,} characters, and may write {_LONGEST:,}")
+    return result
 
 
 class ChatTemplate:
@@ -98,26 +95,25 @@ class ChatTemplate:
         Raises:
             jinja2.TemplateError: the template refuses the messages, fails, or takes too long.
         """
-        with self._today(), bounded():
-            return checked_length(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    **self._arguments,
-                    **(arguments or {}),
-                )
-            )
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **self._arguments,
+            **(arguments or {}),
+        )
+        with self._today():
+            return str(bounded(render))
 
     def reads(self, name: str) -> bool:
         """Whether a template reads a variable of this name, such as `tools`. A broken one is reported by its use."""
         from jinja2 import TemplateError
 
         try:
-            with bounded():
-                return any(name in _variables(text) for text in self._texts)
+            return bounded(lambda: any(name in _variables(text) for text in self._texts))
         except TemplateError:
             return False
 

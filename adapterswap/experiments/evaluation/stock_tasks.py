@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from adapterswap.core.model.sources import hub_reason
-from adapterswap.experiments.chat import bounded, checked_length
+from adapterswap.experiments.chat import bounded
 from adapterswap.experiments.permitted import foreign_in_task, uncounted
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -196,8 +196,7 @@ def _bounded_template() -> type[Any]:
 
     class BoundedTemplate(Template):
         def render(self, *args: Any, **kwargs: Any) -> str:
-            with bounded():
-                return checked_length(super().render(*args, **kwargs))
+            return bounded(partial(super().render, *args, **kwargs))
 
     return BoundedTemplate
 
@@ -215,8 +214,7 @@ def bounded_filters(tasks: Mapping[str, Any], *, seconds: float = 60.0) -> Itera
     def ended(name: str, call: Callable[..., Any], most: float) -> Callable[..., Any]:
         def within(*args: Any, **kwargs: Any) -> Any:
             try:
-                with bounded(most):
-                    return call(*args, **kwargs)
+                return bounded(partial(call, *args, **kwargs), most)
             except TemplateError as error:
                 raise DataError(
                     f"{name}: the answers cannot be filtered or scored: {reason_of(error)}",

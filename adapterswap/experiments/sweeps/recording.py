@@ -53,7 +53,7 @@ from adapterswap.kit.errors import (
 )
 from adapterswap.kit.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.inside import check_inside, files_inside
+from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import exists, expand, read_json
 
 _LOCK, _TMP = "sweep.lock", ".tmp"
@@ -77,7 +77,7 @@ def check_out_path(
     if not exists(folder):
         return Findings()
     if {path.name for path in folder.iterdir()} <= _BEFORE:
-        check_inside(folder, kind=DataError)  # before a file in it is locked or replaced
+        files_inside(folder, ["**/*"], kind=DataError)  # before a file in it is locked or replaced
         return Findings()
     if not exists(folder / SWEEP):
         raise OutputError(

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from adapterswap.experiments.sweeps.grid import Assignment, Carrier, Cell
 from adapterswap.kit.errors import DataError, NotFoundError
-from adapterswap.kit.files.inside import check_inside
+from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import as_row, exists, expand, json_lines, open_regular, read_json
 
 LARGEST = 1e50  # in size: fourth powers of larger scores overflow in statistics
@@ -294,7 +294,7 @@ def read_run(folder: str | Path) -> Run:
     folder = expand(folder)
     if not exists(folder / SWEEP):
         raise NotFoundError(f"{folder} holds no {SWEEP}, so it is not a sweep's folder", _REMEDY, parameter="run")
-    check_inside(folder, kind=DataError)
+    files_inside(folder, ["**/*"], kind=DataError)
     described = read_json(folder / SWEEP, _REMEDY)
     if described.get("format") != FORMAT:
         raise DataError(

@@ -28,34 +28,15 @@ def files_inside(folder: Path, patterns: Iterable[str], *, kind: type[Adapterswa
     """The files in a folder that match one of the patterns, sorted; without files of code.
 
     Raises:
-        AdapterswapError: one is a pipe, a device, or a link that leads out of the folder.
+        AdapterswapError: one is a pipe, a device, or a link that leads to a folder or out of this one.
     """
-    paths = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
+    matching = {path for pattern in patterns for path in folder.glob(pattern)}
+    paths = {path for path in matching if path.is_symlink() or not path.is_dir()}
     files = sorted(path for path in paths if path.suffix not in _CODE)
     for path in files:
         if (file := open_inside(folder, path.relative_to(folder).as_posix(), kind=kind)) is not None:
             file.close()
     return files
-
-
-def check_inside(folder: Path, *, kind: type[AdapterswapError] = ExpertError) -> None:
-    """Check that a folder holds only regular files, at any depth, and links to files inside it.
-
-    This is for folders that are written again: what is added to a file would be added to the file that a link leads to.
-
-    Raises:
-        AdapterswapError: something is a pipe, a device, or a link that leads to a folder or out of the folder.
-    """
-    places = [folder]
-    while places:
-        with os.scandir(places.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    places.append(Path(entry.path))
-                elif not entry.is_file(follow_symlinks=False):
-                    name = Path(entry.path).relative_to(folder).as_posix()
-                    if (file := open_inside(folder, name, kind=kind)) is not None:
-                        file.close()
 
 
 def open_inside(folder: Path, name: str, *, kind: type[AdapterswapError] = ExpertError) -> BufferedReader | None:

@@ -429,7 +429,7 @@ def test_a_template_of_somebody_else_ends(
     from adapterswap.experiments import chat
     from adapterswap.experiments.chat import ChatTemplate
 
-    monkeypatch.setattr(chat.bounded.__wrapped__, "__defaults__", (0.2,))
+    monkeypatch.setattr(chat, "_SECONDS", 0.2)
     turns = [{"role": "user", "content": "?"}]
     handler = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(TemplateError, match=re.escape(reason)):
@@ -473,7 +473,7 @@ def test_a_task_file_of_somebody_else_ends(
     from adapterswap.experiments import chat
     from adapterswap.experiments.evaluation import stock_tasks
 
-    monkeypatch.setattr(chat.bounded.__wrapped__, "__defaults__", (0.2,))
+    monkeypatch.setattr(chat, "_SECONDS", 0.2)
     monkeypatch.setattr(stock_tasks.bounded_filters.__wrapped__, "__kwdefaults__", {"seconds": 0.2})
     tokenizer = byte_tokenizer()
     _Scripted(monkeypatch, tokenizer, "a" * 60 + "!<eos>")
