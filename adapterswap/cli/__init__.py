@@ -153,7 +153,7 @@ def _usage(error: click.UsageError) -> str:
         name, word = error.option_name, error.option_name.lstrip("-")
         flags = [flag for param in error.ctx.command.params for flag in param.opts if flag.startswith("--")]
         near = [flag for flag in flags if word in flag[2:].split("-")] or _most_like(name, flags)
-        message = f"No such option {name!r}." + f" Did you mean {' or '.join(near)}?" * bool(near)
+        message = f"No such option {name!r}." + (f" Did you mean {' or '.join(near)}?" if near else "")
     elif not isinstance(error, click.MissingParameter | click.BadOptionUsage) and not message.startswith(_BARE):
         return message
     if "Did you mean" in message:

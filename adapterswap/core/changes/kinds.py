@@ -183,6 +183,11 @@ class Terms:
         """The terms with low-rank changes."""
         return tuple(cast(Term[LowRank], term) for term in self.terms if isinstance(term.change, LowRank))
 
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether all changes are low-rank, and there is one."""
+        return bool(self.terms) and len(self.low_rank) == len(self.terms)
+
     @cached_property
     def opaque(self) -> tuple[Term[Opaque], ...]:
         """The terms whose weight PEFT computes from the base's."""

@@ -190,6 +190,23 @@ def _check_bias_of_head(
         )
 
 
+def _finder(
+    adapter: Adapter, parameters: Mapping[str, StoredTensor], model: Checkpoint
+) -> Callable[[str, str], str | None]:
+    """A function from a module and a parameter, as an adapter calls them, to the stored tensor's name: by the names
+    alone or, failing that, by transformers' names of the stored tensors in memory. None if there is none."""
+    by_name = _renaming(adapter, parameters)
+
+    def find(module: str, parameter: str) -> str | None:
+        key = by_name(module, parameter)
+        if key is None:
+            with suppress(BaseModelError):  # not a transformers model
+                key = model.stored_key(f"{module}.{parameter}", adapter.container)
+        return key
+
+    return find
+
+
 @dataclass
 class _Search:
     """Finds the stored tensors that an adapter changes.
@@ -213,16 +230,11 @@ class _Search:
     resized: bool = False
 
     def __post_init__(self) -> None:
-        self._by_name = _renaming(self.adapter, self.parameters)
+        self._find = _finder(self.adapter, self.parameters, self.model)
 
     def key(self, module: str, parameter: str = "weight") -> str | None:
-        """The stored tensor's name: by the names alone or, failing that, by transformers' names of the stored tensors
-        in memory. None if there is none."""
-        key = self._by_name(module, parameter)
-        if key is None:
-            with suppress(BaseModelError):  # not a transformers model
-                key = self.model.stored_key(f"{module}.{parameter}", self.adapter.container)
-        return key
+        """The stored tensor's name; None if there is none."""
+        return self._find(module, parameter)
 
     def changes(self) -> dict[str, Located]:
         """The changes that the adapter makes, by the name of the stored tensor."""
@@ -420,8 +432,7 @@ def base_tensor(
         with suppress(AdapterswapError):  # transformers does not know the model
             parameters = with_head(base.parameters, find_tied_head(base, {"": adapter}))
             module, _, parameter = name.rpartition(".")
-            search = _Search("", "", adapter, parameters, base, Problems(BaseModelError))
-            stored = parameters.get(search.key(module, parameter) or "")
+            stored = parameters.get(_finder(adapter, parameters, base)(module, parameter) or "")
     if stored is None:
         raise BaseModelError(
             f"The base {base_model} has no tensor {name}",

@@ -111,6 +111,9 @@ _SIDED = {
     "outside", "stack",
 }  # fmt: skip
 
+# Settings of layer swaps → what other methods do not distinguish.
+_OF_SWAPS = {"norms": "tensors", "outside": "modules", "stack": "layers"}
+
 # What messages call a weight → its field.
 _WEIGHTS = {"the task": "task_weight", "the language": "language_weight", "scale": "scale"}
 
@@ -271,18 +274,10 @@ class Composition(MethodPlain):
                 raise FieldMistake(f"{listed} only {verb} to a layer swap, not to {chosen}", extra[0])
         if self.partition and self.method != "layer_swap":
             raise FieldMistake(f"`partition` only applies to a layer swap, not to {self.method}", "partition")
-        if self.method != "layer_swap" and "norms" in set_fields:
-            raise FieldMistake(
-                f"`norms` only applies to a layer swap: {self.method} treats all tensors in the same way", "norms"
-            )
-        if self.method != "layer_swap" and "outside" in set_fields:
-            raise FieldMistake(
-                f"`outside` only applies to a layer swap: {self.method} treats all modules in the same way", "outside"
-            )
-        if self.method != "layer_swap" and "stack" in set_fields:
-            raise FieldMistake(
-                f"`stack` only applies to a layer swap: {self.method} treats all layers in the same way", "stack"
-            )
+        for name, alike in _OF_SWAPS.items() if self.method != "layer_swap" else ():
+            if name in set_fields:
+                why = f"{self.method} treats all {alike} in the same way"
+                raise FieldMistake(f"`{name}` only applies to a layer swap: {why}", name)
         if self.seed != SEED.default and not self.is_random:
             raise FieldMistake(f"`seed` only applies to {', '.join(having(SEED.name))}", "seed")
         for parameter in own_parameters(self.method):

@@ -188,7 +188,7 @@ def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
     """A line for each expert with modules in its file that PEFT would not load."""
     return [
         f"{name}: {len(adapter.ignored)} modules in its file are left out, because its config does not target them and "
-        f"PEFT would not load them ({adapter.ignored[0]}{', …' * (len(adapter.ignored) > 1)})"
+        f"PEFT would not load them ({adapter.ignored[0]}{', …' if len(adapter.ignored) > 1 else ''})"
         for name, adapter in experts.items()
         if adapter.ignored
     ]

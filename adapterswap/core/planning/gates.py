@@ -205,7 +205,7 @@ def _has_its_base(planned: Planned, problems: Problems) -> None:
     if not plan.is_model or plan.base is not None:
         return
     if needing := [slot.name for slot in plan if slot.needs_base or not slot.terms]:
-        more = f", and so do {len(needing) - 1} more" * (len(needing) > 1)
+        more = f", and so do {len(needing) - 1} more" if len(needing) > 1 else ""
         problems.add(
             f"{needing[0]} needs the base's own weights{more}",
             "Pass the base's folder or Hub id as `base_model`",

@@ -352,8 +352,8 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         if planned is not None:
             entering = _entering(plan, having, problems)
             terms = tuple(replace(t, change=having[t.expert].change) for t in entering)
-            factors = len(planned.low_rank) == len(planned.terms)  # then `resolve` has computed the coefficients
-            method = "linear" if planned.is_linear and (factors or planned.in_full) else planned.method
+            is_settled = planned.is_low_rank or planned.in_full or not planned.terms  # see `resolve`
+            method = "linear" if planned.is_linear and is_settled else planned.method
             slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
             slot = _resized(slot, planned, having, problems)
         filled[key] = slot

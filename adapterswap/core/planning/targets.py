@@ -8,7 +8,7 @@ of a running model or a trial in PEFT stay in their rooms.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Flag
 from functools import cache, cached_property, partial
 from typing import Any
@@ -156,8 +156,8 @@ def check(plan: Plan, target: Target, **facts: Any) -> None:
 def report(plan: Plan, target: Target, problems: Problems, **facts: Any) -> None:
     """Add what the target cannot hold. Faults of experts and slots hide those of the whole plan."""
     f = Facts(target, plan, **facts)
-    for f.expert, adapter in plan.adapters.items():
-        _look("expert", adapter, f, problems)
+    for name, adapter in plan.adapters.items():
+        _look("expert", adapter, replace(f, expert=name), problems)
     for slot in plan:
         _look("slot", slot, f, problems)
     if not f.reported:
@@ -453,7 +453,7 @@ def _mixed(plan: Plan, f: Facts) -> Found:
     remedy = f"Give all modules to experts of one kind. Or: {f.otherwise}"
     lora = [(slot.name, term) for slot in f.changed for term in slot.low_rank]
     if lora and (first.lora is None or first.settings.get("use_dora")):
-        norms = ". Writing LoRA as DoRA would need the norms of the base's weights" * (first.lora is not None)
+        norms = ". Writing LoRA as DoRA would need the norms of the base's weights" if first.lora is not None else ""
         name, term = lora[0]
         what = f"{expert} is {first.method} and {term.expert} is LoRA ({name})"
         yield f"{what}, but an adapter holds only one kind{norms}", remedy

@@ -180,7 +180,7 @@ def merged_card(plan: Plan, record: CompositionRecord) -> str:
 
 # {" + ".join(map(escaped, plan.experts))}
 
-Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expert{"s" * (count > 1)} by
+Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expert{"s" if count > 1 else ""} by
 {_how_composed(plan)} with adapterswap {__version__}.
 
 {_experts_table(plan, record, stated)}

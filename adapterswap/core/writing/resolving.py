@@ -162,7 +162,7 @@ def resolve(plan: Plan) -> Resolved:
 
 def _has_angle(slot: Slot) -> bool:
     """Whether its coefficients come from inner products of factors; other changes are computed from whole tensors."""
-    return slot.has_span and bool(slot.terms) and len(slot.low_rank) == len(slot.terms)
+    return slot.has_span and slot.is_low_rank
 
 
 def side_factors(

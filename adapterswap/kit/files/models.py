@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -29,27 +29,6 @@ from adapterswap.kit.files.text import shown
 from adapterswap.kit.files.yaml import MEMBER, FieldMistake, Layer, Location, check_kind, read_content, writer
 
 _AnyModel = TypeVar("_AnyModel", bound=BaseModel | Plain)
-
-
-if TYPE_CHECKING:
-    _Model = BaseModel
-else:
-
-    class _OurErrors(type(BaseModel)):
-        """Makes `Model(...)` raise a `FieldError`.
-
-        Only calls from Python come here. When pydantic creates a model inside another, its own errors remain, so the
-        outer model can report all mistakes at once.
-        """
-
-        def __call__(cls, *args, **fields):
-            try:
-                return super().__call__(*args, **fields)
-            except ValidationError as error:
-                raise _explained(error, fields, cls, cls.__name__, called=True) from None
-
-    class _Model(BaseModel, metaclass=_OurErrors):
-        """A model that raises `FieldError`s."""
 
 
 class Numbers:
@@ -86,12 +65,22 @@ _NO_BOOLEANS = {
 _OVERRIDDEN = "overridden"  # of a validator's context: what `overrides` set, as a file would nest it
 
 
-class StrictModel(Numbers, _Model):
+class StrictModel(Numbers, BaseModel):
     """A part of a recipe. Unknown keys are errors, and values cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
 
     _files: tuple[Path, ...] = PrivateAttr(default=())
+
+    def __init__(self, /, **fields: Any) -> None:
+        """Raise a `FieldError` with all mistakes."""
+        try:
+            self.__pydantic_validator__.validate_python(fields, self_instance=self)
+        except ValidationError as error:
+            raise _explained(error, fields, type(self), type(self).__name__, called=True) from None
+
+    # pydantic does not call it for a model inside another, so that the outer one reports all mistakes at once
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @property
     def recipe_files(self) -> tuple[Path, ...]:
@@ -282,7 +271,8 @@ def _explain(details: Any, file_location: Location, model: type[BaseModel]) -> P
         return Problem(f"{key} {message}", remedy, parameter)
     value = f"{number:g}" if isinstance(number := details["input"], float) else shown(number)
     if kind in _RULES:
-        remedy = "If it is text, quote it: YAML reads no, yes, on and off as false and true" * isinstance(number, bool)
+        quoted = "If it is text, quote it: YAML reads no, yes, on and off as false and true"
+        remedy = quoted if isinstance(number, bool) else ""
         rule = _RULES[kind].format(**details.get("ctx", {}))
         return Problem(f"{key} is {value}, but must be {rule}", remedy, parameter)
     return Problem(f"{key} is {value}: {message[:1].lower()}{message[1:]}", remedy, parameter)
