@@ -215,6 +215,8 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
     try:
         snapshot = cached_snapshot(repo, revision) if constants.HF_HUB_OFFLINE else None
         if snapshot is None:
+            if constants.HF_HUB_OFFLINE and not is_folder(_home(repo)):
+                raise FileNotFoundError(repo)  # as the Hub's client would say, after a long import
             from huggingface_hub import snapshot_download
 
             snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
@@ -349,10 +351,12 @@ def public_name(base: str | None) -> str | None:
 
 def hub_reason(error: BaseException) -> str:
     """Why a request to the Hub failed, in a few words of ours: the Hub's client explains it at length."""
-    from huggingface_hub import errors, is_offline_mode
+    from huggingface_hub import constants
 
-    if is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
+    from huggingface_hub import errors
+
     reasons: dict[type[BaseException], str] = {
         errors.GatedRepoError: "its owners must grant you access",  # a kind of the next one
         errors.RepositoryNotFoundError: "there is no such repository, or it is private",
@@ -385,9 +389,9 @@ def hub_remedy(
 
     If `error` says that the Hub cannot be reached, there is nothing else to check online than the network.
     """
-    from huggingface_hub import is_offline_mode
+    from huggingface_hub import constants
 
-    if is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         return offline
     return "Check the path and the network" if _is_unreachable(error) else online
 

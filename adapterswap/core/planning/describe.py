@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.methods.method import SCALE
@@ -351,4 +350,6 @@ def _colour(pair: tuple[str, str]) -> str:
 
 
 def _text(text: str) -> str:
+    from html import escape  # only notebooks need it
+
     return escape(printable(text))
