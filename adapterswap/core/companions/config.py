@@ -48,6 +48,7 @@ NEUTRAL = frozenset(_LABELS | _RUNNING | _TRAINING | _GENERATION)
 """The keys of a config.json that do not change what a model computes."""
 
 _ELSEWHERE = frozenset({"vocab_size"})  # compared row by row, with the weights
+_QUANTIZATION = "quantization_config"  # null: none
 _PAD, _ROPE = "pad_token_id", "rope_parameters"
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # classes that read pad only to generate
 
@@ -113,8 +114,16 @@ def compare_configs(
     if by_class and None not in by_class:
         ours, theirs = (_computing(config or {}, ignoring) for config in by_class)
         return ConfigDifferences(_differing(ours, theirs))
-    lacking = tuple(key for key, pair in values.items() if MISSING in pair)
+    # A value in place of an object, or the reverse, is no default that could be unknown.
+    both = {key for key in values if any(other.startswith(f"{key}.") for other in values)}
+    lacking = tuple(
+        key for key, pair in values.items() if MISSING in pair and key not in both and not _is_in(key, both)
+    )
     return ConfigDifferences({key: pair for key, pair in values.items() if key not in lacking}, lacking)
+
+
+def _is_in(key: str, objects: Collection[str]) -> bool:
+    return any(key.startswith(f"{one}.") for one in objects)
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -131,7 +140,7 @@ def _computing(config: Mapping[str, Any], ignoring: Collection[str]) -> dict[str
 def _flat(config: Mapping[str, Any], left_out: Collection[str], prefix: str) -> Iterator[tuple[str, Any]]:
     rotary = _ROPE in prefix.split(".")
     for key, value in (config if rotary else _with_one_rope(config)).items():
-        if key in left_out:
+        if key in left_out or (key == _QUANTIZATION and value is None):
             continue
         if isinstance(value, Mapping):
             yield from _flat(value, left_out, f"{prefix}{key}.")

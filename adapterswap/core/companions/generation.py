@@ -15,6 +15,7 @@ from adapterswap.kit.files.text import exists, read_json
 
 _REMEDY = "Save the model again, or remove the file"
 _NEUTRAL = {"transformers_version", "_from_model_config", "_commit_hash"}
+_CACHE = "use_cache"
 _END, _SINGLE = "eos_token_id", ("bos_token_id", "pad_token_id")
 _IDS = (_END, *_SINGLE)
 
@@ -26,7 +27,8 @@ def read_generation(folder: Path) -> dict[str, Any] | None:
 
 
 def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings that differ. A setting that is null, or absent, has transformers' default."""
+    """The settings that differ. A setting that is null, or absent, has transformers' default, which is never true but
+    for the cache's."""
     keys = sorted((one.keys() | other.keys()) - _NEUTRAL)
     return tuple(key for key in keys if _value(key, one.get(key)) != _value(key, other.get(key)))
 
@@ -34,8 +36,8 @@ def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
 def _value(key: str, value: Any) -> Any:
     """A setting to compare: of ends, which may be one number or several, the set of them."""
     if key == _END and value is not None:
-        return {*value} if isinstance(value, list) else {value}
-    return value
+        return {*map(repr, value)} if isinstance(value, list) else {repr(value)}
+    return None if value is False and key != _CACHE else value
 
 
 def with_ids(settings: Mapping[str, Any], ids: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from adapterswap.core.companions.templates import SETTINGS
 from adapterswap.kit.errors import ExpertError
 from adapterswap.kit.files.hashes import stamp
 from adapterswap.kit.files.inside import read_inside
-from adapterswap.kit.files.text import exists, parse_json
+from adapterswap.kit.files.text import exists, parse_json, shown
 
 FAST, _ADDED, _SPECIAL = "tokenizer.json", "added_tokens.json", "special_tokens_map.json"
 _REMEDY = "Save the tokenizer again, with tokenizer.save_pretrained(FOLDER)"
@@ -106,6 +106,8 @@ def _settings(folder: Path) -> dict[str, Any]:
         if key in _ALSO_SPECIAL and isinstance(value, dict):
             plain |= {name: _text(token) for name, token in value.items()}
         elif key in _ALSO_SPECIAL:
+            if not isinstance(value, list | None):
+                raise ExpertError(f"{folder / SETTINGS}: {key} is {shown(value)}, but must be a list", _REMEDY)
             special |= {str(_text(token)) for token in value or ()}
         elif key not in _NEUTRAL:
             plain[key] = _text(value)
@@ -133,7 +135,7 @@ def _is_default(key: str, value: Any) -> bool:
 def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
     """The added tokens that other files than tokenizer.json list: id → the token and its flags."""
     decoder = _object(folder, SETTINGS).get("added_tokens_decoder")
-    if isinstance(decoder, dict) and all(isinstance(token, dict) and key.isdecimal() for key, token in decoder.items()):
+    if isinstance(decoder, dict) and all(isinstance(token, dict) and _is_id(key) for key, token in decoder.items()):
         return {int(key): _flagged(token) for key, token in decoder.items()}
     if exists(folder / FAST):
         return {}
@@ -141,8 +143,12 @@ def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
     return {number: _flagged({"content": text}) for text, number in listed.items()}
 
 
+def _is_id(key: str) -> bool:
+    return key.isdecimal() and len(key) < len(str(_UNLIMITED))
+
+
 def _flagged(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"content": token.get("content"), **{flag: bool(token.get(flag)) for flag in _FLAGS}}
+    return {"content": str(token.get("content")), **{flag: bool(token.get(flag)) for flag in _FLAGS}}
 
 
 def _slow_files(folder: Path) -> dict[str, Any]:
@@ -182,16 +188,33 @@ def _read_sections(path: Path, version: tuple[int, ...]) -> Mapping[str, Any]:
     content = _parsed(_fast_bytes(path.parent) or b"", str(path))
     if not isinstance(content, dict):
         raise ExpertError(f"{path} is not a JSON object", _REMEDY)
+    _check(content, path)
     sections = {key: _plain(value) for key, value in content.items() if key not in ("version", "model", "added_tokens")}
-    model = content.get("model") if isinstance(content.get("model"), dict) else {}
-    assert isinstance(model, dict)
+    model = content.get("model") or {}
     own = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
     sections["model"] = {key: value for key, value in own.items() if value is not None and value is not False}
     sections["vocab"] = model.get("vocab")
     sections["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
-    added = [token for token in content.get("added_tokens") or () if isinstance(token, dict)]
-    sections["added_tokens"] = {token.get("id"): _flagged(token) for token in added}
+    sections["added_tokens"] = {token["id"]: _flagged(token) for token in content.get("added_tokens") or ()}
     return sections
+
+
+def _check(content: Mapping[str, Any], path: Path) -> None:
+    """Refuse a tokenizer.json whose sections are of other types than tokenizers reads."""
+    model, added = ({} if content.get(key) is None else content[key] for key in ("model", "added_tokens"))
+    added = added or []
+    vocabulary = model.get("vocab") or {} if isinstance(model, dict) else {}
+    pairs = vocabulary if isinstance(vocabulary, list) else []
+    is_right = {
+        "model": isinstance(model, dict),
+        "model.vocab": isinstance(vocabulary, dict | list)
+        and all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs),
+        "model.merges": not isinstance(model, dict) or isinstance(model.get("merges"), list | None),
+        "added_tokens": isinstance(added, list)
+        and all(isinstance(token, dict) and isinstance(token.get("id"), int) for token in added),
+    }
+    if wrong := [name for name, right in is_right.items() if not right]:
+        raise ExpertError(f"{path}: {wrong[0]} is not what a tokenizer.json has there", _REMEDY)
 
 
 def _plain(section: Any) -> Any:

@@ -81,7 +81,7 @@ def _entries(value: Any, path: Path) -> dict[str, str]:
     else:
         named = list(value.items()) if isinstance(value, dict) else [(None, None)]
     for name, text in named:
-        if not isinstance(name, str) or not isinstance(text, str) or not re.fullmatch(r"[\w-][\w. -]*", name):
+        if not isinstance(name, str) or not isinstance(text, str) or not re.fullmatch(r"[\w-][\w. -]{0,99}", name):
             raise ExpertError(f"{path} has a chat template without a name or a text", _REMEDY)
     return {str(name): _one_newline(str(text)) for name, text in named}
 

@@ -19,7 +19,7 @@ from adapterswap.core.companions.files import (
     files_matching,
 )
 from adapterswap.core.companions.parts import FAST, TOKEN_PARTS, differing_parts
-from adapterswap.kit.errors import UnsupportedError
+from adapterswap.kit.errors import ExpertError, UnsupportedError
 from adapterswap.kit.files.hashes import stamp
 from adapterswap.kit.files.inside import read_inside
 from adapterswap.kit.files.text import exists
@@ -176,6 +176,8 @@ def write_united(united: United, folders: Mapping[str, Path], target: Path) -> N
     content = json.loads((target / FAST).read_text(encoding="utf-8"))
     entries = {entry["id"]: entry for entry in content["added_tokens"]}
     expected = dict(read_tokens(folders[united.owner]) or {})
+    if not expected:
+        raise ExpertError(f"{owner / FAST} cannot be read by the tokenizers library", _REMEDY)
     for number, folder in united.added.items():
         theirs = json.loads((folder / FAST).read_text(encoding="utf-8"))["added_tokens"]
         entries |= {entry["id"]: entry for entry in theirs if entry["id"] == number}

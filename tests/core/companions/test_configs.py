@@ -179,6 +179,18 @@ def test_without_the_class_a_key_that_one_lacks_is_reported() -> None:
     assert MISSING not in found.values["scale"]
 
 
+def test_a_number_in_place_of_an_object_is_a_difference() -> None:
+    """Also where transformers cannot read such a config, and so knows no default."""
+    found = compare_configs(LLAMA_5, LLAMA_5 | {"rope_parameters": 3})
+    assert found.values
+    assert not found.not_compared
+
+
+def test_no_quantization_is_written_in_two_ways() -> None:
+    assert not compare_configs(LLAMA_5, LLAMA_5 | {"quantization_config": None})
+    assert compare_configs(LLAMA_5, LLAMA_5 | {"quantization_config": {"quant_method": "fp8"}})
+
+
 def test_a_classifier_finds_the_end_of_a_text_by_its_padding() -> None:
     for name, differs in (("LlamaForCausalLM", False), ("LlamaForSequenceClassification", True)):
         config = LLAMA_5 | {"architectures": [name]}

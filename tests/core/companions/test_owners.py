@@ -287,3 +287,11 @@ def test_inspecting_names_what_stands_beside_the_weights(base: Path, tmp_path: P
     (folder / "chat_template.jinja").symlink_to("/dev/zero")
     (unreadable,) = adapterswap.inspect(folder).companions["unreadable"]
     assert "links to /dev/zero" in unreadable
+
+
+def test_settings_of_generation_that_say_nothing_are_equal() -> None:
+    """transformers 5 writes what is off, earlier versions leave it out; what is odd is compared all the same."""
+    assert differing_settings({"output_scores": False, "top_k": None}, {"use_cache": None}) == ()
+    assert differing_settings({"use_cache": False, "eos_token_id": [[1]]}, {"eos_token_id": "x"}) == (
+        "eos_token_id", "use_cache",
+    )  # fmt: skip

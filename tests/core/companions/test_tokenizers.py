@@ -359,3 +359,36 @@ def test_templates_without_a_name_are_refused(save: Callable[..., Path], listed:
     folder = edited(save("one"), lambda content: content.update(chat_template=listed), "tokenizer_config.json")
     with refused(ExpertError):
         read_templates(folder)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "model": ("tokenizer.json", lambda content: content.update(model=[])),
+    "vocabulary": ("tokenizer.json", lambda content: content["model"].update(vocab=3)),
+    "unigram": ("tokenizer.json", lambda content: content["model"].update(vocab=["a", 5])),
+    "merges": ("tokenizer.json", lambda content: content["model"].update(merges=3)),
+    "added tokens": ("tokenizer.json", lambda content: content.update(added_tokens="x")),
+    "an id of text": ("tokenizer.json", lambda content: content["added_tokens"][0].update(id="x")),
+    "special tokens": ("tokenizer_config.json", lambda content: content.update(additional_special_tokens=5)),
+}
+
+
+@pytest.mark.parametrize("part", DAMAGE)
+def test_a_damaged_tokenizer_is_named(save: Callable[..., Path], part: str) -> None:
+    name, change = DAMAGE[part]
+    one, other = save("one"), edited(save("other"), change, name)
+    for compare in (lambda: tokenizer_differences(one, other), lambda: decide({"one": one, "other": other})):
+        with refused(ExpertError, match="other/"):
+            compare()
+
+
+def test_odd_settings_are_no_traceback(save: Callable[..., Path]) -> None:
+    """An id with more digits than Python reads, and special tokens that are no text."""
+    one, other = save("one"), save("other")
+    edited(
+        other,
+        lambda content: content.update(added_tokens_decoder={"9" * 5000: {"content": "x"}}),
+        "tokenizer_config.json",
+    )
+    edited(other, lambda content: content.update(eos_token=5, pad_token={"a": 1}), "tokenizer_config.json")
+    assert {"eos", "pad"} <= {*tokenizer_differences(one, other)}
+    assert special_ids(other).keys() == {"bos_token_id", "unk_token_id"}
