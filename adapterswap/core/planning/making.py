@@ -138,8 +138,8 @@ def _warnings(plan: Plan) -> Iterator[str]:
     ]
     if blended:
         yield (
-            f"{and_more(blended, 1)}: routers of a mixture are blended, which can send tokens to the wrong experts; a "
-            "swap copies them (arXiv:2606.03391)"
+            f"{and_more(blended, 1)}: blended routers of mixtures of experts can send tokens to the wrong experts; "
+            "a swap copies them (arXiv:2606.03391)"
         )
 
 

@@ -251,11 +251,11 @@ def _tied_experts(adapter: Adapter, f: Facts) -> Found:
         )
 
 
-@_of_expert("LoRA on the experts of a mixture (`target_parameters`)", _SERVERS)
+@_of_expert("LoRA on fused mixture-of-experts layers (`target_parameters`)", _SERVERS)
 def _of_a_mixture(adapter: Adapter, f: Facts) -> Found:
     if fused := [module.name for module in adapter.modules.values() if module.parameter]:
         yield (
-            f"{f.expert} has LoRA on the experts of a mixture ({and_more(fused, 3)}, target_parameters), which "
+            f"{f.expert} has LoRA on fused mixture-of-experts layers ({and_more(fused, 3)}, target_parameters), which "
             f"{f.holder} cannot serve by name",
             "Merge the composition into full weights with `merge`, or, for llama.cpp, write it with `export`",
         )
@@ -380,7 +380,7 @@ def _without_factors(slot: Slot, f: Facts) -> Found:
         )
 
 
-@_of_slot("methods that need one matrix, on experts of a mixture in one tensor", Target.WEIGHTS)
+@_of_slot("methods that need one matrix, on fused mixture-of-experts layers", Target.WEIGHTS)
 def _of_many_matrices(slot: Slot, f: Facts) -> Found:
     if slot.matrices > 1 and not slot.is_linear:
         yield (
@@ -540,7 +540,7 @@ _FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
 
 
-@_of_plan("LoRA on single experts of a mixture (transformers 4) that PEFT cannot fuse", _FILES)
+@_of_plan("LoRA on single experts of mixture-of-experts layers (transformers 4) that PEFT cannot fuse", _FILES)
 def _unfused(plan: Plan, f: Facts) -> Found:
     if not any(is_fused(slot.name) for slot in f.changed):
         return

@@ -340,7 +340,7 @@ def test_they_are_not_served_by_name(target: Target, mixture: Callable[[str], Pa
     folder = mixture("qwen3_moe")
     shapes = base_shapes(str(folder / "base"), Memo(tmp_path / "memo"))
     with refused(
-        UnsupportedError, "experts", match=f"experts of a mixture .* {WORDS[target][0]} cannot serve"
+        UnsupportedError, "experts", match=f"mixture-of-experts layers .* {WORDS[target][0]} cannot serve"
     ) as error:
         check_fits(adapterswap.open_adapter(folder / "math"), shapes, "math", target)
     assert "does not have" not in str(error.value)
