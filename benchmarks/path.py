@@ -126,10 +126,11 @@ def count(inputs: Path, *, with_gates: bool) -> None:
 
 def open_all_gates() -> None:
     """Empty every table of gates."""
+    from adapterswap.core.experts import gates as of_experts
     from adapterswap.core.planning import gates as of_planning
     from adapterswap.core.writing import gates as of_writing
 
-    of_planning.GATES = of_writing.GATES = {}
+    of_experts.GATES = of_planning.GATES = of_writing.GATES = {}
 
 
 def processor_seconds(command: list[object]) -> float:

@@ -20,7 +20,8 @@ from typing import Any, Literal
 import numpy as np
 
 from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter, read_adapter
-from adapterswap.core.experts.config import CHANGING_INITS, version_of
+from adapterswap.core.experts.config import version_of
+from adapterswap.core.experts.gates import CHANGING_INITS
 from adapterswap.core.experts.keys import TRAINABLE_TOKENS, factor_key, parameter_key
 from adapterswap.core.experts.names import renamed_adapter
 from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint

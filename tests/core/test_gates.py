@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -14,20 +16,22 @@ from transformers import PreTrainedModel
 
 import adapterswap
 from adapterswap import LiveComposer, Plan
+from adapterswap.core.experts import gates as of_experts
 from adapterswap.core.planning import gates as of_planning
 from adapterswap.core.writing import gates as of_writing
-from adapterswap.kit.errors import CompositionError
+from adapterswap.kit.errors import CompositionError, UnsupportedError
 from core.matrix.adapters import KINDS, Pair
 from core.matrix.architectures import ARCHITECTURES, build
 from core.matrix.reference import logits
 
-TABLES = [of_planning, of_writing]
+TABLES = [of_experts, of_planning, of_writing]
 
 # Architecture, kind of adapters → what can be made of them: plain LoRA, LoRA on embeddings, modules in full, a kind
 # that only full weights blend, other names of the same modules.
 ROWS = {
     ("llama", "linear"): "compose merge export live",
     ("qwen2", "embeddings"): "compose merge live",
+    ("mistral", "linear"): "compose merge export live",
     ("gpt2", "modules_to_save"): "compose merge live",
     ("gemma", "dora"): "merge live",
     ("mixtral", "v4_beside_v5"): "compose merge",
@@ -91,7 +95,7 @@ def test_a_gate_refuses_what_passes_when_all_are_open(
     math: Path, swahili: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the test above would compare gates with gates."""
-    experts = {"math": math, "swahili": swahili}
+    experts: dict[str, Path] = {"math": math, "swahili": swahili}
     rules = [{"layers": "70", "expert": "math"}, {"layers": "0", "expert": "swahili"}, {"expert": "math"}]
     composition = adapterswap.Composition(allocation=rules)  # type: ignore[arg-type]
     with refused(CompositionError, "allocation"):
@@ -99,3 +103,15 @@ def test_a_gate_refuses_what_passes_when_all_are_open(
     for table in TABLES:
         monkeypatch.setattr(table, "GATES", {})
     assert adapterswap.compose(composition, experts).num_layers == 6
+
+
+def test_a_gate_of_experts_refuses_what_is_read_when_it_is_open(
+    math: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(math, tmp_path / "copy")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_qalora": True}))
+    with refused(UnsupportedError):
+        adapterswap.open_adapter(folder)
+    monkeypatch.setattr(of_experts, "GATES", {})
+    assert len(adapterswap.open_adapter(folder).modules) == 42

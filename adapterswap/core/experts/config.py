@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+from adapterswap.core.experts.gates import REFUSED, Settings, check
 from adapterswap.core.experts.keys import (
     DORA,
     KINDS,
@@ -305,23 +306,7 @@ _READ = {
     "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 
-# Keys that, when set, make the adapter something other than W + s·B·A, and why.
-_REFUSED = {
-    "alora_invocation_tokens": "an activated LoRA (aLoRA) applies only after its invocation tokens",
-    "arrow_config": "Arrow routes between adapters at run time",
-    "kasa_config": "KaSA changes the base's weights",
-    "layer_replication": "layer_replication repeats layers, so that indices no longer name the base's",
-    "megatron_config": "Megatron's parallel layers hold only parts of the weights",
-    "monteclora_config": "MonteCLoRA samples its weights",
-    "use_bdlora": "BD-LoRA's blocks are not plain A and B",
-    "use_qalora": "QA-LoRA pools its inputs",
-    "velora_config": "VeLoRA compresses activations",
-}
-
-# Settings of these kinds, of which PEFT uses even an empty one.
-_OBJECTS = {"arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config"}
-
-_KNOWN = _HARMLESS | _READ | _REFUSED.keys()
+_KNOWN = _HARMLESS | _READ | REFUSED.keys()
 
 # Keys of other kinds than LoRA that say what the adapter is for or how it was trained, not what a module computes.
 # Settings such as `r` belong to a module; those in `PeftKind.patterns` may differ between modules.
@@ -337,18 +322,9 @@ _OF_TOKENS = {
     "revision", "runtime_config", "target_modules", "task_type", "token_indices",
 }  # fmt: skip
 
-# Values of init_lora_weights that change the base's weights, in lower case because PEFT ignores the case of some.
-CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
-# Values that leave the base's weights unchanged. PEFT ignores the case of the first two.
-_PLAIN_INITS = ("gaussian", "mica", "eva", "orthogonal")
-
-# Keys that PEFT has a default for, but that must not be null.
-_NOT_NULL = ("alpha_pattern", "bias", "lora_alpha", "lora_dropout", "r", "rank_pattern")
-
 _PEFT = (0, 21)  # the version that these keys belong to
 
 _SIMPLER = "Write the patterns as plain module names"
-_RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
 
 
 def version_of(text: Any) -> tuple[int, int]:
@@ -481,20 +457,10 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
     else:
         if kind != LORA:
             raise _refused_kind(kind, where)
-        _refuse(content, where, problems)
+        check(Settings(content, where), problems)
         config = _read(content, where, sha256, problems)
     problems.raise_if_any()
     return config
-
-
-def _refuse(content: dict[str, Any], where: str, problems: Problems) -> None:
-    for key, reason in _REFUSED.items():
-        if content.get(key) or (key in _OBJECTS and content.get(key) is not None):
-            problems.add(f"{where}: {key} is set: {reason}", _RETRAIN, kind=UnsupportedError)
-    _refuse_init(content.get("init_lora_weights", True), where, problems)
-    for key in _NOT_NULL:
-        if key in content and content[key] is None:
-            problems.add(f"{where}: {key} is null, which PEFT cannot load", "Correct it, or save the adapter again")
 
 
 def _refused_kind(kind: Any, where: str) -> AdapterswapError:
@@ -529,22 +495,6 @@ def _unknown(
     return unknown
 
 
-def _refuse_init(init: Any, where: str, problems: Problems) -> None:
-    """Report an init that changed the base's weights. What an init did to A and B is in the tensors."""
-    text = init.lower() if isinstance(init, str) else ""
-    if text.startswith(CHANGING_INITS):
-        problems.add(
-            f"{where}: init_lora_weights is {shown(init)}, which changed the base's weights",
-            "Save it with PEFT's path_initial_model_for_weight_conversion, which converts it to a plain LoRA",
-            kind=UnsupportedError,
-        )
-    elif init and init is not True and init not in _PLAIN_INITS and text not in _PLAIN_INITS[:2]:
-        problems.add(
-            f"{where}: init_lora_weights is {shown(init)}, which PEFT does not know",
-            f"Correct it: true, false or one of {', '.join(_PLAIN_INITS)}",
-        )
-
-
 def _read(
     content: dict[str, Any], where: str, sha256: str, problems: Problems, kind: PeftKind | None = None
 ) -> AdapterConfig:
@@ -570,8 +520,6 @@ def _read(
     value("lora_dropout", 0, lambda v: type(v) in (int, float) and 0 <= v <= 1, "a number from 0 to 1")
     for key in ("corda_config", "eva_config", "lora_ga_config"):
         value(key, {}, lambda v: isinstance(v, dict), "an object or null")
-    if kind is None:
-        _refuse_combinations(content, where, problems)
     return AdapterConfig(
         base_model=value("base_model_name_or_path", None, _is_text, "a printable path, a Hub id or null"),
         revision=value("revision", None, _is_text, "a revision or null"),
@@ -599,27 +547,6 @@ def _read(
         peft_version=value("peft_version", None, _is_text, "a version or null"),
         unknown=() if kind else _unknown(content, where, problems),
     )
-
-
-def _refuse_combinations(content: Mapping[str, Any], where: str, problems: Problems) -> None:
-    """Report settings of LoRA that PEFT refuses to load together."""
-    tokens = content.get("trainable_token_indices")
-    saved = content.get("modules_to_save") or ()
-    together = {
-        "lora_bias": ("use_dora",),
-        "target_parameters": ("use_dora", "lora_bias", "lora_dropout", "fan_in_fan_out"),
-    }
-    pairs = [
-        f"{key} and {other}" for key in together for other in together[key] if content.get(key) and content.get(other)
-    ]
-    if content.get("lora_bias") and content.get("init_lora_weights", True) not in (True, False):
-        pairs.append("lora_bias and this init_lora_weights")
-    if isinstance(tokens, dict) and any(name in saved for name in tokens):
-        pairs.append("modules_to_save and trainable_token_indices of one module")
-    for pair in pairs:
-        problems.add(
-            f"{where}: {pair} are set, which PEFT cannot load together", "Correct it, or save the adapter again"
-        )
 
 
 def _refuse_settings(content: Mapping[str, Any], where: str, problems: Problems) -> None:

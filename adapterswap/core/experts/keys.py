@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from adapterswap.core.experts.gates import Keys, check
 from adapterswap.core.model.layers import EMBEDDINGS, HEADS
 from adapterswap.kit.errors import Problems, UnsupportedError
-from adapterswap.kit.files.tensorfile import FLOATS, Tensor, TensorFile
+from adapterswap.kit.files.tensorfile import Tensor, TensorFile
 
 LORA, DORA, LORA_BIAS = "LORA", "DoRA", "LoRA with lora_bias"
 TRAINABLE_TOKENS = "TRAINABLE_TOKENS"
@@ -300,10 +301,6 @@ def sort_keys(
     """
     canonical = {stored: stored if _BARE.fullmatch(stored) else canonical_key(stored) for stored in file.tensors}
     keys = Counter(canonical.values())
-    if twice := [key for key, count in keys.items() if count > 1]:
-        problems.add(
-            f"{folder}: {twice[0]} is stored twice, under two names of the same module", "Save the adapter again"
-        )
     rules = _Rules(keys, tuple(modules_to_save), kind, biases, tokens)
     tensors: dict[str, dict[str, dict[str, Tensor]]] = {"part": {}, "saved": {}, "shared": {}, "double": {}}
     unknown = []
@@ -314,7 +311,8 @@ def sort_keys(
         else:
             use, module, name = place
             tensors[use].setdefault(module, {})[name] = tensor
-    _refuse_unknown(unknown, keys, kind, tuple(modules_to_save), folder, problems)
+    if unknown:
+        _refuse_unknown(unknown, keys, kind, tuple(modules_to_save), folder, problems)
     parts: dict[str, PartTensors] = {}
     for name, found in tensors["part"].items():
         if _COPY in found and not any(match in found for match in _FACTOR_NAMES):
@@ -324,15 +322,8 @@ def sort_keys(
         elif pair := _pair_factors(name, found, folder, problems):
             parts[name] = pair
     saved = tensors["saved"]
-    for name in (*parts, *(f"{module}.{parameter}" for module in saved for parameter in saved[module])):
-        if not re.fullmatch(r"[\w.-]+", name):  # names are printed, and written as regexes into PEFT's configs
-            problems.add(f"{folder}: {name!r} is not a valid module name", "Save the adapter again with PEFT")
-    for dtype in dict.fromkeys(tensor.dtype for tensor in file.tensors.values()):
-        if dtype not in FLOATS:
-            first, *others = (tensor.name for tensor in file.tensors.values() if tensor.dtype == dtype)
-            named = f"{first} and {len(others)} more tensors are" if others else f"{first} is"
-            remedy = f"Save {'them' if others else 'it'} as one of {', '.join(FLOATS)}"
-            problems.add(f"{folder}: {named} {dtype}", remedy, kind=UnsupportedError)
+    parameters = (f"{module}.{parameter}" for module in saved for parameter in saved[module])
+    check(Keys(file, keys, (*parts, *parameters), folder), problems)
     renamed = any(stored != key for stored, key in canonical.items())
     return SortedKeys(parts, saved, tensors["shared"].get("", {}), renamed)
 
