@@ -109,13 +109,13 @@ class ChatTemplate:
             return str(bounded(render))
 
     def reads(self, name: str) -> bool:
-        """Whether a template reads a variable of this name, such as `tools`. A broken one is reported by its use."""
+        """Whether a template reads a variable of this name, such as `tools`; true of a broken one, for its use to report."""
         from jinja2 import TemplateError
 
         try:
             return bounded(lambda: any(name in _variables(text) for text in self._texts))
         except TemplateError:
-            return False
+            return True
 
     @property
     def today(self) -> datetime.date:

@@ -326,7 +326,7 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
         except TemplateError as error:
             raise DataError(
                 f"The tokenizer's chat template rejects the messages: {error}",
-                "Put the messages in the order that the template expects",
+                "Put the messages in the order that the template expects, or use another template",
                 parameter="datasets",
             ) from None
 

@@ -435,7 +435,8 @@ def test_a_template_of_somebody_else_ends(
     with pytest.raises(TemplateError, match=re.escape(reason)):
         ChatTemplate(templated(template))(turns)
     assert (signal.getsignal(signal.SIGVTALRM), signal.getitimer(signal.ITIMER_VIRTUAL)) == (handler, (0.0, 0.0))
-    assert not ChatTemplate(templated(template)).reads("enable_thinking")
+    broken = template == "{% if %}" or "((" in template
+    assert ChatTemplate(templated(template)).reads("enable_thinking") is broken
     with refused(ArgumentError, "apply_chat_template", match=re.escape(reason)):
         preview(templated(template), byte_model[0].config, TASK, settings())
 
