@@ -109,7 +109,7 @@ class ChatTemplate:
             return str(bounded(render))
 
     def reads(self, name: str) -> bool:
-        """Whether a template reads a variable of this name, such as `tools`; true of a broken one, for its use to report."""
+        """Whether a template reads a variable of this name, such as `tools`; true of a broken template."""
         from jinja2 import TemplateError
 
         try:
