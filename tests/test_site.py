@@ -106,10 +106,9 @@ def test_the_search_finds_the_page_first(address: str, browser: Any, query: str,
     assert page in found
 
 
-@pytest.mark.parametrize("width", [380, 1280])
-def test_the_site_works_from_its_folder(site: Path, browser: Any, width: int) -> None:
-    """Opened as files, without a server: the search answers, a result opens its page, and no page is too wide."""
-    tab = browser.new_page(viewport={"width": width, "height": 800})
+def test_the_site_works_from_its_folder_on_a_phone(site: Path, browser: Any) -> None:
+    """Opened as files, without a server: the search answers, and no page is wider than the screen."""
+    tab = browser.new_page(viewport={"width": 380, "height": 800})
     faults: list[str] = []
     tab.on("pageerror", lambda error: faults.append(str(error)))
     tab.goto(f"{(site / 'index.html').as_uri()}?q=ollama")
@@ -117,8 +116,8 @@ def test_the_site_works_from_its_folder(site: Path, browser: Any, width: int) ->
     first.wait_for(state="attached")
     assert "own_adapters.html" in str(first.get_attribute("href"))
     for page in sorted(site.glob("*.html")):
-        tab.goto(page.as_uri())
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width, page.name
+        tab.goto(page.as_uri(), wait_until="domcontentloaded")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 380, page.name
     tab.close()
     assert faults == []
 
