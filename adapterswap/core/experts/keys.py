@@ -137,7 +137,7 @@ TOKENS = "token_adapter.trainable_tokens_delta"  # the trained rows of an embedd
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _DISTRIBUTED = "module."
 # A state dict that was not saved by PEFT still has the adapter's name in its keys.
-_BARE = re.compile(rf"{_PREFIX}(?!{_DISTRIBUTED})(?!.*\._)(?!.*\.default).*")  # nothing to remove, as in most keys
+_BARE = re.compile(rf"{re.escape(_PREFIX)}(?!{_DISTRIBUTED}|_)(?!.*(?:\._|\.default)).*")  # as nearly all keys are
 _ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)")
 
 # Other tensors that PEFT writes, by the end of the key, and why they are refused.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.changes.copies import Carried, check_base, check_one_base, check_tied_rows
 from adapterswap.core.companions.tokenizer import read_tokens
@@ -17,8 +17,10 @@ from adapterswap.core.experts.keys import LORA
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.loadable import check_form, check_fusing, check_renaming
 from adapterswap.core.writing.outputs import Form, Layout
-from adapterswap.core.writing.streaming import ModelForm
 from adapterswap.kit.errors import ExpertError, UnsupportedError
+
+if TYPE_CHECKING:
+    from adapterswap.core.writing.streaming import ModelForm  # composing does not need it
 
 
 @dataclass(frozen=True)
